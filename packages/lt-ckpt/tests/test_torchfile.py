@@ -39,7 +39,7 @@ from lt_ckpt.torchfile.safe_globals import (
     TorchTensor,
     make_tensor_node,
 )
-from lt_ckpt.torchfile.stored_zip import StoredZip, read_zip
+from lt_ckpt.torchfile.stored_zip import CACHE_BYTES, StoredZip, read_zip
 from lt_ckpt.torchfile.zip_writer import StoredZipWriter
 
 CODES = {getattr(torch, name): code for code, name in TORCH_DTYPES.items()}
@@ -635,6 +635,24 @@ def test_files_beyond_four_gigabytes(tmp_path):
 
         records = read_zip(read, 0, position, "x").records
     assert [(r.n_bytes, r.byte_offset % 64) for r in records.values()] == [(2**32 + 100, 0), (5, 0)]
+
+
+@pytest.mark.parametrize("n_tensors", [1, 20])
+def test_an_archive_takes_few_reads(tmp_path, n_tensors):
+    """Each is a round trip on a network file system: the end with the directory, the start, one for each far record."""
+    path = tmp_path / "x.pt"
+    torch.save({str(n): torch.zeros(10_000) for n in range(n_tensors)}, path)
+    reads = []
+    with path.open("rb") as file:
+
+        def read(at, n):
+            reads.append(n)
+            file.seek(at)
+            return file.read(n)
+
+        assert len(read_zip(read, 0, path.stat().st_size, "x").records) > n_tensors
+    assert len(reads) <= 3 + n_tensors
+    assert max(reads) <= CACHE_BYTES
 
 
 @pytest.mark.parametrize("library", ["zlib", "isal.isal_zlib"])

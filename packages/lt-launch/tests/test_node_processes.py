@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import shlex
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from lt_launch.node_guard import find_processes
 from lt_launch.policy import Place
 from lt_launch.spec import launch_files
 from lt_launch.ssh_connection import BOOT, SshConnection
+from lt_launch.ssh_node import SshNode
 
 PYTHON = [sys.executable, "-S", "-E"]
 """Without site-packages: a process starts in a few milliseconds."""
@@ -432,6 +434,32 @@ def test_processes_save_and_end_when_the_connection_is_silent(stage: Callable[..
     assert far.process is not None
     assert far.process.wait(60) == 0
     far.close()
+
+
+@on_linux
+def test_nothing_is_left_of_the_far_end_when_it_says_so(
+    stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the guard either: told of no end, it would signal the groups later, whose numbers may be others' by then."""
+    made = stage(f"{WAIT}print('words of', rank)", procs_per_node=2)
+    made.number = policy.open_attempt(made.spec, made.place, launched=True)
+    commands = node_commands.node_commands(made.spec, made.place, 0, 0, ("127.0.0.1", 1))
+    given = {"spec": made.spec, "link_timeout_s": 60, "token": f"far-{os.getpid()}", "orders": commands}
+    (orders, far_orders), (far_answers, answers) = os.pipe(), os.pipe()
+    alarms: list[int] = []
+    monkeypatch.setattr(signal, "alarm", alarms.append)  # it would end this process
+    os.write(far_orders, json.dumps({"start": given | {"shown_rank": 0}}).encode() + b"\n")
+    try:
+        SshNode(orders, answers).run()
+        done = subprocess.run(["pgrep", "-f", given["token"]], capture_output=True, text=True, check=False)
+        assert done.stdout == ""
+        said = [json.loads(line) for line in os.read(far_answers, 1 << 16).splitlines()]
+    finally:
+        for descriptor in (orders, far_orders, far_answers, answers):
+            os.close(descriptor)
+    assert {(row["ended"], row["code"]) for row in said if "ended" in row} == {(0, 0), (1, 0)}
+    assert "".join(row["lines"] for row in said if "lines" in row) == "words of 0\n"
+    assert (said[-1], alarms) == ({"left": 1}, [10])
 
 
 @pytest.mark.parametrize("name", ["policy", "node_guard", "node_processes", "ssh_node"])

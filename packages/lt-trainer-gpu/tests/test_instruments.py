@@ -25,6 +25,7 @@ from lt_trainer_gpu.activation_checkpointing import apply_activation_checkpointi
 from lt_trainer_gpu.recompute_flops import recomputed_flops_per_token
 from lt_trainer_gpu.spec import SPEC
 from lt_trainer_gpu.step_profiler import StepProfiler
+from lt_trainer_gpu.timing import create_stopwatch
 
 CPU = torch.device("cpu")
 LITTLE = LlamaConfig(
@@ -190,6 +191,18 @@ def test_a_dump_has_the_last_collectives(open_on, tmp_path: Path) -> None:
     )
 
 
+def test_the_dump_of_a_gpu_is_that_of_nccl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's recorder, simulated: a group that waits in an all-gather."""
+    entry = {"process_group": ("0", "default_pg"), "record_id": 3, "profiling_name": "nccl:_all_gather_base"}
+    entry |= {"input_sizes": [[17]], "retired": False, "state": "started", "collective_seq_id": 4}
+    trace = pickle.dumps({"version": "2.10", "entries": [entry | {"record_id": 2, "state": "completed"}, entry]})
+    monkeypatch.setattr("torch._C._distributed_c10d._dump_nccl_trace", lambda: trace, raising=False)
+    said = flight_recorder.dump(tmp_path, rank=5, on_gpu=True)
+    assert (tmp_path / "rank_5").read_bytes() == trace
+    assert "number 4 of group 0 default_pg, nccl:_all_gather_base of [[17]], not ended" in said
+    assert f"`python -m torch.distributed.flight_recorder.fr_trace {tmp_path} -p rank_` shows where" in said
+
+
 # ---- HFU ----
 
 
@@ -244,6 +257,40 @@ def test_what_a_compiler_chooses_is_not_known() -> None:
 
 
 # ---- the stopwatch ----
+
+
+class SimulatedEvent:
+    """An event of CUDA's, reached when it is recorded; as CUDA's, it tells no times unless it was made for that."""
+
+    made = 0
+    now_ms = 0.0
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        type(self).made += 1
+        self._enable_timing, self.reached_ms = enable_timing, 0.0
+
+    def record(self) -> None:
+        self.reached_ms = self.now_ms
+
+    def elapsed_time(self, end: "SimulatedEvent") -> float:
+        if not (self._enable_timing and end._enable_timing):
+            raise ValueError("both events must be created with argument 'enable_timing=True'")
+        return end.reached_ms - self.reached_ms
+
+
+def test_the_times_of_a_gpus_stream_are_those_of_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA simulated; a long run does not make ever more events."""
+    monkeypatch.setattr(torch.cuda, "Event", SimulatedEvent)
+    monkeypatch.setattr(SimulatedEvent, "made", 0)
+    monkeypatch.setattr(SimulatedEvent, "now_ms", 0.0)
+    stopwatch = create_stopwatch(torch.device("cuda"))
+    for _ in range(50):
+        for part, milliseconds in (("data", 250.0), ("rest", 500.0), ("data", 125.0)):
+            stopwatch.begin(part)
+            SimulatedEvent.now_ms += milliseconds
+        stopwatch.begin("rest")
+        assert stopwatch.pop_times() == dict.fromkeys(STEP_PARTS, 0.0) | {"data": 0.375, "rest": 0.5}
+    assert SimulatedEvent.made <= 6
 
 
 def test_a_step_is_told_apart_and_the_parts_fill_the_time(device: str, open_on, batches) -> None:

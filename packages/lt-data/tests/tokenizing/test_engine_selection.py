@@ -132,6 +132,19 @@ def test_auto_takes_the_fast_engine_after_a_check(tokenizer: Tokenizer, texts: l
     assert choose_engine(tokenizer, requested="hf", special_tokens_as="text", texts=texts).reason == "requested"
 
 
+@pytest.mark.parametrize(("n_tokens", "n_tried"), [(0, 0), (256, 256), (1000, 300)])
+def test_special_and_added_tokens_are_tried_one_by_one_up_to_a_bound(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, n_tokens: int, n_tried: int
+) -> None:
+    """All 256 of Llama 3; a tokenizer with thousands is not compared for minutes."""
+    half = n_tokens // 2
+    monkeypatch.setattr(tokenizer, "special_strings", tuple(f"<|special_{n:04}|>" for n in range(half)))
+    monkeypatch.setattr(tokenizer, "added_strings", tuple(f"<|added_{n:04}|>" for n in range(n_tokens - half)))
+    names = [*tokenizer.special_strings, *tokenizer.added_strings]
+    texts = difficult_texts(tokenizer)
+    assert [name for name in names if any(f"1{name}1" in text for text in texts)] == names[:n_tried]
+
+
 class Wrong(GigatokenEngine):
     """Differs in one id of texts that hold a word."""
 
