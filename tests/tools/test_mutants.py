@@ -189,6 +189,17 @@ def test_half_of_the_time_is_for_the_tests_that_are_closest() -> None:
     assert 35 < sum(test.seconds for test in chosen) <= 55
 
 
+def test_a_fixture_that_tests_share_counts_once_and_for_each_of_them() -> None:
+    """Else a test looks quick that waits for a minute until its fixture is there."""
+    trained = {"fixture trained": 40.0}
+    shared = [CoveringTest(name=f"tests/a.py::{i}", seconds=0.1, share=0.5, fixtures=trained) for i in range(10)]
+    assert select(shared, "lt-x", 60.0) == shared
+    assert select(shared, "lt-x", 40.0) == []
+    other = CoveringTest(name="tests/b.py::other", seconds=30.0, share=0.1)
+    assert select([*shared, other], "lt-x", 40.0) == [other]
+    assert shared[0].seconds_alone == 40.1
+
+
 def test_bits_of_lines() -> None:
     assert list(line_numbers(bytes([0b10, 0, 0b101]))) == [1, 16, 18]
 

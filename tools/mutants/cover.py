@@ -29,6 +29,7 @@ PARTS = (
 SCHEMA = """
 create table if not exists test (id integer primary key, name text unique, seconds real, version text);
 create table if not exists source (version text, path text, text text, primary key (version, path));
+create table if not exists fixture (test integer, name text, seconds real);
 create table if not exists line (test integer, path text, number integer);
 create index if not exists by_line on line (path, number);
 """
@@ -74,7 +75,9 @@ def store(box: Sandbox, part: str) -> int:
     CACHE.mkdir(exist_ok=True)
     with sqlite3.connect(MAP) as connection:
         connection.executescript(SCHEMA)
-        connection.execute("delete from line where test in (select id from test where name glob ?)", (f"{part}*",))
+        for table in ("line", "fixture"):
+            query = f"delete from {table} where test in (select id from test where name glob ?)"
+            connection.execute(query, (f"{part}*",))
         connection.execute("delete from test where name glob ?", (f"{part}*",))
         for name in facts["durations"].keys() - set(facts["failed"]):
             files: dict[str, set[int]] = defaultdict(set)
@@ -85,6 +88,8 @@ def store(box: Sandbox, part: str) -> int:
             cursor = connection.execute("insert into test (name, seconds, version) values (?, ?, ?)", row)
             rows = ((cursor.lastrowid, path, number) for path, numbers in files.items() for number in numbers)
             connection.executemany("insert into line values (?, ?, ?)", rows)
+            setups = ((cursor.lastrowid, n, s) for n, s in facts["setups"].items() if n in facts["fixtures"][name])
+            connection.executemany("insert into fixture values (?, ?, ?)", setups)
         for path in sorted(box.root.glob("packages/*/src/**/*.py")):
             row = (box.commit, str(path.relative_to(box.root)), path.read_text(encoding="utf-8"))
             connection.execute("insert or replace into source values (?, ?, ?)", row)

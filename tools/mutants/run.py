@@ -8,8 +8,9 @@
 A mutant is planted in a clone of HEAD (`sandbox.py`), never in the checkout. It meets the default tests that run its
 lines (`selection.py`; the map is made by `cover.py`), or where the map has none those that speak of it (`naming.py`),
 at most 60 s of them, until the first fails. It counts as caught only by a test with a name that fails with the mutant
-and passes without it, which is tried for each such test; one of another package has to fail twice. A test that is still
-running after ten times its duration and 20 s counts as failed: it hangs.
+and passes without it, which is tried for each such test; if it fails there too, the mutant meets the others. One of
+another package has to fail twice. A test that is still running after ten times its duration and 20 s counts as failed:
+it hangs. Its duration is then measured without the mutant, and it has to hang again, alone.
 
 Results are kept in `.mutants/results.json`, each with its commit.
 """
@@ -33,13 +34,17 @@ from typing import Any
 from cover import MAP
 from mutant import SETS, Mutant, read_set
 from naming import tests_that_name
-from run_tests import LIMIT_S, Failure, run_tests
+from run_tests import HANG_S, LIMIT_S, Failure, run_tests
 from sandbox import CACHE, Sandbox, sandbox
 from score import write_score
 from selection import CoveringTest, LineMap, find_tests, select
 
 FIRST_BY_NAME = 8
 """Tests by name that run before the rest: mostly one of them fails."""
+ROUNDS = 3
+"""A mutant meets the other tests when one has failed that fails without it as well."""
+ENOUGH_S = 600.0
+"""Time for a test to pass without a mutant."""
 RESULTS = CACHE / "results.json"
 
 
@@ -89,7 +94,10 @@ class Runner:
         self._free: SimpleQueue[Sandbox] = SimpleQueue()
         for box in boxes:
             self._free.put(box)
-        self._passing: set[str] = set()
+        self._passing: dict[str, float] = {}
+        """Time of each test that has passed without a mutant, run alone."""
+        self._failing: set[str] = set()
+        """Tests that fail without a mutant; no other mutant meets them."""
         self._lock = threading.Lock()
         self._stamp = 0
 
@@ -101,32 +109,45 @@ class Runner:
                 self._stamp += 1
                 stamp = self._stamp
             start = time.monotonic()
-            with planted(box, mutant, stamp) as (text, lines):
-                found = self._given
-                if not found and MAP.exists():
-                    found = find_tests(LineMap(MAP), mutant.file, text, lines)
-                tests = self._given or select(found, mutant.package, self._limit_s)
-                failure = run_tests(box, tests, self._limit_s)
-                if not failure and not any(is_own(test, mutant) for test in found):
-                    tests = by_name(box, mutant, text)
-                    failure = run_tests(box, tests[:FIRST_BY_NAME], self._limit_s / 2)
-                    failure = failure or run_tests(box, tests[FIRST_BY_NAME:], self._limit_s / 2)
-                if failure and not is_own(failure, mutant):
-                    failure = self._again(box, failure)
-            seconds = time.monotonic() - start
-            message = failure.message if failure else "" if tests else "no test runs its lines"
-            if failure and (other := self._failure_without_it(box, failure.test)):
-                failure, message = None, f"{failure.test} fails without it as well: {other.message}"
+            failure, numbers = self._meet(box, mutant, stamp)
+            message = "" if sum(numbers) else "no test runs its lines"
+            rounds = 1
+            while failure and (other := self._failure_without_it(box, failure.test)):
+                message = f"{failure.test} fails without it as well: {other.message}"
+                failure = self._meet(box, mutant, stamp)[0] if rounds < ROUNDS else None
+                rounds += 1
+            if failure and failure.hangs:
+                message = f"{failure.test} takes long, but passes"
+                with planted(box, mutant, stamp):
+                    failure = self._hangs(box, failure.test)
             return Result(
                 digest=mutant.digest,
                 commit=box.commit,
                 caught_by=failure.test if failure else "",
-                message=message,
-                tests=(len(found), len(tests)),
-                seconds=round(seconds, 1),
+                message=failure.message if failure else message,
+                tests=numbers,
+                seconds=round(time.monotonic() - start, 1),
             )
         finally:
             self._free.put(box)
+
+    def _meet(self, box: Sandbox, mutant: Mutant, stamp: int) -> tuple[Failure | None, tuple[int, int]]:
+        """Run the tests of a mutant until one fails; returns the failure, and the numbers of tests for the result."""
+        with planted(box, mutant, stamp) as (text, lines):
+            found = self._given
+            if not found and MAP.exists():
+                found = find_tests(LineMap(MAP), mutant.file, text, lines)
+            found = [test for test in found if test.name not in self._failing]
+            tests = self._given or select(found, mutant.package, self._limit_s)
+            failure = run_tests(box, tests, self._limit_s)
+            if not failure and not any(is_own(test, mutant) for test in found):
+                failing = {name.partition("[")[0] for name in self._failing}
+                tests = [test for test in by_name(box, mutant, text) if test.name not in failing]
+                failure = run_tests(box, tests[:FIRST_BY_NAME], self._limit_s / 2)
+                failure = failure or run_tests(box, tests[FIRST_BY_NAME:], self._limit_s / 2)
+            if failure and not is_own(failure, mutant):
+                failure = self._again(box, failure)
+        return failure, (len(found), len(tests))
 
     def _again(self, box: Sandbox, failure: Failure) -> Failure | None:
         """Return the failure if the test fails again, alone: one far from the change may only be in trouble itself."""
@@ -136,10 +157,21 @@ class Runner:
         """Return how a test fails on the code as it is, which it should not."""
         if name in self._passing:
             return None
-        failure = run_tests(box, [CoveringTest(name=name, seconds=self._limit_s, share=1.0)], self._limit_s)
-        if not failure:
-            self._passing.add(name)
+        start = time.monotonic()
+        failure = run_tests(box, [CoveringTest(name=name, seconds=ENOUGH_S, share=1.0)], ENOUGH_S)
+        seconds = time.monotonic() - start
+        if seconds >= ENOUGH_S:
+            failure = failure or Failure(test=name, message=f"no end within {seconds:.0f} s")
+        if failure:
+            self._failing.add(name)
+        else:
+            self._passing[name] = seconds
         return failure
+
+    def _hangs(self, box: Sandbox, name: str) -> Failure | None:
+        """Return how a test fails alone that may only have been slow, by the time that it takes without the mutant."""
+        test = CoveringTest(name=name, seconds=self._passing[name], share=1.0)
+        return run_tests(box, [test], HANG_S + 10 * test.seconds)
 
 
 def is_own(test: CoveringTest | Failure, mutant: Mutant) -> bool:

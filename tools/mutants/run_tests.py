@@ -28,6 +28,7 @@ class Failure:
 
     test: str
     message: str
+    hangs: bool = False
 
 
 def run_tests(box: Sandbox, tests: Sequence[CoveringTest], limit_s: float = LIMIT_S) -> Failure | None:
@@ -51,7 +52,7 @@ def run_tests(box: Sandbox, tests: Sequence[CoveringTest], limit_s: float = LIMI
                 start_new_session=True,
             )
             try:
-                return watch(process, events, {test.name: test.seconds for test in tests}, limit_s)
+                return watch(process, events, {test.name: test.seconds_alone for test in tests}, limit_s)
             finally:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
@@ -89,7 +90,8 @@ def watch(process: subprocess.Popen[bytes], path: Path, seconds: Mapping[str, fl
         if running and age > limit_s:
             duration = time.time() - running["time"]
             if duration > HANG_S + 10 * seconds.get(running["test"], 0.0):
-                return Failure(test=running["test"], message=f"hangs: still running after {duration:.0f} s")
+                message = f"hangs: still running after {duration:.0f} s"
+                return Failure(test=running["test"], message=message, hangs=True)
         if age > 1.5 * limit_s or (age > limit_s and not running):
             return None
         time.sleep(0.1)

@@ -6,6 +6,8 @@ text by a comparison of both; of a line that is new or changed, those of its fun
 A line outside functions (a constant, a default, a field) is run by every import and tells nothing: the tests are those
 that run a line of the same package that names what is defined there.
 
+What a test costs is its own time and that of the shared fixtures that no test before it has set up.
+
 There is time for some of the tests only. Half of it goes to the fastest, with the tests of the code's own package
 first; half to those of which the file is the largest part of all that they run. The fastest run first.
 """
@@ -16,8 +18,8 @@ import ast
 import difflib
 import re
 import sqlite3
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mutant import scopes
@@ -30,16 +32,28 @@ FILE_S = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class CoveringTest:
-    """A test that runs some of the lines; `share`: part of all lines that it runs that are in the file."""
+    """A test that runs some of the lines.
+
+    Attributes:
+        seconds: its own time.
+        share: part of all lines that it runs that are in the file.
+        fixtures: time of each fixture that it shares with others.
+    """
 
     name: str
     seconds: float
     share: float
+    fixtures: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def file(self) -> str:
         """File of tests."""
         return self.name.partition("::")[0]
+
+    @property
+    def seconds_alone(self) -> float:
+        """Time of a run of this test alone."""
+        return self.seconds + sum(self.fixtures.values())
 
 
 class LineMap:
@@ -60,7 +74,8 @@ class LineMap:
     def _as_test(self, number: int, name: str, seconds: float, path: str) -> CoveringTest:
         query = "select count(*) from line where test = ? and path = ?"
         (in_file,) = self._connection.execute(query, (number, path)).fetchone()
-        return CoveringTest(name=name, seconds=seconds, share=in_file / self.sizes[number])
+        fixtures = dict(self._connection.execute("select name, seconds from fixture where test = ?", (number,)))
+        return CoveringTest(name=name, seconds=seconds, share=in_file / self.sizes[number], fixtures=fixtures)
 
     def _tests_of(self, version: str, path: str, lines: set[int]) -> list[tuple[int, str, float]]:
         marks = ",".join(map(str, sorted(lines)))
@@ -159,22 +174,25 @@ def select(tests: Sequence[CoveringTest], package: str, limit_s: float) -> list[
     """Return the tests to run within a limit of time, the fastest first."""
     chosen: dict[str, CoveringTest] = {}
     files: set[str] = set()
+    set_up: set[str] = set()
     spent = START_S
 
     def take(candidates: Iterable[CoveringTest], until: float) -> None:
-        nonlocal spent
+        nonlocal spent, set_up
         for test in candidates:
             cost = test.seconds + (0 if test.file in files else FILE_S)
+            cost += sum(seconds for name, seconds in test.fixtures.items() if name not in set_up)
             if test.name not in chosen and spent + cost <= until:
                 chosen[test.name] = test
                 files.add(test.file)
+                set_up |= test.fixtures.keys()
                 spent += cost
 
     is_own = {test.name: test.name.startswith(f"packages/{package}/") for test in tests}
-    take(sorted(tests, key=lambda test: (not is_own[test.name], test.seconds)), (START_S + limit_s) / 2)
+    take(sorted(tests, key=lambda test: (not is_own[test.name], test.seconds_alone)), (START_S + limit_s) / 2)
     take(sorted(tests, key=lambda test: -test.share), limit_s)
-    take(sorted(tests, key=lambda test: test.seconds), limit_s)
+    take(sorted(tests, key=lambda test: test.seconds_alone), limit_s)
     by_file: dict[str, float] = {}
     for test in chosen.values():
-        by_file[test.file] = by_file.get(test.file, 0.0) + test.seconds
+        by_file[test.file] = by_file.get(test.file, 0.0) + test.seconds_alone
     return sorted(chosen.values(), key=lambda test: (by_file[test.file], test.file, test.seconds))

@@ -6,8 +6,8 @@ coverage.py into the folder `raw/`, under the name of the test that ran when it 
 and pytest writes into the file `context` which one it is. Forked processes begin a database of their own. What dies of
 SIGKILL leaves nothing.
 
-Lines that a fixture of a module or session runs count under the fixture's own name: `cover.py` gives them to every test
-that uses it, and not only to the first, in which it happens to be set up.
+Lines that a fixture of a module or session runs count under the fixture's own name, and so does its time: `cover.py`
+gives them to every test that uses it, and not only to the first, in which it happens to be set up.
 
 PYTEST_DONT_REWRITE: pytest loads as a plugin what is already imported.
 """
@@ -88,6 +88,8 @@ class Contexts:
         self.current = ""
         self.durations: dict[str, float] = {}
         self.fixtures: dict[str, list[str]] = {}
+        self.setups: dict[str, float] = {}
+        self.setups_of_test = 0.0
         self.failed: list[str] = []
 
     def switch(self, name: str) -> str:
@@ -104,22 +106,25 @@ class Contexts:
         defined = getattr(item, "_fixtureinfo").name2fixturedefs  # noqa: B009 - no public name
         shared = [fixture_name(defs[-1]) for defs in defined.values() if defs[-1].scope != "function"]
         self.fixtures[item.nodeid] = shared
+        self.setups_of_test = 0.0
         try:
             return (yield)
         finally:
-            self.durations[item.nodeid] = time.monotonic() - start
+            self.durations[item.nodeid] = time.monotonic() - start - self.setups_of_test
             self.switch(before)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, Any, Any]:
-        """Count the lines of a shared fixture under the fixture's name."""
+        """Count lines and time of a shared fixture under the fixture's name."""
         if fixturedef.scope == "function":
             return (yield)
-        before = self.switch(fixture_name(fixturedef))
+        before, start = self.switch(fixture_name(fixturedef)), time.monotonic()
         try:
             return (yield)
         finally:
-            self.switch(before)
+            seconds = time.monotonic() - start
+            self.setups[self.switch(before)] = seconds
+            self.setups_of_test += seconds
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note what fails while it is traced."""
@@ -128,7 +133,12 @@ class Contexts:
 
     def pytest_sessionfinish(self) -> None:
         """Write what the lines alone do not tell."""
-        facts = {"durations": self.durations, "fixtures": self.fixtures, "failed": self.failed}
+        facts = {
+            "durations": self.durations,
+            "fixtures": self.fixtures,
+            "setups": self.setups,
+            "failed": self.failed,
+        }
         (FOLDER / "tests.json").write_text(json.dumps(facts))
 
 
