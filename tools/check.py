@@ -27,7 +27,7 @@ STAGES: dict[str, list[str]] = {
         "-m",
         "not slow",
         "-n",
-        "3",  # on two cores: tests wait half of the time for processes that they start
+        "4",  # on two cores: tests wait more than half of the time for processes that they start
         "--dist",
         "loadfile",
         "--no-loadscope-reorder",

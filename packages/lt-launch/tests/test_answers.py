@@ -115,7 +115,7 @@ def test_ranks_that_a_host_has_not_are_left_out(tmp_path: Path, rank: int) -> No
     spec = {"argv": ["x"], "nodes": 2, "procs_per_node": 1, "grace_s": 1, "completion": "exit"}
     number = policy.open_attempt(spec, place, launched=True)
     answers = [{"hello": "h", "port": 7}, {"ended": rank, "code": 1, "tail": []}, {"left": 1}]
-    program = f"import time; print({chr(10).join(map(json.dumps, answers))!r}, flush=True); time.sleep(60)"
+    program = f"import sys; print({chr(10).join(map(json.dumps, answers))!r}, flush=True); sys.stdin.read()"
     nodes = [
         SshConnection(name, [sys.executable, "-c", program], spec, launch="/x", files={}, link_timeout_s=60)
         for name in "ab"
