@@ -77,6 +77,7 @@ def test_it_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path: Path) -> 
     pages = list((tmp_path / "site").rglob("*.html"))
     assert len(pages) > 50
     for page in pages:
+        assert not re.search(r"^(?:[-*]|\d+\.) ", page.read_text(), re.MULTILINE), f"{page.name}: a list shown as text"
         loaded = re.findall(r"<(?:script|link|img|iframe)[^>]+(?:src|href)=\"?(https?:[^\"\s>]+)", page.read_text())
         assert loaded == [], page
         # Code that Markdown takes for text: in a list it has to stand four spaces in.
