@@ -1,12 +1,19 @@
-"""What holds for all tests: a full garbage collection looks at the objects of one file of tests, not at those of all.
+"""What holds for all tests: how garbage is collected, and that no example of a property has a deadline.
 
-A run collects everything when it starts and whenever it pauses (`lt_trainer.training.garbage_collection`). After some
-hundred files a test process holds millions of objects, mostly modules: without this, each run takes seconds for them.
+A full garbage collection looks at the objects of one file of tests, not at those of all. A run collects everything when
+it starts and whenever it pauses (`lt_trainer.training.garbage_collection`). After some hundred files a test process
+holds millions of objects, mostly modules: without this, each run takes seconds for them.
+
+Hypothesis fails an example of more than 200 ms, and examples that are slow to draw; on a busy machine any may be.
 """
 
 import gc
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("no clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("no clock")  # --hypothesis-profile comes later
 
 
 @pytest.fixture(autouse=True, scope="module")

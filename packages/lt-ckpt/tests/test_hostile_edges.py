@@ -22,6 +22,7 @@ from lt_test_helpers.hostile import (
     make_fifo,
     replace,
     run_command,
+    unusable_paths,
 )
 
 COMMANDS: dict[str, list[str]] = {
@@ -86,6 +87,15 @@ def test_every_path_of_a_command(command: str, good: Path, tmp_path: Path) -> No
             raise AssertionError(f"{command} with {kind}") from exc
         assert not (tmp_path / "out").exists()
     assert {path: path.read_bytes() for path in good.iterdir()} == before
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_path_that_may_not_be_looked_at(command: str, good: Path, tmp_path: Path) -> None:
+    places = {"good": good, "out": tmp_path / "out", "zero": ZERO / "nxd-plain"}
+    places["config"] = ZERO / "hf-start" / "config.json"
+    with unusable_paths(tmp_path) as paths:
+        for bad in paths.values():
+            assert_refused(run_command(main, *(fill(word, bad=bad, **places) for word in COMMANDS[command])))
 
 
 def test_a_file_of_a_model_of_another_kind(good: Path, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from lt_test_helpers.hostile import (
     mutate,
     replace,
     run_command,
+    unusable_paths,
 )
 
 FEW = PLACES | {kind: CONTENTS[kind] for kind in ("empty", "binary", "nested lists")}
@@ -116,6 +117,23 @@ def test_every_path_of_a_command(command: str, places: dict[str, Path], tmp_path
             raise AssertionError(f"{command} with {kind}") from exc
         assert not places["out"].exists()
     assert {path: path.read_bytes() for path in before} == before
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command != "upload"])
+def test_a_path_that_may_not_be_looked_at(command: str, places: dict[str, Path], tmp_path: Path) -> None:
+    with unusable_paths(tmp_path) as paths:
+        for bad in paths.values():
+            assert_refused(run_command(main, *(word.format(bad=bad, **places) for word in COMMANDS[command])))
+
+
+def test_a_store_whose_name_is_no_text(places: dict[str, Path], tmp_path: Path) -> None:
+    store = tmp_path / "\udcff"
+    places["store"].rename(store)
+    for words in (["stats", store], ["verify", store], ["report", store, "--out", tmp_path / "page.html"]):
+        outcome = run_command(main, *words)
+        assert_harmless(outcome)
+        assert outcome.code == 0, outcome
+    assert "<h1>\\udcff</h1>" in (tmp_path / "page.html").read_text()
 
 
 def test_a_pipe_at_a_file_address(places: dict[str, Path], tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """What a stranger put in the place of a file: every command refuses it at once, in a line that changes no terminal.
 
 Each command that takes a path is given each thing of `lt_test_helpers.hostile` there, and in each file of a launch and
-of its run. The slow test changes values of launch.json and of a run's records at random (LT_FUZZ, LT_SEED).
+of its run. The slow test changes values of a launch's, a stage's and a run's records at random (LT_FUZZ, LT_SEED).
 """
 
 import json
@@ -29,6 +29,7 @@ from lt_test_helpers.hostile import (
     mutate,
     replace,
     run_command,
+    unusable_paths,
 )
 
 FEW = PLACES | {kind: CONTENTS[kind] for kind in ("empty", "binary", "nested lists")}
@@ -86,6 +87,20 @@ def test_every_path_of_a_command(command: str, home: Path, tmp_path: Path, monke
             assert_refused(outcome)
         except AssertionError as exc:
             raise AssertionError(f"{command} with {kind}") from exc
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_path_that_may_not_be_looked_at(
+    command: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    good = tmp_path / "good.toml"
+    good.write_text('command = ["true"]\nname = "x"\n')
+    with unusable_paths(tmp_path) as paths:
+        for bad in paths.values():
+            assert_refused(
+                run_command(main, "launch", *(word.format(bad=bad, good=good) for word in COMMANDS[command]))
+            )
 
 
 FILES = (
@@ -167,6 +182,14 @@ def test_values_of_a_launch_changed_at_random(home: Path, tmp_path: Path) -> Non
         tmp_path / "out" / "recipe.json": json.dumps(recipe),
         made.directory / "events.jsonl": json.dumps({"time": "x", "event": "submitted", "job_ids": {"x": "7"}}) + "\n",
     }
+    stage = made.directory / "stages" / "x"
+    ended = {"kind": "failed", "code": 70, "reason": "x", "rank": 0, "step": 3, "step_before": 1, "tail": ["a line"]}
+    texts |= {
+        stage / "spec.json": (stage / "spec.json").read_text(),
+        stage / "attempt-000" / "exit.json": json.dumps(ended),
+        stage / "done.json": json.dumps({"outputs": {"file": "hash"}}),
+    }
+    (stage / "attempt-000").mkdir()
     for path, text in texts.items():
         path.write_text(text)
     for number in range(MANY):

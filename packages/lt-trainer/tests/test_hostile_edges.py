@@ -27,6 +27,7 @@ from lt_test_helpers.hostile import (
     mutate,
     replace,
     run_command,
+    unusable_paths,
 )
 from lt_trainer.__main__ import main
 from lt_trainer.config import dump, flatten
@@ -271,6 +272,20 @@ def test_every_path_of_a_command(
             raise AssertionError(f"{command} with {kind}") from exc
     assert victim.read_text() == "precious"
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.usefixtures("fake_engine")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_path_that_may_not_be_looked_at(
+    command: str, recipe: Path, little_data: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if COMMANDS[command][0] in ("evaluate", "sample"):
+        pytest.importorskip("torch")
+    monkeypatch.chdir(tmp_path)
+    places = {"folder": tmp_path, "recipe": recipe, "store": little_data / "train", "model": model}
+    with unusable_paths(tmp_path) as paths:
+        for bad in paths.values():
+            assert_refused(run_command(main, *(word.format(bad=bad, **places) for word in COMMANDS[command])))
 
 
 def test_a_journal_of_probes(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 `packages/lt-trainer-gpu/tests/test_twice_on_ranks.py` has the same on tensor-parallel and pipeline-parallel ranks.
 """
 
+import importlib
+import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,11 @@ import pytest
 
 from lt_ckpt import Checkpoint, find_latest_valid
 from lt_data import Mixture, Phase, RowReader, Stream, TokenStore, open_pack
+from lt_trainer.config import dump, flatten
 from lt_trainer.config.recipe import load
 from lt_trainer.observability.run_logger import Rank0Logger
 from lt_trainer.observability.throughput import Throughput
+from lt_trainer.resilience import STOP_SIGNALS
 from lt_trainer.run_directory.jsonl import read_jsonl
 from lt_trainer.timing import HostStopwatch
 from lt_trainer.training.runner import run
@@ -257,3 +261,24 @@ def test_two_skips_inside_one_batch(little_data: Path) -> None:
     wanted = all_rows(reader, 24, 1)
     assert [row.tolist() for row in stream.next().rows.input_ids] == wanted[13:21]
     assert stream.state.row == 21
+
+
+# ---- commands in one process ----
+
+
+@pytest.mark.parametrize(("module", "words"), [("lt_trainer", ["run"]), ("lt_launch", ["train", "run"])])
+def test_a_second_command_in_one_process_stops_as_the_first(
+    module: str, words: list[str], recipe_base, fake_engine, tmp_path: Path
+) -> None:
+    """Stop signals of the first are forgotten, those of the second are recorded, and the caller's handlers are back."""
+    main = importlib.import_module(f"{pytest.importorskip(module).__name__}.__main__").main
+    recipe = tmp_path / "run.toml"
+    recipe_base["run"] |= {"engine": "fake"}
+    recipe.write_text(dump(flatten(recipe_base)))
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    codes = [main([*words, str(recipe), "--stop-after-step", str(step)]) for step in (3, 6, 9)]
+    assert codes == [75, 75, 75]
+    assert {number: signal.getsignal(number) for number in STOP_SIGNALS} == before
+    assert checkpoints(recipe_base) == [3, 6, 9]
+    assert main([*words, str(recipe)]) == 0
+    assert steps_of(recipe_base, "completed") == [20]

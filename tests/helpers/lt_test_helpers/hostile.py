@@ -6,6 +6,7 @@ for a pipe say; it decides nothing else.
 """
 
 import contextlib
+import ctypes
 import io
 import json
 import os
@@ -119,6 +120,41 @@ def make_socket(path: Path) -> None:
 def write(content: bytes | str) -> Callable[[Path], None]:
     """Return what writes a content."""
     return lambda path: path.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8")) and None
+
+
+@contextlib.contextmanager
+def unusable_paths(folder: Path) -> Iterator[dict[str, Path]]:
+    """Paths at which the first look is an error: a name too long, a folder that this process may not enter."""
+    closed = folder / "closed"
+    (closed / "inner").mkdir(parents=True)
+    closed.chmod(0)
+    try:
+        with _without_rights_of_root():
+            yield {"too long": folder / ("x" * 300), "closed": closed, "in a closed folder": closed / "inner"}
+    finally:
+        closed.chmod(0o700)
+
+
+CAPABILITIES_VERSION = 0x20080522
+ROOT_READS_ALL = 1 << 1 | 1 << 2  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+
+
+@contextlib.contextmanager
+def _without_rights_of_root() -> Iterator[None]:
+    """Give up in this thread the capabilities by which root enters every folder; where there are none, do nothing."""
+    header, held = (ctypes.c_uint32 * 2)(CAPABILITIES_VERSION, 0), (ctypes.c_uint32 * 6)()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not sys.platform.startswith("linux") or libc.capget(header, held):
+        yield
+        return
+    effective = held[0]
+    held[0] = effective & ~ROOT_READS_ALL
+    assert libc.capset(header, held) == 0, os.strerror(ctypes.get_errno())
+    try:
+        yield
+    finally:
+        held[0] = effective
+        assert libc.capset(header, held) == 0, os.strerror(ctypes.get_errno())
 
 
 NESTED = "[" * 100_000 + "]" * 100_000

@@ -9,6 +9,7 @@ import os
 import sys
 import traceback
 
+from lt_ckpt.errors import describe_unusable_path
 from lt_ckpt.terminal_text import echo_error
 
 TYPER_USAGE_ERROR = 2
@@ -39,6 +40,9 @@ def main() -> int:
     except Exception as exc:  # noqa: BLE001 - outermost handler: anything but a user error is a bug
         if _is_lack_of_memory(exc):
             sys.stderr.write("error: there is too little memory: free some, or raise the limit (ulimit -v)\n")
+            return 64
+        if unusable := describe_unusable_path(exc):
+            echo_error(f"error: {unusable}")
             return 64
         code = getattr(exc, "exit_code", None) if isinstance(exc, ValueError) else None
         if code is None:

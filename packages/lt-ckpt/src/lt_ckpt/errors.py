@@ -23,6 +23,7 @@ _REMEDIES = {
     errno.EIO: "the disk or its server failed: check the system log before writing anything else there",
     errno.EMFILE: "too many open files: raise the limit with ulimit -n",
     errno.ESTALE: "the network file system lost that folder: remount it",
+    errno.ENAMETOOLONG: "check the path",
     errno.ENOMEM: "there is too little memory: free some, or raise the limit (ulimit -v, or that of the container)",
 }
 
@@ -87,6 +88,18 @@ def storage_error(exc: OSError, operation: str, path: str | os.PathLike[str]) ->
     reason = exc.strerror or type(exc).__name__
     remedy = _REMEDIES.get(exc.errno or 0, "check the path and its file system")
     return CheckpointError(f"{os.fspath(path)}: {operation} failed: {reason}; {remedy}")
+
+
+def describe_unusable_path(exc: Exception) -> str:
+    """Return what to say of a path that may not be looked at or whose name is too long; "" for any other error.
+
+    Commands end with it where such an error of the system reaches them: any look at a path may raise one, long before
+    a reader of the file could name it.
+    """
+    known = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
+    if not isinstance(exc, OSError) or exc.filename is None or exc.errno not in known:
+        return ""
+    return str(storage_error(exc, "reading", exc.filename))
 
 
 @contextmanager

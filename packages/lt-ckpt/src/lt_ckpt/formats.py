@@ -14,7 +14,7 @@ from typing import Any, cast, get_args
 
 from lt_ckpt import files
 from lt_ckpt.confined_files import resolve_confined
-from lt_ckpt.errors import CheckpointError, OptionError
+from lt_ckpt.errors import CheckpointError, OptionError, translate_os_errors
 from lt_ckpt.hash_list import HashList, read_hash_list
 from lt_ckpt.hf.folder import CONFIG, INDEX_FILE, SINGLE_FILE, is_model_file, read_aux_files, read_json
 from lt_ckpt.source import Source
@@ -62,8 +62,13 @@ def detect_format(path: Path) -> str:
     """Return the format of a path: one of `FORMATS`, or `meta`.
 
     Raises:
-        CheckpointError: The path does not exist or its format is unknown.
+        CheckpointError: The path does not exist, may not be looked at, or its format is unknown.
     """
+    with translate_os_errors("reading", path):
+        return _detect_format(path)
+
+
+def _detect_format(path: Path) -> str:
     from lt_ckpt.discovery import checkpoint_root, list_steps
     from lt_ckpt.folders import COMMIT
 

@@ -7,6 +7,7 @@ import sys
 import traceback
 
 from lt_data.display.terminal import echo_error
+from lt_data.errors import describe_unusable_path
 
 USER_ERROR = 64
 INTERNAL_ERROR = 70
@@ -30,6 +31,9 @@ def main() -> int | str | None:
     except KeyboardInterrupt:
         return INTERRUPTED
     except Exception as exc:  # noqa: BLE001  last handler: every other error is reported as internal
+        if unusable := describe_unusable_path(exc):
+            echo_error(f"error: {unusable}")
+            return USER_ERROR
         code = getattr(exc, "exit_code", None) if isinstance(exc, ValueError) else None
         if code is None:
             echo_error(traceback.format_exc().rstrip("\n"))

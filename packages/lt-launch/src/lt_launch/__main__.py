@@ -18,27 +18,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        arguments: Arguments after `lt`; default: those of this process.
+        arguments: Arguments after `lt`; default: those of this process, which ends with it: stop signals after
+            a training run are ignored then. Otherwise their handlers are restored.
 
     Returns:
         The exit code.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if given[:2] in (["train", "run"], ["train", "torchrun"]):
-        return _with_stop_signals(given)
+    if _is_training(given):
+        return _with_stop_signals(given, ends_process=arguments is None)
     return _run(given)
 
 
-def _with_stop_signals(given: list[str]) -> int:
+def _is_training(given: list[str]) -> bool:
+    return given[:2] in (["train", "run"], ["train", "torchrun"])
+
+
+def _with_stop_signals(given: list[str], *, ends_process: bool) -> int:
     """Run a command that stop signals must not end; they are recorded before anything slow is imported."""
     try:
-        from lt_trainer.resilience import ignore_stop_signals, process_stop_signals
+        from lt_trainer.resilience import ignore_stop_signals, process_stop_signals, release_stop_signals
     except ModuleNotFoundError:
         return _run(given)  # names the package to install
     process_stop_signals()
-    code = _run(given)
-    ignore_stop_signals()
-    return code
+    try:
+        return _run(given)
+    finally:
+        (ignore_stop_signals if ends_process else release_stop_signals)()
 
 
 def _run(given: list[str]) -> int:
@@ -53,9 +59,13 @@ def _run(given: list[str]) -> int:
     except ModuleNotFoundError as exc:
         return _missing_module(exc, given)
     except Exception as exc:  # noqa: BLE001 - the outermost frame: everything is shown, nothing goes on
+        from lt_data.errors import describe_unusable_path
+
         code = getattr(exc, "exit_code", None)
         if isinstance(exc, ValueError) and isinstance(code, int):
             return _print_error(f"error: {exc}", code)
+        if not _is_training(given) and (unusable := describe_unusable_path(exc)):  # of a run, its place tells more
+            return _print_error(f"error: {unusable}", EXIT_USER)
         return _print_error(traceback.format_exc().rstrip("\n"), EXIT_INTERNAL)
     return 0
 

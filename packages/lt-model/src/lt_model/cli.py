@@ -1,6 +1,7 @@
 """Commands of `lt model`: show a model's shape and costs, list the presets. No torch, no numpy."""
 
 import json
+import os
 from typing import Annotated
 
 import typer
@@ -24,19 +25,28 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show a model's shape, parameters, FLOPs per token in both conventions, and memory by part."""
-    from pathlib import Path
-
     from lt_model.describe import describe_model, format_description
     from lt_model.hf import read_config
     from lt_model.presets import PRESETS, preset
 
     # Anything but a path is a preset name, so that a typo gets the list of presets.
-    config = read_config(model) if model not in PRESETS and Path(model).exists() else preset(model)
+    config = read_config(model) if model not in PRESETS and _is_path(model) else preset(model)
     seq_len = seq_len or min(config.max_position_embeddings, _MAX_DEFAULT_SEQ_LEN)
     if as_json:
         typer.echo(json.dumps(describe_model(config, seq_len=seq_len, micro_batch_size=micro_batch_size), indent=2))
     else:
         typer.echo(format_description(config, seq_len=seq_len, micro_batch_size=micro_batch_size))
+
+
+def _is_path(text: str) -> bool:
+    """Return True for a path of something; also for one that may not be looked at, of which reading says why."""
+    try:
+        os.stat(text)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return False
+    except OSError:
+        return True
+    return True
 
 
 @app.command("list")

@@ -34,7 +34,7 @@ class RopeScaling:
     def __post_init__(self) -> None:
         for name in ("factor", "low_freq_factor", "high_freq_factor"):
             object.__setattr__(self, name, _positive_float(f"rope_scaling.{name}", getattr(self, name)))
-        _positive_int("rope_scaling.original_max_position_embeddings", self.original_max_position_embeddings)
+        check_size("rope_scaling.original_max_position_embeddings", self.original_max_position_embeddings)
         if self.high_freq_factor <= self.low_freq_factor:
             raise ModelError(
                 f"rope_scaling.high_freq_factor = {self.high_freq_factor} must be greater than "
@@ -77,7 +77,7 @@ class LlamaConfig:
 
     def __post_init__(self) -> None:
         for name in _INT_FIELDS:
-            _positive_int(name, getattr(self, name))
+            check_size(name, getattr(self, name))
         for name in ("rope_theta", "norm_eps"):
             object.__setattr__(self, name, _positive_float(name, getattr(self, name)))
         if not isinstance(self.tie_word_embeddings, bool):
@@ -146,7 +146,8 @@ _MAX_SIZES = {"n_layers": 2**16}
 """Largest sizes: far above every model, and small enough that whatever walks over the layers ends."""
 
 
-def _positive_int(name: str, value: object) -> int:
+def check_size(name: str, value: object) -> int:
+    """Return a whole number of a model or batch; raise ModelError if it is below 1 or absurdly large."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ModelError(f"{name} = {reprlib.repr(value)}: must be a whole number of at least 1")
     if value > _MAX_SIZES.get(name, _MAX_SIZE):

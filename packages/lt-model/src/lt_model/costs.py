@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from lt_model.config import LlamaConfig
+from lt_model.config import LlamaConfig, check_size
 from lt_model.errors import ModelError
 from lt_model.params import param_specs
 
@@ -40,10 +40,9 @@ def flops_per_token(config: LlamaConfig, seq_len: int, convention: FlopsConventi
         convention: "full" counts the whole attention square, "causal" half of it.
 
     Raises:
-        ModelError: `seq_len` below 1 or an unknown convention.
+        ModelError: `seq_len` below 1 or absurdly large, or an unknown convention.
     """
-    if seq_len < 1:
-        raise ModelError(f"seq_len = {seq_len}: must be at least 1")
+    check_size("seq_len", seq_len)
     if convention not in FLOPS_CONVENTIONS:
         raise ModelError(f"convention = {convention!r}: not one of {', '.join(FLOPS_CONVENTIONS)}")
     return 6 * n_compute_parameters(config) + attention_flops_per_token(config, seq_len, convention)
@@ -104,10 +103,10 @@ def estimate_memory(
         moment_bytes: bytes per element of each of the two moments.
 
     Raises:
-        ModelError: `micro_batch_size` or `seq_len` below 1.
+        ModelError: `micro_batch_size` or `seq_len` below 1 or absurdly large.
     """
-    if seq_len < 1 or micro_batch_size < 1:
-        raise ModelError(f"micro_batch_size = {micro_batch_size} and seq_len = {seq_len}: must both be at least 1")
+    check_size("micro_batch_size", micro_batch_size)
+    check_size("seq_len", seq_len)
     n = n_parameters(config)
     logits = micro_batch_size * seq_len * config.vocab_size * 4
     return MemoryEstimate(params=n * param_bytes, grads=n * grad_bytes, moments=2 * n * moment_bytes, logits=2 * logits)

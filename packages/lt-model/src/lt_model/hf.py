@@ -144,8 +144,7 @@ def read_config(path: str | Path) -> LlamaConfig:
     Raises:
         ModelError: a file that is missing, unreadable, not a JSON object, or not a supported Llama.
     """
-    path = Path(path)
-    file = path / "config.json" if path.is_dir() else path
+    file = Path(path, "config.json") if os.path.isdir(path) else Path(path)
     try:
         values = json.loads(_read_text(file))
     except OSError as exc:

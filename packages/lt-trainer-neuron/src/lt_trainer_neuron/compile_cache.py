@@ -177,6 +177,11 @@ def remove_entries(entries: Iterable[CompileCacheEntry]) -> list[CompileCacheEnt
     for entry in entries:
         if _entry_state(entry.path, _sizes(entry.path)) == "compiling":
             raise CompileCacheError(f"{entry.path} is being compiled by another process; wait for it, or stop it")
+        if entry.path.parent.is_symlink():
+            raise CompileCacheError(
+                f"{entry.path.parent} is a symbolic link, which is not followed to what is removed; give the folder "
+                "that its target is in with --cache"
+            )
         unknown = [
             file.name
             for file in entry.path.iterdir()

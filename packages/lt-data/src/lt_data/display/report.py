@@ -69,7 +69,8 @@ def write_report(
     store_stats = stats(
         store, duplicates=duplicates, global_batch_size=global_batch_size, dp_size=dp_size, progress=progress
     )
-    _write_atomic(out, render_page(to_portable_name(str(store.path.name)), store_stats, store.manifest).encode())
+    page = render_page(to_portable_name(store.path.name), store_stats, store.manifest)
+    _write_atomic(out, page.encode("utf-8", "backslashreplace"))  # a name need not be UTF-8
     if charts:
         from lt_data.display.report_png import render_charts
 

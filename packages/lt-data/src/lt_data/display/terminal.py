@@ -5,6 +5,7 @@ would change the terminal, and a right-to-left override what is read. Every text
 standard output or standard error.
 """
 
+import shlex
 import sys
 
 
@@ -18,6 +19,15 @@ def escape_controls(text: str, *, keep: str = "\n\t") -> str:
         else character.encode("unicode_escape").decode("ascii")
         for character in text
     )
+
+
+def quote_for_shell(text: str) -> str:
+    r"""Return a word of bash, zsh or ksh for a text; one that is not printable is written as `$'\x1b'`."""
+    if text.isprintable():
+        return shlex.quote(text)
+    encoded = text.encode("utf-8", "surrogateescape")
+    characters = (chr(byte) if 32 <= byte < 127 and byte not in b"\\'" else f"\\x{byte:02x}" for byte in encoded)
+    return f"$'{''.join(characters)}'"
 
 
 def echo(text: str, *, is_styled: bool = False) -> None:

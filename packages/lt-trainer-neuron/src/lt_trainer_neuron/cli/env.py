@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -26,7 +25,7 @@ def env(
     Values that you have set yourself take precedence and are marked. Ranks set the variables themselves: nothing has to
     be exported for a run.
     """
-    from lt_data.display.terminal import echo
+    from lt_data.display.terminal import echo, quote_for_shell
     from lt_trainer.config import load
     from lt_trainer_neuron.environment import check_environment, list_variables
     from lt_trainer_neuron.sdk import LATEST_SDK_RELEASE, detect_packages
@@ -42,7 +41,7 @@ def env(
         return
     for item in variables:
         if export:
-            typer.echo(f"export {item.name}={shlex.quote(item.value)}")
+            echo(f"export {item.name}={quote_for_shell(item.value)}")
             continue
         note = f"  (yours; the recipe says {item.recipe_value!r})" if item.is_overridden else ""
         echo(f"{item.name}={item.value}{note}\n    {item.reason}")

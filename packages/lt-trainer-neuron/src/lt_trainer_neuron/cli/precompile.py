@@ -23,6 +23,7 @@ def precompile(
     ] = None,
 ) -> None:
     """Compile all graphs of a recipe ahead of training and record their compile key."""
+    from lt_data.display.terminal import echo
     from lt_trainer.config import engine_options, load, read_hyperparameters
     from lt_trainer_neuron.options import NeuronOptions
     from lt_trainer_neuron.precompile import precompile as compile_graphs
@@ -41,4 +42,4 @@ def precompile(
     key = compile_graphs(
         resolved, nproc_per_node=ranks, torchrun_options=torchrun_options or [], extraction_arguments=arguments
     )
-    typer.echo(f"all graphs are compiled; compile key: {key}")
+    echo(f"all graphs are compiled; compile key: {key}")

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lt_trainer.resilience.stop_signals import ignore_stop_signals as ignore_stop_signals
     from lt_trainer.resilience.stop_signals import install_handlers as install_handlers
     from lt_trainer.resilience.stop_signals import process_stop_signals as process_stop_signals
+    from lt_trainer.resilience.stop_signals import release_stop_signals as release_stop_signals
     from lt_trainer.resilience.stop_signals import restore_handlers as restore_handlers
     from lt_trainer.resilience.watchdog import Watchdog as Watchdog
     from lt_trainer.resilience.watchdog import heartbeat_path as heartbeat_path
@@ -28,7 +29,8 @@ else:
             "launcher_watch": "LAUNCHED_VARIABLE stop_when_launcher_dies",
             "rank_sync": "read_on_all_ranks run_on_all_ranks run_on_rank0 run_with_keepalive",
             "stop_signals": (
-                "STOP_SIGNALS StopSignals ignore_stop_signals install_handlers process_stop_signals restore_handlers"
+                "STOP_SIGNALS StopSignals ignore_stop_signals install_handlers process_stop_signals "
+                "release_stop_signals restore_handlers"
             ),
             "watchdog": "Watchdog heartbeat_path",
         },

@@ -61,6 +61,10 @@ class StopSignals:
         """Record stop signals from now on."""
         self._previous_handlers = install_handlers(self._on_signal)
 
+    def restore(self) -> None:
+        """Restore the handlers from before `install`."""
+        restore_handlers(self._previous_handlers)
+
     def __enter__(self) -> StopSignals:
         self.install()
         return self
@@ -68,15 +72,15 @@ class StopSignals:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        restore_handlers(self._previous_handlers)
+        self.restore()
 
 
 @cache
 def process_stop_signals() -> StopSignals:
     """Record this process's stop signals from the first call on; return one object on every call.
 
-    Handlers are never restored: no signal may interrupt the end of the process. Receives signals that the parent
-    process had blocked.
+    Until `ignore_stop_signals` at the end of the process, or `release_stop_signals` where it goes on. Receives signals
+    that the parent process had blocked.
     """
     stop = StopSignals()
     stop.install()
@@ -85,10 +89,17 @@ def process_stop_signals() -> StopSignals:
 
 
 def ignore_stop_signals() -> None:
-    """Ignore stop signals from now on; for the end of a process.
+    """Ignore stop signals from now on; for the end of a process, which no signal may interrupt.
 
     The interpreter restores default handlers before it unloads modules, so that a late signal would replace the exit
     code.
     """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    process_stop_signals.cache_clear()
+
+
+def release_stop_signals() -> None:
+    """Restore the handlers from before `process_stop_signals`; the next call records anew, with nothing received."""
+    process_stop_signals().restore()
+    process_stop_signals.cache_clear()
