@@ -16,6 +16,7 @@ from lt_ckpt.__main__ import main
 from lt_test_helpers.hostile import (
     ANSI,
     CONTENTS,
+    FEW,
     PLACES,
     assert_harmless,
     assert_refused,
@@ -47,7 +48,6 @@ HARMLESS = {
     "convert out": (),
 }
 """What is no mistake there: an empty folder to write into, or with nothing to remove."""
-FEW = PLACES | {kind: CONTENTS[kind] for kind in ("empty", "binary", "nested lists")}
 ZERO = Path(__file__).parent / "data" / "nxd" / "llama2-mha-tp2-dp2-zero1"
 
 

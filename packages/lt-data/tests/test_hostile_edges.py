@@ -19,6 +19,7 @@ from lt_data.__main__ import main
 from lt_test_helpers.hostile import (
     ANSI,
     CONTENTS,
+    FEW,
     PLACES,
     assert_harmless,
     assert_refused,
@@ -29,7 +30,6 @@ from lt_test_helpers.hostile import (
     unusable_paths,
 )
 
-FEW = PLACES | {kind: CONTENTS[kind] for kind in ("empty", "binary", "nested lists")}
 MANY = int(os.environ.get("LT_FUZZ", "2000"))
 SEED = int(os.environ.get("LT_SEED", "0"))
 

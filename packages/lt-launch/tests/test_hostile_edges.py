@@ -22,6 +22,7 @@ from lt_launch.target import Launch, RenderedLaunch
 from lt_test_helpers.hostile import (
     ANSI,
     CONTENTS,
+    FEW,
     PLACES,
     assert_harmless,
     assert_refused,
@@ -32,7 +33,6 @@ from lt_test_helpers.hostile import (
     unusable_paths,
 )
 
-FEW = PLACES | {kind: CONTENTS[kind] for kind in ("empty", "binary", "nested lists")}
 MANY = int(os.environ.get("LT_FUZZ", "2000"))
 SEED = int(os.environ.get("LT_SEED", "0"))
 NAME = ANSI.replace("/", "")

@@ -9,7 +9,7 @@ import pytest
 from lt_test_helpers.hostile import (
     ANSI,
     CONTENTS,
-    PLACES,
+    FEW,
     Outcome,
     assert_harmless,
     assert_refused,
@@ -21,7 +21,6 @@ from lt_trainer.__main__ import main
 from lt_trainer.config import dump
 
 NAME = ANSI.replace("/", "")
-FEW = PLACES | {kind: CONTENTS[kind] for kind in ("empty", "binary", "nested lists")}
 COMMANDS: dict[str, list[str]] = {
     "env": ["env", "{bad}"],
     "precompile": ["precompile", "{bad}"],

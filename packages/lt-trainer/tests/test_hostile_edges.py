@@ -19,6 +19,7 @@ import pytest
 from lt_test_helpers.hostile import (
     ANSI,
     CONTENTS,
+    FEW,
     PLACES,
     alarm,
     assert_harmless,
@@ -32,8 +33,10 @@ from lt_test_helpers.hostile import (
 from lt_trainer.__main__ import main
 from lt_trainer.config import dump, flatten
 from lt_trainer.config.recipe import load, to_dict, to_toml
-from lt_trainer.errors import RunDirError
+from lt_trainer.errors import RunDirError, TrainerError
 from lt_trainer.files import write_atomic
+from lt_trainer.quickstart import training as quickstart
+from lt_trainer.quickstart.settings import QuickstartFolder, QuickstartSettings
 from lt_trainer.training.runner import run as train
 from lt_trainer.tuning import ProbeJournal, TunedSetting
 
@@ -241,7 +244,6 @@ HARMLESS = {
     "evaluate out": {"directory"},
 }
 """What is no mistake there."""
-FEW = PLACES | {kind: CONTENTS[kind] for kind in ("empty", "binary", "nested lists")}
 OWN_READERS = ("show", "hyperparameters", "task")
 """Commands by which every content is tried; for the others it is the same reader."""
 
@@ -312,6 +314,71 @@ def test_a_journal_of_probes(tmp_path: Path) -> None:
         path.write_text(json.dumps(value) + "\n")
         with alarm(), suppress(RunDirError):
             ProbeJournal(path, "key").close()
+
+
+@pytest.mark.parametrize("kind", PLACES | CONTENTS)
+@pytest.mark.parametrize("more", [[], ["--overwrite"]])
+def test_a_quickstart_folder_of_a_stranger(kind: str, more: list[str], tmp_path: Path) -> None:
+    """Neither continued nor deleted."""
+    pytest.importorskip("transformers")
+    lt = pytest.importorskip("lt_launch.__main__")
+    out = tmp_path / ANSI.replace("/", "")
+    out.mkdir()
+    (PLACES | CONTENTS)[kind](out / ".lt-quickstart")
+    (out / "summary.json").write_text("precious")
+    assert_refused(run_command(lt.main, "quickstart", "--out", out, "--source", tmp_path / "nowhere", *more))
+    assert (out / "summary.json").read_text() == "precious"
+
+
+QUICKSTART_RECORDS = {
+    "metrics.jsonl": {
+        "step": 3,
+        "loss": 2.0,
+        "elapsed_s": 1.0,
+        "tokens_per_sec": 9.0,
+        "mfu": 0.4,
+        "val_loss": 2.0,
+        "val_tokens": 9,
+    },
+    "resume_check.jsonl": {"step": 3, "loss": 2.0},
+    "events.jsonl": {"event": "start", "peak_source": "datasheet"},
+}
+
+
+@pytest.mark.parametrize("name", QUICKSTART_RECORDS)
+def test_records_of_a_quickstart_changed_at_random(name: str, tmp_path: Path) -> None:
+    folder = QuickstartFolder(tmp_path)
+    folder.run.mkdir()
+    for path, record in QUICKSTART_RECORDS.items():
+        (folder.run / path).write_text(json.dumps(record) + "\n")
+    readers = (
+        quickstart.losses,
+        quickstart.expected_losses,
+        quickstart.validation_loss,
+        quickstart.last_metrics,
+        quickstart.peak_source,
+        quickstart.is_done,
+    )
+    for reader in readers:
+        reader(folder)
+    rng = random.Random(SEED)
+    for value in ({}, *(mutate(rng, QUICKSTART_RECORDS[name]) for _ in range(300))):
+        (folder.run / name).write_text(json.dumps(value) + "\n")
+        for reader in readers:
+            with suppress(TrainerError):
+                reader(folder)
+
+
+def test_a_quickstart_without_the_records_of_its_steps(tmp_path: Path) -> None:
+    folder = QuickstartFolder(tmp_path)
+    folder.run.mkdir()
+    (folder.run / "events.jsonl").write_text('{"event": "completed"}\n')
+    (folder.run / "resume_check.jsonl").write_text('{"step": 3, "loss": 2.0}\n')
+    for steps in ((), (1, 2), (2, 3)):
+        records = ({"step": step, "loss": 2.0, "elapsed_s": 1.0} for step in steps)
+        (folder.run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        with pytest.raises(TrainerError, match=r"no record of step [13]; start over with --overwrite"):
+            quickstart.train(folder, QuickstartSettings(), lambda *_: None)
 
 
 LINKED = (

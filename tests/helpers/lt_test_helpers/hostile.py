@@ -187,6 +187,8 @@ CONTENTS: dict[str, Callable[[Path], None]] = {
     "cut": write('{"a": [1, 2'),
 }
 """What may stand in a file of JSON, by name."""
+FEW = PLACES | {kind: CONTENTS[kind] for kind in ("empty", "binary", "nested lists")}
+"""What a command gets whose reader of JSON others have been tried with."""
 
 JUNK: tuple[Any, ...] = (
     None,

@@ -12,6 +12,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from lt_trainer.constants import EXIT_DONE, EXIT_REQUEUE
 from lt_trainer.files import open_for_appending, open_regular
 from lt_trainer.observability import RESUME_CHECK_FILE
 from lt_trainer.quickstart.settings import QuickstartError, QuickstartFolder, QuickstartSettings
-from lt_trainer.run_directory import read_jsonl
+from lt_trainer.run_directory import is_int, is_number, read_events, read_jsonl, read_metrics
 
 POLL_INTERVAL_S = 0.25
 
@@ -42,34 +43,49 @@ class ResumeCheck:
 
 def losses(folder: QuickstartFolder) -> dict[int, float]:
     """Return the training loss by step; a repeated step has its last loss."""
-    return {
-        int(record["step"]): record["loss"] for record in _records(folder.run / "metrics.jsonl") if "loss" in record
-    }
+    return {record["step"]: record["loss"] for record in _metrics(folder) if "loss" in record}
 
 
 def validation_loss(folder: QuickstartFolder) -> tuple[float, int]:
     """Return the last validation loss in nats per token, and its number of tokens."""
-    record = [record for record in _records(folder.run / "metrics.jsonl") if "val_loss" in record][-1]
-    return record["val_loss"], int(record["val_tokens"])
+    record = _last(_metrics(folder), ("val_loss", "val_tokens"), folder)
+    return record["val_loss"], record["val_tokens"]
 
 
 def last_metrics(folder: QuickstartFolder) -> dict[str, float]:
     """Return the record of the last training step."""
-    return [record for record in _records(folder.run / "metrics.jsonl") if "loss" in record][-1]
+    return _last(_metrics(folder), ("loss", "tokens_per_sec", "mfu"), folder)
 
 
 def peak_source(folder: QuickstartFolder) -> str:
     """Return the source of the peak FLOP/s behind MFU, from the last process."""
-    return [record for record in _records(folder.run / "events.jsonl") if record["event"] == "start"][-1]["peak_source"]
+    return _last(_events(folder), ("peak_source",), folder)["peak_source"]
 
 
-def _records(path: Path) -> list[dict[str, Any]]:
-    return read_jsonl(path) if path.exists() else []
+def _metrics(folder: QuickstartFolder) -> list[dict[str, Any]]:
+    path = folder.run / "metrics.jsonl"
+    return read_metrics(path) if path.exists() else []
+
+
+def _events(folder: QuickstartFolder) -> list[dict[str, Any]]:
+    path = folder.run / "events.jsonl"
+    return read_events(path) if path.exists() else []
+
+
+def _last(records: Sequence[dict[str, Any]], fields: Sequence[str], folder: QuickstartFolder) -> dict[str, Any]:
+    found = [record for record in records if all(name in record for name in fields)]
+    if not found:
+        raise QuickstartError(f"{folder.run} has no record with {', '.join(fields)}; start over with --overwrite")
+    return found[-1]
 
 
 def expected_losses(folder: QuickstartFolder) -> dict[int, float]:
     """Return the loss of each resume-check step."""
-    return {int(record["step"]): record["loss"] for record in _records(folder.run / RESUME_CHECK_FILE)}
+    path = folder.run / RESUME_CHECK_FILE
+    records = read_jsonl(path) if path.exists() else []
+    if not all(is_int(record.get("step")) and is_number(record.get("loss")) for record in records):
+        raise QuickstartError(f"{path} is damaged: a record without step or loss; start over with --overwrite")
+    return {record["step"]: record["loss"] for record in records}
 
 
 def train(folder: QuickstartFolder, settings: QuickstartSettings, progress: Progress) -> ResumeCheck:
@@ -95,6 +111,8 @@ def train(folder: QuickstartFolder, settings: QuickstartSettings, progress: Prog
             f"training was stopped and saved after step {max(losses(folder), default=0)}; rerun to resume"
         )
     expected, resumed = expected_losses(folder), losses(folder)
+    if missing := sorted({1, *expected} - set(resumed)):
+        raise QuickstartError(f"{folder.run} has no record of step {missing[0]}; start over with --overwrite")
     return ResumeCheck(
         step=settings.stop_after_step,
         expected=tuple(expected.values()),
@@ -104,7 +122,7 @@ def train(folder: QuickstartFolder, settings: QuickstartSettings, progress: Prog
 
 def is_done(folder: QuickstartFolder) -> bool:
     """Return True if the run has completed."""
-    return any(record["event"] == "completed" for record in _records(folder.run / "events.jsonl"))
+    return any(record["event"] == "completed" for record in _events(folder))
 
 
 def _open_log(path: Path) -> int:
