@@ -19,29 +19,9 @@ from lt_launch.launcher import format_rendered
 from lt_launch.profile import Profile
 from lt_launch.run_file import RunOverrides, read_run_file
 from lt_launch.target import get_target
+from lt_test_helpers.neuron_start import START, recipe
 from lt_test_helpers.stores import make_stores
 
-START = Path(__file__).parents[1] / "packages" / "lt-trainer-neuron" / "tests" / "neuron_start"
-RECIPE = """
-[run]
-engine = "neuron"
-dir = "{folder}/trained"
-[model]
-preset = "llama2-7b"
-vocab_size = 32000
-[data]
-synthetic = true
-document_mask = false
-seq_len = 4096
-[batch]
-global_batch_size = 4
-micro_batch_size = 1
-[parallel]
-tp = 2
-n_nodes = {nodes}
-[engine.neuron]
-num_neuroncores = 2
-"""
 PROCESSES = 'argv = ["python", "-m", "lt_trainer", "run", "recipe.toml"]'
 
 
@@ -61,7 +41,7 @@ def cores(folder: Path) -> dict[str, str]:
 @pytest.mark.parametrize(("what", "code"), [(PROCESSES, 0), ('recipe = "recipe.toml"', 70)])
 def test_ranks_of_this_machine(what: str, code: int, tmp_path: Path, node: dict[str, str]) -> None:
     """As plain processes, and under torchrun, where the end of a run that has not trained is a failure."""
-    (tmp_path / "recipe.toml").write_text(RECIPE.format(folder=tmp_path, nodes=1))
+    (tmp_path / "recipe.toml").write_text(recipe(f"{tmp_path}/trained", nodes=1))
     (tmp_path / "run.toml").write_text(f"[job]\n{what}\nprocs_per_node = 2\n")
     command = [sys.executable, "-m", "lt_launch", "launch", "run", "run.toml"]
     done = subprocess.run(command, cwd=tmp_path, env=node, capture_output=True, text=True, check=False)
@@ -74,7 +54,7 @@ def test_ranks_of_this_machine(what: str, code: int, tmp_path: Path, node: dict[
 @pytest.mark.parametrize("kind", ["trainjob", "pytorchjob", "jobset"])
 def test_ranks_of_pods(kind: str, tmp_path: Path, node: dict[str, str]) -> None:
     """The command of the manifest, with the variables that the kind's controller sets, in two pods."""
-    (tmp_path / "recipe.toml").write_text(RECIPE.format(folder=tmp_path, nodes=2))
+    (tmp_path / "recipe.toml").write_text(recipe(f"{tmp_path}/trained", nodes=2))
     (tmp_path / "run.toml").write_text(
         '[job]\nname = "llama"\nrecipe = "recipe.toml"\nnodes = 2\nprocs_per_node = 2\n[profile]\n'
         f'python = "{sys.executable}"\n[profile.k8s]\nkind = "{kind}"\nimage = "registry/lt:1"\n'

@@ -10,28 +10,8 @@ from lt_launch.launcher import launch
 from lt_launch.profile import Profile
 from lt_launch.run_file import RunOverrides, read_run_file
 from lt_launch.slurm.target import SlurmTarget
+from lt_test_helpers.neuron_start import START, recipe
 
-START = Path(__file__).parents[3] / "lt-trainer-neuron" / "tests" / "neuron_start"
-RECIPE = """
-[run]
-engine = "neuron"
-dir = "run"
-[model]
-preset = "llama2-7b"
-vocab_size = 32000
-[data]
-synthetic = true
-document_mask = false
-seq_len = 4096
-[batch]
-global_batch_size = 4
-micro_batch_size = 1
-[parallel]
-tp = 2
-n_nodes = 2
-[engine.neuron]
-num_neuroncores = 2
-"""
 JOB = """
 [job]
 name = "cores"
@@ -55,7 +35,7 @@ def test_each_rank_has_its_own_core_of_its_node(
     """The ranks end where they have loaded torch-xla, so the run is none that has finished."""
     monkeypatch.setenv("LT_LAUNCH_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "recipe.toml").write_text(RECIPE)
+    (tmp_path / "recipe.toml").write_text(recipe("run", nodes=2))
     (tmp_path / "job.toml").write_text(JOB.format(start=START, python=python, folder=tmp_path))
     file = read_run_file("job.toml", Profile(), RunOverrides())
     assert launch(file.pipeline, file.profile, "slurm") == 0

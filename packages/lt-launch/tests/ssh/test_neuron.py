@@ -2,31 +2,10 @@
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
-START = Path(__file__).parents[3] / "lt-trainer-neuron" / "tests" / "neuron_start"
-RECIPE = """
-[run]
-engine = "neuron"
-[model]
-preset = "llama2-7b"
-vocab_size = 32000
-[data]
-synthetic = true
-document_mask = false
-seq_len = 4096
-[batch]
-global_batch_size = 4
-micro_batch_size = 1
-[parallel]
-tp = 2
-n_nodes = 2
-[engine.neuron]
-num_neuroncores = 2
-"""
-
+from lt_test_helpers.neuron_start import START, recipe
 
 PROCESSES = f"argv = {json.dumps([sys.executable, '-m', 'lt_trainer', 'run', 'recipe.toml'])}"
 
@@ -36,7 +15,7 @@ PROCESSES = f"argv = {json.dumps([sys.executable, '-m', 'lt_trainer', 'run', 're
 @pytest.mark.parametrize(("what", "code"), [(PROCESSES, 0), ('recipe = "recipe.toml"', 70)])
 def test_each_rank_has_its_own_core_of_its_host(net, what: str, code: int) -> None:
     """As plain processes, and under torchrun, where the end of a run that has not trained is a failure."""
-    (net.folder / "recipe.toml").write_text(RECIPE)
+    (net.folder / "recipe.toml").write_text(recipe("runs/run", nodes=2))
     (net.folder / "run.toml").write_text(
         f'[job]\nname = "x"\n{what}\nnodes = 2\nprocs_per_node = 2\n'
         f'[job.env]\nPYTHONPATH = "{START}"\nOMP_NUM_THREADS = "1"\n'
