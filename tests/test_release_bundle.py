@@ -1,17 +1,34 @@
 """The open release of a run: made, verified, and found out where a bit of it was changed."""
 
+import hashlib
 import json
+import os
+import random
 import shutil
 import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
 
 from lt_ckpt.hash_list import HASH_LIST, format_hash_list
 from lt_data import Selection, prepare
+from lt_launch.__main__ import main as lt_main
+from lt_test_helpers.hostile import (
+    CONTENTS,
+    CONTROL,
+    PLACES,
+    assert_harmless,
+    assert_refused,
+    mutate,
+    replace,
+    run_command,
+)
 from lt_trainer.config import load
 from lt_trainer.release.errors import ReleaseError
 from lt_trainer.release.facts import read_facts
@@ -46,6 +63,15 @@ path = "tasks/mine.jsonl"
 license = "CC0-1.0"
 redistribute = true
 """
+NASTY_NAMES = (
+    b"!|a`b|<img src=x>.txt",
+    b"$(touch pwned);&`touch pwned`'\".txt",
+    b"!line\n```\n# heading\n| a | b |.txt",
+    b"\x1b[31mred\\" + (b"\xff\xfe" if sys.platform == "linux" else b"") + b".txt",
+    "!\u202egnp.bidi\u2028[x](javascript:y)*_~.txt".encode(),
+    b"-rf --no-bos.txt",
+)
+"""Names of source files as strangers give them: shell, Markdown, HTML, control characters, no UTF-8."""
 TASK = "".join(
     json.dumps({"context": f"{i} and", "choices": [" the", " of", " a"], "label": i % 3}) + "\n" for i in range(12)
 )
@@ -62,6 +88,12 @@ def folder(prepared: Path, lt: Callable[..., str], tmp_path_factory: pytest.Temp
     """A copy of the prepared folder with a finished run in `run` and a license file."""
     root = tmp_path_factory.mktemp("release") / "work"
     shutil.copytree(prepared, root)
+    train = root / "text" / "train"
+    for number, name in enumerate(NASTY_NAMES):
+        (train / f"{number:03}.txt").rename(train / os.fsdecode(name))
+    shutil.rmtree(root / "train")
+    lt("data", "prepare", "text/train", "--tokenizer", "tokenizer", "--out", "train", cwd=root)
+    lt("data", "pack", "train", "--seq-len", "64", "--mode", "bfd", cwd=root)
     recipe = (root / "run.toml").read_text().replace(str(prepared), str(root))
     (root / "run.toml").write_text(recipe)
     (root / "licences.toml").write_text(LICENSES)
@@ -478,80 +510,287 @@ def test_results_of_other_weights_are_refused(folder: Path, tmp_path: Path, monk
     assert not (tmp_path / "again").exists()
 
 
-VALIDATORS = ("cyclonedx-python-lib[json-validation]==11.12.0", "spdx-python-model==0.0.6", "mlcroissant==1.1.1")
-VALIDATORS += ("huggingface_hub>=1.0", "pyyaml")
-VALIDATE = """
-import io
+NO_NETWORK = """
 import socket
-import sys
-from pathlib import Path
 
 
 def refuse(*arguments, **options):
-    raise AssertionError(f"a validator asks the network: {arguments}")
+    raise AssertionError(f"the network is asked: {arguments}")
 
 
 socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = socket.create_connection = refuse
-
-import mlcroissant
-import yaml
-from cyclonedx.schema import SchemaVersion
-from cyclonedx.validation.json import JsonStrictValidator
-from huggingface_hub import ModelCardData
-from spdx_python_model import v3_0_1
-
-bundle = Path(sys.argv[1])
-validator = JsonStrictValidator(SchemaVersion.V1_7)
-error = validator.validate_str((bundle / "bom.cdx.json").read_text())
-assert error is None, error
-
-
-def read_spdx(text):
-    found = v3_0_1.SHACLObjectSet()
-    v3_0_1.JSONLDDeserializer().read(io.BytesIO(text), found)
-    return found
-
-
-objects = read_spdx((bundle / "ai.spdx3.json").read_bytes())
-assert not objects.missing_ids, objects.missing_ids
-assert len(list(objects.foreach_type("ai_AIPackage"))) == 1
-dataset = mlcroissant.Dataset(jsonld=str(bundle / "croissant.json"))
-issues = dataset.metadata.ctx.issues
-assert not issues.errors and not issues.warnings, issues.report()
-assert len(list(dataset.records("sources"))) == 66
-card = ModelCardData(**yaml.safe_load((bundle / "README.md").read_text().split("---")[1]))
-assert {result.dataset_name for result in card.eval_results} >= {"validation", "lt_count", "mine"}
-assert yaml.safe_load((bundle / "mof.yml").read_text())["evaluation"]["class"] == 1
-
-# Each validator finds a fault, so that none of the above is empty.
-bom = (bundle / "bom.cdx.json").read_text()
-assert validator.validate_str(bom.replace('"machine-learning-model"', '"machine-learning"')) is not None
-try:
-    read_spdx((bundle / "ai.spdx3.json").read_bytes().replace(b'"kilowattHour"', b'"hours"').replace(b'"ai_', b'"aj_'))
-except Exception:
-    pass
-else:
-    raise AssertionError("SPDX accepts an unknown property")
-broken = Path(sys.argv[0]).with_name("croissant.json")
-broken.write_text((bundle / "croissant.json").read_text().replace('"cr:Field"', '"cr:Feld"'))
-try:
-    assert mlcroissant.Dataset(jsonld=str(broken)).metadata.ctx.issues.errors
-except mlcroissant.ValidationError:
-    pass
 """
+CROISSANT_RECORDS = """
+import sys
+from mlcroissant import Dataset
+
+print(len(list(Dataset(jsonld=sys.argv[1]).records("sources"))))
+"""
+DAMAGE = [
+    {
+        "bom.cdx.json": ('"machine-learning-model"', '"machine-learning"', "is not one of"),
+        "ai.spdx3.json": ('"kilowattHour"', '"hours"', "hours"),
+        "croissant.json": ('"cr:Field"', '"cr:Feld"', "croissant/Feld"),
+        "README.md": ("model-index:", "model-index: x\nother:", "model_index"),
+    },
+    {
+        "bom.cdx.json": ('"bomFormat": "CycloneDX",', "", "'bomFormat' is a required property"),
+        "ai.spdx3.json": ('"created"', '"creatd"', "creatd"),
+        "croissant.json": ('"@id": "source-list"', '"@id": "source-lost"', "source-list"),
+        "README.md": ("---\n", "--\n", "has no front matter"),
+    },
+    {
+        "bom.cdx.json": ('"specVersion": "1.7"', '"specVersion": "1.6"', "'1.6' is not 1.7"),
+        "ai.spdx3.json": ('"ai_typeOfModel"', '"ai_kindOfModel"', "ai_kindOfModel"),
+        "croissant.json": ('"@vocab": "https://schema.org/"', '"@vocab": "https://x.org/"', "@context"),
+        "README.md": ("---\n", "---\n]: [\n", "expected"),
+    },
+    {
+        "bom.cdx.json": ("{", "{,", "JSONDecodeError"),
+        "ai.spdx3.json": ("#producer", "#nobody", "#nobody is named, and is not in it"),
+        "croissant.json": ('"contentUrl"', '"contentUri"', "contentUrl"),
+        "README.md": ("library_name:", "- library_name:", "expected"),
+    },
+]
+"""Releases: document → what is changed in it (once), by what, and what is told."""
+
+
+def test_what_cannot_be_checked_against_its_schema_is_told(made: tuple[Path, str]) -> None:
+    """The libraries of the extra `release` are no part of the workspace's environment, that of the model card is."""
+    result = verify_release(made[0])
+    assert result.problems == ()
+    for file, module in (
+        ("bom.cdx.json", "cyclonedx"),
+        ("ai.spdx3.json", "spdx_python_model"),
+        ("croissant.json", "mlcroissant"),
+        ("README.md", "huggingface_hub"),
+    ):
+        told = [note for note in result.notes if note.startswith(f"{file} was not checked against the schema")]
+        assert len(told) == (find_spec(module) is None), file
+        assert all("pip install 'lt-trainer[release]'" in note for note in told)
 
 
 @pytest.mark.slow
-def test_real_validators_accept_the_documents(made: tuple[Path, str], tmp_path: Path) -> None:
-    """CycloneDX 1.7 strictly, SPDX 3.0.1, Croissant 1.0 and the model card, each by its library, without a network."""
-    python = tmp_path / "venv" / "bin" / "python"
+def test_the_command_checks_documents_with_the_real_validators(
+    made: tuple[Path, str], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """lt-trainer[release] from the wheels of the bundle, without a network: each kind of damage is found."""
+    programs = tmp_path / "venv" / "bin"
     subprocess.run(["uv", "venv", "--quiet", "--python", sys.executable, str(tmp_path / "venv")], check=True)
-    subprocess.run(["uv", "pip", "install", "--quiet", "--python", str(python), *VALIDATORS], check=True)
-    (tmp_path / "validate.py").write_text(VALIDATE)
-    done = subprocess.run(
-        [str(python), "-I", str(tmp_path / "validate.py"), str(made[0])], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    wheels = ("--find-links", str(made[0] / "wheels"), "--refresh-package", "lt-trainer")
+    install = ("uv", "pip", "install", "--quiet", "--python", str(programs / "python"), *wheels)
+    subprocess.run([*install, "lt-trainer[release]", "lt-launch"], check=True)
+    (site,) = tmp_path.glob("venv/lib/python*/site-packages")
+    (site / "sitecustomize.py").write_text(NO_NETWORK)
+
+    def verify(bundle: Path) -> tuple[int, str]:
+        done = subprocess.run(
+            [str(programs / "lt"), "release", "verify", str(bundle)], capture_output=True, text=True, check=False
+        )
+        assert "Traceback" not in done.stderr, done.stderr
+        return done.returncode, done.stdout
+
+    code, text = verify(made[0])
+    assert (code, text.splitlines()[-1]) == (0, "verified"), text
+    assert "schema" not in text, "all were checked, and nothing is recommended"
+    command = [str(programs / "python"), "-c", CROISSANT_RECORDS, str(made[0] / "croissant.json")]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == "66"
+
+    monkeypatch.chdir(folder)
+    run = Path(shutil.copytree("run", tmp_path / "run"))
+    change_bytes(run / "metrics.jsonl", b'{"step": 8, "loss"', b'{"energy_kwh": 0.125, "step": 8, "loss"')
+    whole = tmp_path / "with-energy"
+    make_release(run, whole, MakeOptions(licenses=Path("licences.toml")))
+    assert verify(whole)[0] == 0
+    names = {"bom.cdx.json": "CycloneDX 1.7", "ai.spdx3.json": "SPDX 3.0.1", "croissant.json": "Croissant 1.0"}
+    for number, changes in enumerate(DAMAGE):
+        bundle = Path(shutil.copytree(whole, tmp_path / f"damaged-{number}"))
+        for file, (old, new, _) in changes.items():
+            change_bytes(bundle / file, old.encode(), new.encode())
+        rewrite_hashes(bundle)
+        code, text = verify(bundle)
+        assert code == 1
+        for file, (_, _, told) in changes.items():
+            begin = f"PROBLEM {file}: {names.get(file, 'the model card')}: "
+            found = text[text.index(begin) :].partition("PROBLEM ")[2].partition("PROBLEM ")[0]
+            assert told in found, (number, file, text)
+
+
+def tokens_of(bundle: Path, name: str) -> list[Token]:
+    return MarkdownIt("commonmark").enable(["table", "strikethrough"]).parse((bundle / name).read_text())
+
+
+def test_names_of_strangers_change_no_card(made: tuple[Path, str]) -> None:
+    """Files of the training data are named as `NASTY_NAMES`; a real reader finds them as text in their cells."""
+    bundle = made[0]
+    headings = {
+        "DATA_CARD.md": ["Data of tiny", "train", "validation", "Tasks of the evaluation", "What is missing"],
+        "FILTERED.md": ["What was filtered"],
+        "COMMANDS.md": ["The commands by hand"],
+    }
+    for name in ("README.md", "DATA_CARD.md", "REPORT.md", "FILTERED.md", "COMMANDS.md"):
+        assert not CONTROL.search((bundle / name).read_text()), name
+        tokens = tokens_of(bundle, name)
+        inner = [child.type for token in tokens for child in token.children or []]
+        assert not {"html_inline", "link_open", "em_open", "s_open"} & set(inner), name
+        assert inner.count("image") == (5 if name == "REPORT.md" else 0), "its figures"
+        assert "html_block" not in [token.type for token in tokens], name
+        if name in headings:
+            shown = [tokens[i + 1].content for i, token in enumerate(tokens) if token.type == "heading_open"]
+            assert shown == headings[name]
+    cells = [token.content for token in tokens_of(bundle, "DATA_CARD.md") if token.type == "inline"]
+    assert "!_gnp.bidi_[x](javascript:y)*_~.txt`" in " ".join(cells)
+    assert [token.type for token in tokens_of(bundle, "COMMANDS.md")].count("fence") == 1
+    listed = (bundle / "SHA256SUMS").read_text()
+    assert not CONTROL.search(listed.replace("\n", ""))
+
+
+def test_a_shell_runs_the_commands_by_hand(made: tuple[Path, str], tmp_path: Path) -> None:
+    """Those of the data, whose names are `NASTY_NAMES`: the stores are those of the run."""
+    (fence,) = (token for token in tokens_of(made[0], "COMMANDS.md") if token.type == "fence")
+    lines = [line for line in fence.content.splitlines() if line.startswith("env/bin/lt data ")]
+    assert len(lines) == 4
+    (tmp_path / "env" / "bin").mkdir(parents=True)
+    (tmp_path / "env" / "bin" / "lt").symlink_to(Path(sys.executable).with_name("lt"))
+    script = "\n".join(["set -e", *lines])
+    subprocess.run(["bash", "-c", script], check=True, cwd=tmp_path, env={**os.environ, "RELEASE": str(made[0])})
+    for store in ("train", "validation"):
+        there, here = (
+            json.loads((folder / "data" / store / "manifest.json").read_text()) for folder in (made[0], tmp_path)
+        )
+        assert there["fingerprint"] == here["fingerprint"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "env"]
+
+
+HOSTILE_FILES = (
+    "SHA256SUMS",
+    "release.json",
+    "licences.toml",
+    "recipe/recipe.json",
+    "recipe/recipe.toml",
+    "environment/environment.json",
+    "environment/requirements.txt",
+    "data/sources.jsonl",
+    "data/tasks.jsonl",
+    "data/train/manifest.json",
+    "data/train/packs/bfd-64/pack.json",
+    "model/config.json",
+    "model/SHA256SUMS",
+    "run/metrics.jsonl",
+    "run/events.jsonl",
+    "results/evaluation/step-00000008-float32/results.jsonl",
+    "results/evaluation/step-00000008/mine.jsonl",
+    "results/validation.json",
+    "weights.json",
+    "wheels/LICENSE.spdx",
+    "bom.cdx.json",
+    "README.md",
+)
+"""Files of a release that `verify` and `reproduce` read."""
+HOSTILE = PLACES | CONTENTS
+
+
+def assert_found(bundle: Path, file: str, kind: str) -> None:
+    """Put something in the place of a file: both commands refuse it in words, at once, and write nothing."""
+    replace(bundle / file, HOSTILE[kind])
+    if kind not in PLACES and file != HASH_LIST:  # as one would who hides it
+        rewrite_hashes(bundle)
+    outcome = run_command(lt_main, "release", "verify", bundle)
+    assert_harmless(outcome)
+    assert outcome.code in (1, 64), (file, kind, outcome)
+    work = bundle.parent / "work"
+    outcome = run_command(lt_main, "release", "reproduce", bundle, "--out", work, "--python", "/bin/false")
+    assert_refused(outcome)
+    is_read = "prepare-train failed" in outcome.err  # where that file has nothing that it needs
+    assert work.exists() == is_read
+    assert not is_read or kind not in PLACES
+    shutil.rmtree(work, ignore_errors=True)
+
+
+@pytest.mark.parametrize("number", range(0, len(HOSTILE), 2))
+def test_what_stands_in_the_place_of_a_file_is_found(number: int, bundle: Path) -> None:
+    """One kind in one file; the slow test puts each kind in every file."""
+    assert_found(bundle, HOSTILE_FILES[number % len(HOSTILE_FILES)], list(HOSTILE)[number])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", HOSTILE_FILES)
+def test_anything_in_the_place_of_any_file_is_found(file: str, made: tuple[Path, str], tmp_path: Path) -> None:
+    for number, kind in enumerate(HOSTILE):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        assert_found(Path(shutil.copytree(made[0], folder / "release")), file, kind)
+        shutil.rmtree(folder)
+
+
+RUN_FILES = (
+    "recipe.json",
+    "environment.json",
+    "events.jsonl",
+    "metrics.jsonl",
+    "monitor/node00000.jsonl",
+    "evaluation/step-00000008-float32/results.jsonl",
+    "evaluation/step-00000008/validation.jsonl",
+)
+"""Files of a run that `make` reads."""
+
+
+@pytest.mark.parametrize("file", [*RUN_FILES, "licences.toml"])
+def test_a_run_of_a_stranger_is_refused_or_released_whole(
+    file: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    kind = "fifo" if file == "licences.toml" else list(CONTENTS)[2 * RUN_FILES.index(file)]
+    run = Path(shutil.copytree("run", tmp_path / "run"))
+    shutil.copyfile("licences.toml", tmp_path / "licences.toml")
+    shutil.copyfile("paper.md", tmp_path / "paper.md")
+    replace(run / file if file in RUN_FILES else tmp_path / file, HOSTILE[kind])
+    licenses = ("--licenses", tmp_path / "licences.toml")
+    outcome = run_command(lt_main, "release", "make", run, "--out", tmp_path / "out", *licenses)
+    assert_harmless(outcome)
+    assert outcome.code in (0, 64), (file, kind, outcome)
+    assert (tmp_path / "out" / HASH_LIST).exists() == (outcome.code == 0)
+    assert {path.name for path in tmp_path.iterdir()} - {"out"} == {"licences.toml", "paper.md", "run"}
+
+
+@pytest.mark.slow
+def test_values_that_were_changed_at_random(
+    made: tuple[Path, str], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a release and in a run: each command ends in words. LT_FUZZ chooses how many times, LT_SEED which."""
+    monkeypatch.chdir(folder)
+    rng = random.Random(int(os.environ.get("LT_SEED", "0")))
+    bundle, run = Path(shutil.copytree(made[0], tmp_path / "release")), Path(shutil.copytree("run", tmp_path / "run"))
+    hashes = list_hashes(bundle)
+    places = [(bundle, file) for file in HOSTILE_FILES if file.endswith((".json", ".jsonl"))]
+    places += [(run, file) for file in RUN_FILES]
+    for number in range(int(os.environ.get("LT_FUZZ", "150"))):
+        root, file = rng.choice(places)
+        whole = (root / file).read_text()
+        lines = whole.splitlines() if file.endswith(".jsonl") else [whole]
+        index = rng.randrange(len(lines))
+        value = mutate(rng, json.loads(lines[index]))
+        try:
+            lines[index] = json.dumps(value)
+        except ValueError:  # a number that JSON has no text for
+            continue
+        content = ("\n".join(lines) + "\n").encode()
+        (root / file).write_bytes(content)
+        if root == bundle:
+            changed = hashes | {file: hashlib.sha256(content).hexdigest()}
+            (bundle / HASH_LIST).write_bytes(format_hash_list(changed))
+            outcomes = [run_command(lt_main, "release", "verify", bundle)]
+            work = tmp_path / f"work-{number}"
+            options = ("--out", work, "--python", "/bin/false", "--steps", "1")
+            outcomes.append(run_command(lt_main, "release", "reproduce", bundle, *options))
+            assert outcomes[1].code == 64
+        else:
+            outcomes = [run_command(lt_main, "release", "make", run, "--out", tmp_path / "out")]
+            shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        for outcome in outcomes:
+            assert_harmless(outcome)
+            assert outcome.code in (0, 1, 64), (number, file, lines[index], outcome)
+        (root / file).write_text(whole)
 
 
 def test_what_is_no_run_and_no_release_is_refused(folder: Path, lt: Callable[..., str]) -> None:

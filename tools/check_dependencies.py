@@ -21,13 +21,14 @@ from packaging.utils import canonicalize_name
 
 __all__ = ["declared_distributions", "find_undeclared_imports", "imported_modules"]
 
-DISTRIBUTION_NAMES = {"yaml": "pyyaml", "pynvml": "nvidia-ml-py"}
+DISTRIBUTION_NAMES = {"cyclonedx": "cyclonedx-python-lib", "pynvml": "nvidia-ml-py", "yaml": "pyyaml"}
 """Import names that differ from the distribution name by more than - and _."""
 PROVIDED_BY = {
     ("lt-ckpt", "botocore"): "boto3",
     ("lt-data", "botocore"): "boto3",
     ("lt-data", "s3transfer"): "boto3",
     ("lt-launch", "botocore"): "boto3",
+    ("lt-trainer", "pyyaml"): "huggingface-hub",
 }
 """(package, imported distribution) to the declared one that always installs it."""
 OPTIONAL_IMPORTS = {

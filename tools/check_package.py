@@ -33,7 +33,7 @@ from packaging.version import Version
 __all__ = ["environment_commands", "find_test_dependencies", "lowest_versions"]
 
 RESOLUTIONS = ("locked", "lowest-direct", "highest")
-SEPARATE_EXTRAS = {"lt-trainer-neuron": {"neuron"}, "lt-data": {"ray"}, "lt-trainer": {"eval"}}
+SEPARATE_EXTRAS = {"lt-trainer-neuron": {"neuron"}, "lt-data": {"ray"}, "lt-trainer": {"eval", "release"}}
 """Extras of environments of their own: on no public index, a cluster with Pythons of its own, or a large tree."""
 LOCK_GROUPS = {"lt-trainer-neuron": ["--no-group", "gpu", "--group", "neuron"]}
 """Dependency groups of packages with another torch version."""

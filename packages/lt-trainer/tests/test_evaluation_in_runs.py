@@ -1,6 +1,7 @@
 """`[evaluation]` in a run with the fake engine: when it is done, what it writes, that training does not notice."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,18 @@ def test_validation_sets_are_evaluated_by_source_and_length(recipe_base, fake_en
     del recipe_base["evaluation"]
     assert start(recipe_base) == 0
     assert [(r["step"], r["loss"], r["grad_norm"]) for r in records(recipe_base, "loss")] == losses
+
+
+def test_the_progress_of_tasks_and_stores_is_in_the_log(
+    recipe_base, fake_engine, tasks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line for each batch but the last, where the time between two lines is none."""
+    monkeypatch.setattr("lt_trainer.observability.run_logger.SECONDS_BETWEEN_LINES", 0.0)
+    recipe_base["evaluation"] |= {"stores": True, "interval": 0}
+    assert start(recipe_base, "schedule.max_steps=3") == 0
+    log = (Path(recipe_base["run"]["dir"]) / "logs" / "rank00000.log").read_text()
+    found = re.findall(r"# step 3, evaluation of (\w+): (\d+) of (\d+) batches, .* s left", log)
+    assert found == [("choice", "1", "2"), ("validation", "1", "2")], "cloze has one batch"
 
 
 def test_stores_without_validation_and_names_of_both_kinds_are_refused(tmp_path: Path) -> None:

@@ -206,6 +206,25 @@ def test_what_the_monitor_has_to_tell_is_told(tmp_path: Path, capsys: pytest.Cap
     assert capsys.readouterr().out.count("# monitor: GPU 3: it is lost\n") == 1
 
 
+def test_a_long_evaluation_shows_every_ten_seconds_what_is_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = Clock()
+    with journal(tmp_path, clock) as one:
+        report = one.evaluation_progress(30, "lt_copy\n")
+        for done in range(1, 11):
+            clock.now += 4.0
+            report(done, 10)
+    told = [line for line in capsys.readouterr().out.splitlines() if "evaluation of" in line]
+    assert [line.partition(": ")[2] for line in told] == [
+        "3 of 10 batches, 0.25 batches/s, about 28 s left",
+        "6 of 10 batches, 0.25 batches/s, about 16 s left",
+        "9 of 10 batches, 0.25 batches/s, about 4 s left",
+    ]
+    assert not (tmp_path / "events.jsonl").exists() or "evaluation of" not in (tmp_path / "events.jsonl").read_text()
+    assert (tmp_path / "logs" / "rank00000.log").read_text().count("# step 30, evaluation of lt_copy") == 3
+
+
 def test_rows_of_each_length_cost_what_their_attention_sees(fake_engine) -> None:
     base = {
         "data": {"store": "unused", "packing": "buckets", "seq_len": 64, "min_seq_len": 16},

@@ -99,3 +99,39 @@ text = "x"
 def test_what_is_not_toml_is_refused() -> None:
     with pytest.raises(ReleaseError, match="not TOML"):
         parse_license_file("[release", "licences.toml")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ('"tiny"', '"ti\\nny"', "release.name = 'ti\\nny': has a control character or a line break"),
+        ('"tiny"', '"ti\\u001b[31mny"', "release.name = 'ti\\x1b[31mny': has a control character"),
+        ('"Grace"', '"Gr\\u202eace"', "release.authors = 'Gr\\u202eace': has a control character"),
+        ('"Lab"', '"Lab"\ndescription = "a\\u0000"', "release.description = "),
+        ('"Lab"', '"Lab"\nurl = "javascript:alert(1)"', "release.url = 'javascript:alert(1)': not an address"),
+        ('"Lab"', '"Lab"\ntolerance = inf', "release.tolerance = inf: must be from 0 to below 1"),
+        ('"Lab"', '"Lab"\ntolerance = nan', "release.tolerance = nan: must be"),
+        ('"CC0-1.0"', '"CC0-1.0"\nurl = "x.org"', "sources[0].url = 'x.org': not an address"),
+        ('"CC0-1.0"', '"MIT AND"', "sources[0].license = 'MIT AND': not an SPDX expression"),
+        ('"CC0-1.0"', '"(MIT"', "sources[0].license = '(MIT': not an SPDX expression"),
+        ('"CC0-1.0"', '"MIT Apache-2.0"', "sources[0].license = 'MIT Apache-2.0': not an SPDX"),
+        ('"CC0-1.0"', '"WITH"', "sources[0].license = 'WITH': not an SPDX"),
+        ('"CC0-1.0"', '"MIT\\n"', "not an SPDX expression"),
+        ('"CC0-1.0"', f'"{"(" * 5000}"', "not an SPDX expression"),
+    ],
+)
+def test_values_that_would_break_a_card_or_are_none_are_refused(old: str, new: str, told: str) -> None:
+    with pytest.raises(ReleaseError) as raised:
+        parse_license_file(FULL.replace(old, new, 1), "licences.toml")
+    (problem,) = raised.value.problems
+    assert told in problem
+
+
+@pytest.mark.parametrize(
+    "expression", ["MIT OR (Apache-2.0 AND BSD-3-Clause)", "GPL-2.0-only WITH Classpath-exception-2.0", "GPL-2.0+"]
+)
+def test_expressions(expression: str) -> None:
+    text = FULL.replace('"CC0-1.0"', f'"{expression}"', 1).replace('"Lab"', '"Lab"\ndescription = "a\\n\\nb"', 1)
+    parsed = parse_license_file(text, "licences.toml")
+    assert parsed.sources[0].license == expression
+    assert parsed.release.description == "a\n\nb"

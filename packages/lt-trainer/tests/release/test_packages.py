@@ -4,6 +4,7 @@ import base64
 import csv
 import hashlib
 import io
+import subprocess
 import zipfile
 from importlib.metadata import distribution
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import lt_model
+from lt_trainer.release.errors import ReleaseError
 from lt_trainer.release.lock import format_requirements, installed_closure, lock_packages, read_lock_hashes
 from lt_trainer.release.wheels import lt_distributions, make_wheel, source_state
 
@@ -57,6 +59,49 @@ def test_a_wheel_has_the_licenses_of_the_installed_package(tmp_path: Path, monke
     _, data = make_wheel(distribution("ltdoor"))
     archive = zipfile.ZipFile(io.BytesIO(data))
     assert {name: archive.read(name).decode() for name in files} == files
+
+
+def test_wheels_of_an_editable_installation_have_the_license_of_the_sources() -> None:
+    """Its metadata names the file, which the installer leaves in the sources."""
+    packages = lt_distributions()
+    assert len(packages) >= 4
+    for name, package in packages.items():
+        file, data = make_wheel(package)
+        archive = zipfile.ZipFile(io.BytesIO(data))
+        info = f"{file.removesuffix('-py3-none-any.whl')}.dist-info"
+        assert package.metadata.get_all("License-File") == ["LICENSE"], name
+        assert b"Apache License" in archive.read(f"{info}/licenses/LICENSE"), name
+
+
+def test_a_wheel_without_the_license_that_it_names_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in {
+        "ltgate/__init__.py": "",
+        "ltgate-1.0.dist-info/METADATA": "Metadata-Version: 2.4\nName: ltgate\nVersion: 1.0\nLicense-File: LICENSE\n",
+        "ltgate-1.0.dist-info/RECORD": "ltgate/__init__.py,,\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ReleaseError, match="its license file LICENSE is not there"):
+        make_wheel(distribution("ltgate"))
+
+
+def test_only_what_is_in_the_wheels_makes_their_sources_differ(tmp_path: Path) -> None:
+    source, test = tmp_path / "packages" / "a" / "src" / "a.py", tmp_path / "packages" / "a" / "tests" / "t.py"
+    for path in (source, test):
+        path.parent.mkdir(parents=True)
+        path.write_text("1\n")
+    git = ("git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c")
+    for words in (("init", "-q"), ("add", "."), ("commit", "-q", "-m", "x")):
+        subprocess.run([*git, *words], check=True)
+    test.write_text("2\n")
+    test.with_name("more.py").write_text("3\n")
+    assert source_state(tmp_path).is_clean
+    source.write_text("2\n")
+    source.with_name("more.py").write_text("3\n")
+    state = source_state(tmp_path)
+    assert "+2" in state.patch
+    assert state.untracked == ("packages/a/src/more.py",)
 
 
 def test_the_closure_follows_requirements_and_chosen_extras() -> None:

@@ -8,7 +8,8 @@ from contextlib import ExitStack, contextmanager
 from lt_data.display.terminal import escape_controls
 from lt_data.progress import Progress, no_progress
 
-_SECONDS_BETWEEN_LINES = 10.0
+SECONDS_BETWEEN_LINES = 10.0
+"""Of plain lines, where there is no terminal."""
 
 
 @contextmanager
@@ -76,8 +77,8 @@ def _lines(label: str) -> Iterator[Progress]:
     def report(done: int, total: int, unit: str) -> None:
         nonlocal shown, last
         now = time.monotonic()
-        last = _amount(done, total, unit, now - began) + _format_time_left(done, total, now - began)
-        if now - shown >= _SECONDS_BETWEEN_LINES:
+        last = format_progress(done, total, unit, now - began)
+        if now - shown >= SECONDS_BETWEEN_LINES:
             shown = now
             sys.stderr.write(f"{label}: {last}\n")
             last = ""
@@ -85,6 +86,11 @@ def _lines(label: str) -> Iterator[Progress]:
     yield report
     if last:
         sys.stderr.write(f"{label}: {last}\n")
+
+
+def format_progress(done: int, total: int, unit: str, seconds: float) -> str:
+    """Format a plain line: the amount, the rate, and about how many seconds are left."""
+    return _amount(done, total, unit, seconds) + _format_time_left(done, total, seconds)
 
 
 def _amount(done: int, total: int, unit: str, seconds: float) -> str:

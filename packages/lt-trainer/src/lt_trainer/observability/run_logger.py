@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from lt_data.display.progress_bars import SECONDS_BETWEEN_LINES, format_progress
 from lt_data.display.terminal import escape_controls
 from lt_trainer.constants import GIB
 from lt_trainer.engine import Device
@@ -124,6 +125,10 @@ class NullLogger:
     def log_evaluation(self, step: int, result: EvaluationResult) -> None:
         """Do nothing."""
 
+    def evaluation_progress(self, step: int, task: str) -> Callable[[int, int], None]:
+        """Return what does nothing."""
+        return lambda done, total: None
+
     def log_skipped_step(self, record: StepRecord, count: int) -> None:
         """Do nothing."""
 
@@ -168,10 +173,13 @@ class Rank0Logger:
 
     def log_message(self, text: str) -> None:
         """Print a message, and log it as a `note` event."""
+        self._show(text)
+        self._run_dir.append_event("note", text=text)
+
+    def _show(self, text: str) -> None:
         line = escape_controls(f"# {text}")
         self._print(line)
         self._log.write(line)
-        self._run_dir.append_event("note", text=text)
 
     def log_event(self, kind: str, **values: object) -> None:
         """Append an event to events.jsonl."""
@@ -243,6 +251,20 @@ class Rank0Logger:
                 val_set=name or None,
             )
         )
+
+    def evaluation_progress(self, step: int, task: str) -> Callable[[int, int], None]:
+        """Return what prints a line every ten seconds: batches done, their rate, and the time left."""
+        began = shown = self._clock()
+
+        def report(done: int, total: int) -> None:
+            nonlocal shown
+            now = self._clock()
+            if done < total and now - shown >= SECONDS_BETWEEN_LINES:
+                shown = now
+                progress = format_progress(done, total, "batches", now - began)
+                self._show(f"step {step}, evaluation of {escape_controls(task, keep='')}: {progress}")
+
+        return report
 
     def log_evaluation(self, step: int, result: EvaluationResult) -> None:
         """Write the record of a task, and its items to evaluation/step-N/TASK.jsonl."""

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lt_trainer.release.data_files import SourceEntry
-from lt_trainer.release.facts import Facts, StoreFacts
+from lt_trainer.release.facts import CODE_LICENSE_TEXT, Facts, StoreFacts
+from lt_trainer.release.markdown import code, paragraphs, plain, table
 from lt_trainer.release.mof import CLASS_NAMES, COMPONENTS, FRAMEWORK_DATE, FRAMEWORK_VERSION
 from lt_trainer.release.scores import Score
 from lt_trainer.release.yaml_text import to_yaml
@@ -16,7 +17,6 @@ __all__ = [
     "citation",
     "data_card",
     "describe_steps",
-    "format_table",
     "front_matter",
     "model_card",
     "mof_document",
@@ -31,12 +31,6 @@ cdla-sharing-1.0 ecl-2.0 isc mit mpl-2.0 unlicense
 HUB_LICENSES = frozenset(_HUB_LICENSES.split())
 """Identifiers that the hub lists; any other license is `other` with a name."""
 NOT_GIVEN = "not given"
-
-
-def format_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Return a Markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(str(cell).replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
 
 
 def front_matter(facts: Facts) -> dict[str, Any]:
@@ -89,7 +83,7 @@ def model_card(facts: Facts) -> str:
         ("parameters", f"{facts.n_parameters:,}"),
         ("layers, width, heads (key/value)", _shape(facts)),
         ("vocabulary", f"{facts.model['vocab_size']:,}"),
-        ("rows", f"{facts.recipe['data']['seq_len']:,} positions, packed as {facts.recipe['data']['packing']}"),
+        ("rows", f"{facts.recipe['data']['seq_len']:,} positions, packed as {plain(facts.recipe['data']['packing'])}"),
         ("steps", describe_steps(facts)),
         ("tokens trained on", f"{tokens:,}" if tokens is not None else "not every step was logged"),
     ]
@@ -98,13 +92,13 @@ def model_card(facts: Facts) -> str:
     if facts.energy_kwh is not None:
         rows.append(("energy of the GPUs", f"{facts.energy_kwh:.6g} kWh"))
     rows += [
-        ("license of the weights", facts.info.component_license("Model parameters (Final)") or NOT_GIVEN),
+        ("license of the weights", plain(facts.info.component_license("Model parameters (Final)") or NOT_GIVEN)),
         ("openness", f"{openness.name} of the Model Openness Framework {FRAMEWORK_VERSION} (`mof.yml`)"),
     ]
     parts = [
-        f"---\n{to_yaml(front_matter(facts))}---\n\n# {info.name}\n\n",
-        f"{info.description or 'No description was given.'}\n\n",
-        format_table(("", ""), rows),
+        f"---\n{to_yaml(front_matter(facts))}---\n\n# {plain(info.name)}\n\n",
+        f"{paragraphs(info.description) or 'No description was given.'}\n\n",
+        table(("", ""), rows),
         _evaluation_section(facts),
         "\n## Use\n\n```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         'model = AutoModelForCausalLM.from_pretrained("model")\n'
@@ -143,7 +137,7 @@ def _evaluation_section(facts: Facts) -> str:
     if facts.validation:
         rows = [
             (
-                result.name or "validation",
+                plain(result.name or "validation"),
                 result.step,
                 f"{result.loss:.6g}",
                 "" if result.bits_per_byte is None else f"{result.bits_per_byte:.6g}",
@@ -151,27 +145,27 @@ def _evaluation_section(facts: Facts) -> str:
             )
             for result in facts.validation
         ]
-        text += "\n" + format_table(("validation set", "step", "nats per token", "bits per byte", "tokens"), rows)
+        text += "\n" + table(("validation set", "step", "nats per token", "bits per byte", "tokens"), rows)
     if facts.scores:
         text += "\n" + score_table(whole_scores(facts))
     if not facts.validation and not facts.scores:
         text += "\nThe run has no validation, and no evaluation results of these weights are here.\n"
     folders = sorted({path.rpartition("/")[0] for path in facts.result_files if path != "results/validation.json"})
-    return text + (f"\nFiles: {', '.join(f'`{path}`' for path in folders)}.\n" if folders else "")
+    return text + (f"\nFiles: {', '.join(map(code, folders))}.\n" if folders else "")
 
 
 def score_table(scores: Sequence[Score]) -> str:
     """Return scores as a Markdown table."""
     rows = [
         (
-            f"{score.name}, {score.group}" if score.group else score.name,
+            plain(f"{score.name}, {score.group}" if score.group else score.name),
             "" if score.n_items is None else f"{score.n_items:,} {'tokens' if score.kind == 'store' else 'items'}",
-            score.text,
-            f"`{score.file}`",
+            plain(score.text),
+            code(score.file),
         )
         for score in scores
     ]
-    return format_table(("task or store", "size", "result ± standard error", "from"), rows)
+    return table(("task or store", "size", "result ± standard error", "from"), rows)
 
 
 def _contents_section(facts: Facts) -> str:
@@ -192,7 +186,7 @@ def _contents_section(facts: Facts) -> str:
         if removed
         else ""
     )
-    return "\n## Contents\n\n" + format_table(("folder", "what"), rows) + gone
+    return "\n## Contents\n\n" + table(("folder", "what"), rows) + gone
 
 
 def _openness_section(facts: Facts) -> str:
@@ -202,30 +196,33 @@ def _openness_section(facts: Facts) -> str:
     text = f"\n## Openness\n\nThis release reaches **{openness.name}**.\n"
     if following:
         text += f"\nFor {CLASS_NAMES[following]} it lacks:\n\n"
-        text += "".join(f"- {reason}\n" for reason in openness.missing[following])
+        text += "".join(f"- {plain(reason)}\n" for reason in openness.missing[following])
     return text
 
 
 def data_card(facts: Facts) -> str:
     """Return DATA_CARD.md."""
-    parts = [f"# Data of {facts.info.release.name}\n"]
+    parts = [f"# Data of {plain(facts.info.release.name)}\n"]
     for store in facts.stores:
         parts.append(_store_section(store, [entry for entry in facts.sources if entry.store == store.name]))
     if not facts.stores:
-        kind = facts.recipe["data"].get("loader") or "random ids"
+        kind = plain(facts.recipe["data"].get("loader") or "random ids")
         parts.append(f"\nTraining rows are from {kind}; there is no token store.\n")
     if facts.tasks:
         rows = [
             (
-                task.name,
+                plain(task.name),
                 f"{task.items:,}",
-                "generated by lt" if task.is_generated else task.license or NOT_GIVEN,
-                f"`{task.file}`" if task.file else task.url or ("" if task.is_generated else "no"),
+                "generated by lt" if task.is_generated else plain(task.license or NOT_GIVEN),
+                code(task.file) if task.file else plain(task.url or ("" if task.is_generated else "no")),
             )
             for task in facts.tasks
         ]
-        parts.append("\n## Tasks of the evaluation\n\n" + format_table(("task", "items", "license", "where"), rows))
-    missing = [*_missing_licenses(facts.sources), *(f"- {task.problem}\n" for task in facts.tasks if task.problem)]
+        parts.append("\n## Tasks of the evaluation\n\n" + table(("task", "items", "license", "where"), rows))
+    missing = [
+        *_missing_licenses(facts.sources),
+        *(f"- {plain(task.problem)}\n" for task in facts.tasks if task.problem),
+    ]
     parts.append("\n## What is missing\n\n" + ("".join(missing) if missing else "Every source has a license.\n"))
     return "".join(parts)
 
@@ -233,48 +230,53 @@ def data_card(facts: Facts) -> str:
 def _missing_licenses(sources: Sequence[SourceEntry]) -> Iterator[str]:
     for entry in sources:
         if not entry.license:
-            yield f"- {entry.path}: no license was given\n"
+            yield f"- {plain(entry.path)}: no license was given\n"
         elif not entry.redistribute:
-            yield f"- {entry.path}: may not be redistributed, so neither it nor tokens of its store are here\n"
+            yield f"- {plain(entry.path)}: may not be redistributed, so neither it nor tokens of its store are here\n"
         elif not entry.file:
-            yield f"- {entry.path}: not in this release: {entry.left_out}\n"
+            yield f"- {plain(entry.path)}: not in this release: {plain(entry.left_out)}\n"
 
 
 def _store_section(store: StoreFacts, sources: Sequence[SourceEntry]) -> str:
     manifest, pack = store.manifest, store.pack
     rows: list[tuple[str, object]] = [
-        ("field of the recipe", f"`{store.field}`"),
+        ("field of the recipe", code(store.field)),
         ("documents", f"{manifest['documents']:,}"),
         ("tokens", f"{manifest['tokens']:,}"),
         ("bytes of text", f"{manifest['text_bytes']:,}"),
-        ("tokenizer", f"`{manifest['tokenizer']['name']}`, {manifest['tokenizer']['vocab_size']:,} ids"),
-        ("BOS and EOS", f"{manifest['bos']}, {manifest['eos']}"),
-        ("rows", f"{pack['rows']:,} of {pack['seq_len']:,} positions, mode {pack['mode']}"),
-        ("fingerprint", f"`{manifest['fingerprint']}`"),
+        ("tokenizer", f"{code(manifest['tokenizer']['name'])}, {manifest['tokenizer']['vocab_size']:,} ids"),
+        ("BOS and EOS", plain(f"{manifest['bos']}, {manifest['eos']}")),
+        ("rows", f"{pack['rows']:,} of {pack['seq_len']:,} positions, mode {plain(pack['mode'])}"),
+        ("fingerprint", code(manifest["fingerprint"])),
         ("tokens in this release", "yes" if store.has_tokens else "no"),
     ]
     if store.weight is not None:
         rows.append(("weight in the mixture", f"{store.weight:g}"))
     for reason, totals in manifest["left_out"].items():
-        rows.append((f"left out: {reason}", f"{totals['documents']:,} documents"))
+        rows.append((plain(f"left out: {reason}"), f"{totals['documents']:,} documents"))
     if manifest.get("map"):
-        rows.append(("function over the records", f"`{manifest['map']['function']}`, {manifest['map']['sha256'][:16]}"))
+        rows.append(
+            (
+                "function over the records",
+                f"{code(manifest['map']['function'])}, {plain(manifest['map']['sha256'][:16])}",
+            )
+        )
     listed = [
         (
-            f"`{entry.path}`",
+            code(entry.path),
             f"{entry.bytes:,}",
             "" if entry.documents is None else f"{entry.documents:,}",
             "" if entry.tokens is None else f"{entry.tokens:,}",
-            entry.license or NOT_GIVEN,
+            plain(entry.license or NOT_GIVEN),
             "yes" if entry.redistribute else "no",
-            f"`{entry.file}`" if entry.file else entry.url or "no",
+            code(entry.file) if entry.file else plain(entry.url or "no"),
         )
         for entry in sources[:50]
     ]
     head = ("source", "bytes", "documents", "tokens", "license", "redistribution", "where")
     more = f"\nand {len(sources) - 50} more in `data/sources.jsonl`\n" if len(sources) > 50 else ""
-    table = format_table(head, listed) + more if listed else "The store does not list its sources.\n"
-    return f"\n## {store.name}\n\n" + format_table(("", ""), rows) + "\n" + table
+    sources_table = table(head, listed) + more if listed else "The store does not list its sources.\n"
+    return f"\n## {plain(store.name)}\n\n" + table(("", ""), rows) + "\n" + sources_table
 
 
 def citation(facts: Facts) -> str:
@@ -299,6 +301,11 @@ def citation(facts: Facts) -> str:
     return to_yaml(values)
 
 
+def _license_text(facts: Facts, license_name: str | None) -> str | None:
+    """Return the file of the release that has the text of a license; None without one."""
+    return CODE_LICENSE_TEXT if license_name == facts.code_license else None
+
+
 def mof_document(facts: Facts) -> str:
     """Return mof.yml: the framework's document, and lt's own part with the class and what is missing."""
     info, openness = facts.info, facts.openness
@@ -312,6 +319,7 @@ def mof_document(facts: Facts) -> str:
                 "name": name,
                 "description": f"{COMPONENTS[name].content}, needed for {CLASS_NAMES[COMPONENTS[name].class_number]}",
                 "license": component.license or "unlicensed",
+                "license_path": _license_text(facts, component.license),
                 "component_path": component.paths[0],
             }
         )
@@ -321,7 +329,7 @@ def mof_document(facts: Facts) -> str:
             "name": info.release.name,
             "version": info.release.version,
             "license": {
-                kind: {"name": info.licenses.get(kind), "path": None}
+                kind: {"name": info.licenses.get(kind), "path": _license_text(facts, info.licenses.get(kind))}
                 for kind in ("distribution", "code", "data", "document")
             },
             "date": facts.provenance.date,

@@ -53,6 +53,7 @@ def make(
     All that is missing is in one list (exit code 64), and nothing is left half written.
     """
     from lt_data.display.terminal import echo, echo_error
+    from lt_trainer.release.errors import indent_lines
     from lt_trainer.release.facts import LICENSE_FILE
     from lt_trainer.release.make import MakeOptions, make_release
     from lt_trainer.release.verify import hash_of_list
@@ -71,7 +72,7 @@ def make(
     echo(f"{out}: {facts.openness.name}")
     number = facts.openness.class_number
     for reason in facts.openness.missing.get(number - 1 if number else 3, ()):
-        echo(f"  missing for the next class: {reason}")
+        echo(f"  missing for the next class: {indent_lines(reason, 4)}")
     for remark in facts.openness.remarks:
         echo(f"  {remark}")
     echo(f"SHA-256 of its hash list: {hash_of_list(out)}")
@@ -88,13 +89,14 @@ def verify(
 ) -> None:
     """Check hashes, weights, data, recipe, cards and class of a release; exit code 1 for a problem."""
     from lt_data.display.terminal import echo, echo_error
+    from lt_trainer.release.errors import indent_lines
     from lt_trainer.release.verify import verify_release
 
     result = verify_release(folder, expect=expect, run=run, notify=echo_error)
     for problem in result.problems:
-        echo(f"PROBLEM {problem}")
+        echo(f"PROBLEM {indent_lines(problem, 2)}")
     for note in result.notes:
-        echo(note)
+        echo(indent_lines(note, 2))
     if result.openness is not None:
         echo(f"openness: {result.openness.name}")
     echo(f"{result.n_files} files, SHA-256 of the hash list: {result.list_hash}")
@@ -124,6 +126,7 @@ def reproduce(
     Installs and runs the packages of the release. Exit codes: 0 bit-equal or within the stated tolerance, 1 different.
     """
     from lt_data.display.terminal import echo, echo_error
+    from lt_trainer.release.errors import indent_lines
     from lt_trainer.release.reproduce import ReproduceOptions, reproduce_release
 
     options = ReproduceOptions(steps=steps, python=python, source_folders=tuple(sources or ()), expect=expect)
@@ -144,6 +147,6 @@ def reproduce(
         number = len(result.different_tensors)
         echo(f"final weights: {number} tensor(s) differ" if number else "final weights: bit-equal")
     for difference in result.environment:
-        echo(f"environment: {difference}")
+        echo(f"environment: {indent_lines(difference, 2)}")
     if not losses.is_within_tolerance:
         raise typer.Exit(1)

@@ -12,7 +12,7 @@ from lt_trainer.release.task_files import TASK_FOLDER
 THREADS = re.compile(r"(\d+) threads")
 """Number of threads in a run's start event."""
 
-__all__ = ["command_page", "prepare_arguments"]
+__all__ = ["command_page", "prepare_arguments", "quote"]
 
 
 def prepare_arguments(store: StoreFacts, given: dict[str, Any]) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def command_page(facts: Facts) -> str:
         "In an empty folder, with this release as `$RELEASE`. `lt release reproduce` does the same and compares.",
         "",
         "```",
-        f"uv venv --python {python} env",
+        f"uv venv --python {quote(python)} env",
         "uv pip install --python env/bin/python -r $RELEASE/environment/requirements.txt",
         "uv pip install --python env/bin/python --no-deps $RELEASE/wheels/*.whl",
     ]
@@ -51,15 +51,25 @@ def command_page(facts: Facts) -> str:
         lines += [_prepare_command(store, entries, dict(facts.info.prepare.get(store.name, {}))), _pack_command(store)]
     if any(task.file for task in facts.tasks):
         lines.append(f"cp -r $RELEASE/{TASK_FOLDER} {TASK_FOLDER}")
-    variables = "".join(f"{name}={shlex.quote(value)} " for name, value in thread_variables(facts).items())
+    variables = "".join(f"{name}={quote(value)} " for name, value in thread_variables(facts).items())
     lines += [
         f"{variables}env/bin/lt train run $RELEASE/recipe/recipe.toml",
-        f"env/bin/lt ckpt export {facts.recipe['run']['dir']} --out model",
+        f"env/bin/lt ckpt export {quote(facts.recipe['run']['dir'])} --out model",
         "```",
     ]
     if any(not entry.file for entry in facts.sources):
         lines += ["", "Sources that are not in `$RELEASE/sources` must be obtained first: see DATA_CARD.md."]
     return "\n".join(lines) + "\n"
+
+
+def quote(text: object) -> str:
+    """Return a word of a command line of bash that is this text, in one line."""
+    word = str(text)
+    if word.isprintable():
+        return shlex.quote(word)
+    octets = word.encode("utf-8", "surrogateescape")
+    shown = (chr(octet) if 32 <= octet < 127 and chr(octet) not in "\\'" else f"\\x{octet:02x}" for octet in octets)
+    return f"$'{''.join(shown)}'"
 
 
 def thread_variables(facts: Facts) -> dict[str, str]:
@@ -80,29 +90,36 @@ def thread_variables(facts: Facts) -> dict[str, str]:
 def _prepare_command(store: StoreFacts, entries: list[SourceEntry], given: dict[str, Any]) -> str:
     arguments = prepare_arguments(store, given)
     words = ["env/bin/lt", "data", "prepare"]
-    words += [f"$RELEASE/{entry.file}" if entry.file else shlex.quote(entry.path) for entry in entries]
-    words += ["--tokenizer", f"$RELEASE/data/{store.name}/tokenizer", "--out", f"data/{store.name}"]
+    words += [f"$RELEASE/{quote(entry.file)}" if entry.file else _quote_path(entry.path) for entry in entries]
+    words += ["--tokenizer", f"$RELEASE/data/{quote(store.name)}/tokenizer", "--out", f"data/{quote(store.name)}"]
     words += [] if arguments["bos"] else ["--no-bos"]
     words += [] if arguments["eos"] else ["--no-eos"]
-    words += ["--special-tokens-as", arguments["special_tokens_as"], "--shard-tokens", str(arguments["shard_tokens"])]
+    words += ["--special-tokens-as", quote(arguments["special_tokens_as"])]
+    words += ["--shard-tokens", quote(arguments["shard_tokens"])]
     names = {"min_characters": "min-chars", "max_characters": "max-chars"}
     for name, value in arguments["selection"].items():
         if value is True:
             words.append("--drop-duplicates")
         elif value:
-            words += [f"--{names.get(name, name.replace('_', '-'))}", str(value)]
+            words += [quote(f"--{names.get(name, name.replace('_', '-'))}"), quote(value)]
     for column in arguments["keep"]:
-        words += ["--keep", shlex.quote(column)]
+        words += ["--keep", quote(column)]
     for name in ("text_field", "tokens_field", "on_bad", "max_document_bytes"):
         if name in given:
-            words += [f"--{name.replace('_', '-')}", shlex.quote(str(given[name]))]
+            words += [f"--{name.replace('_', '-')}", quote(given[name])]
     if "record_map" in arguments:
-        words += ["--map", shlex.quote(arguments["record_map"])]
-        words += ["--map-args", shlex.quote(json.dumps(arguments["map_args"]))]
+        words += ["--map", quote(arguments["record_map"]), "--map-args", quote(json.dumps(arguments["map_args"]))]
     return " ".join(words)
+
+
+def _quote_path(path: str) -> str:
+    return quote(f"./{path}" if path.startswith("-") else path)
 
 
 def _pack_command(store: StoreFacts) -> str:
     pack = store.pack
     shortest = f" --min-seq-len {min(length for length, _ in pack['buckets'])}" if pack["mode"] == "buckets" else ""
-    return f"env/bin/lt data pack data/{store.name} --seq-len {pack['seq_len']} --mode {pack['mode']}{shortest}"
+    return (
+        f"env/bin/lt data pack data/{quote(store.name)} --seq-len {quote(pack['seq_len'])} "
+        f"--mode {quote(pack['mode'])}{shortest}"
+    )

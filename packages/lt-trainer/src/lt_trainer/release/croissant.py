@@ -81,7 +81,7 @@ def croissant_document(facts: Facts) -> str:
         document["license"] = licenses if len(licenses) > 1 else licenses[0]
     if info.url:
         document["url"] = info.url
-    return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
+    return json.dumps(document, indent=1) + "\n"
 
 
 def _file(identity: str, path: str, digest: str) -> dict[str, Any]:

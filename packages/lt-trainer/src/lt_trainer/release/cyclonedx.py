@@ -70,7 +70,7 @@ def cyclonedx_document(facts: Facts) -> str:
             {"ref": "model", "dependsOn": [*(component["bom-ref"] for component in data), *facts.provenance.lt]}
         ],
     }
-    return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
+    return json.dumps(document, indent=1) + "\n"
 
 
 def _licenses(expression: str) -> dict[str, Any]:

@@ -20,12 +20,11 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from lt_data import StoreManifest, TokenStore
-from lt_data.file_names import to_local_name
+from lt_data.file_names import is_plain_name, to_local_name
 from lt_data.packing.pack_header import PACK_FILE
 from lt_data.packing.pack_index import PackIndex
 from lt_data.packing.packs import open_pack
@@ -38,6 +37,7 @@ from lt_trainer.files import open_regular, parse_json, read_text
 from lt_trainer.release.filtering import TextFilter
 from lt_trainer.release.license_file import LicenseFile
 from lt_trainer.release.mof import is_open_license
+from lt_trainer.release.typed import from_json, is_inside
 
 __all__ = [
     "SOURCE_LIST",
@@ -214,13 +214,19 @@ def describe_store(
                 redistribute=given.redistribute,
                 name=given.name,
                 url=given.url,
-                file="" if left_out else f"sources/{file.sha256[:16]}/{Path(file.path).name}",
+                file="" if left_out else f"sources/{file.sha256[:16]}/{name_in_bundle(file.path)}",
                 left_out=left_out,
             )
         )
     min_seq_len = data.min_seq_len if data.packing == "buckets" else None
     pack = open_pack(store, seq_len=data.seq_len, mode=data.packing, min_seq_len=min_seq_len)
     return ReleasedStore(name=name, field=field, store=store, pack=pack, entries=tuple(entries), source_paths=paths)
+
+
+def name_in_bundle(path: str) -> str:
+    """Return the file name of a source in the bundle: its own, with `_` for what not every system and tool takes."""
+    name = "".join(c if c.isprintable() and c != "\\" else "_" for c in path.rpartition("/")[2])
+    return name if is_plain_name(name) else "file"
 
 
 def release_store(released: ReleasedStore, bundle: Path, text_filter: TextFilter) -> None:
@@ -280,14 +286,12 @@ def read_source_list(bundle: Path) -> list[SourceEntry]:
     """Read `data/sources.jsonl`.
 
     Raises:
-        ValueError: A line has other fields.
+        ValueError: A line has other fields, values of other types, or a path out of the release.
     """
-    text = read_text(bundle / SOURCE_LIST)
-    names = {item.name for item in dataclasses.fields(SourceEntry)}
     entries = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        values: Any = parse_json(line)
-        if not isinstance(values, dict) or values.keys() != names:
-            raise ValueError(f"{SOURCE_LIST}:{number}: not a source file's entry")
-        entries.append(SourceEntry(**values))
+    for number, line in enumerate(read_text(bundle / SOURCE_LIST).split("\n")[:-1], start=1):
+        entry = from_json(SourceEntry, parse_json(line), f"{SOURCE_LIST}:{number}")
+        if entry.file and not is_inside(entry.file):
+            raise ValueError(f"{SOURCE_LIST}:{number}: file = {entry.file!r} is not a path in the release")
+        entries.append(entry)
     return entries

@@ -13,6 +13,7 @@ from lt_trainer.release.croissant import croissant_document
 from lt_trainer.release.cyclonedx import cyclonedx_document
 from lt_trainer.release.facts import Facts
 from lt_trainer.release.filtering import PLACEHOLDERS
+from lt_trainer.release.markdown import code
 from lt_trainer.release.report import report_page
 from lt_trainer.release.spdx import spdx_document
 
@@ -32,7 +33,9 @@ def filter_page(facts: Facts) -> str:
         text += (
             "\nFields of the recipe that were changed, so that it runs in this folder and writes nothing elsewhere:\n\n"
         )
-        text += "".join(f"- `{name}` = {value!r}\n" for name, value in facts.provenance.changed_fields.items())
+        text += "".join(
+            f"- {code(name)} = {code(repr(value))}\n" for name, value in facts.provenance.changed_fields.items()
+        )
     return text
 
 

@@ -10,11 +10,12 @@ number that the run did not record is None and does not appear.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from lt_data.file_names import is_plain_name
 from lt_model import config_from_hf, n_parameters
 from lt_trainer.files import read_json, read_text
 from lt_trainer.release.data_files import SOURCE_LIST, SourceEntry, hash_file, read_source_list
@@ -24,9 +25,11 @@ from lt_trainer.release.mof import MofResult, ReleasedComponent, evaluate_openne
 from lt_trainer.release.plots import draw_figures, read_records
 from lt_trainer.release.scores import RESULT_FOLDER, Score, is_sample_file, read_scores
 from lt_trainer.release.task_files import TASK_FOLDER, TaskEntry, read_tasks
+from lt_trainer.release.typed import from_json, is_inside
 from lt_trainer.run_directory import drop_superseded_records, read_jsonl
 
 __all__ = [
+    "CODE_LICENSE_TEXT",
     "LICENSE_FILE",
     "PROVENANCE",
     "Facts",
@@ -38,6 +41,8 @@ __all__ = [
 ]
 
 PROVENANCE, LICENSE_FILE, RECIPE = "release.json", "licences.toml", "recipe/recipe.json"
+CODE_LICENSE_TEXT = "wheels/LICENSE"
+"""Text of the license of lt, which its packages have; no text of another license is."""
 FORMAT, VERSION = "lt-release", 1
 CODE_PACKAGES = {
     "Model architecture": ("lt_model",),
@@ -90,7 +95,7 @@ class Provenance:
 def write_provenance(bundle: Path, provenance: Provenance) -> None:
     """Write release.json."""
     values = {"format": FORMAT, "version": VERSION, **asdict(provenance)}
-    (bundle / PROVENANCE).write_text(json.dumps(values, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    (bundle / PROVENANCE).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 
 def read_provenance(bundle: Path) -> Provenance:
@@ -100,14 +105,17 @@ def read_provenance(bundle: Path) -> Provenance:
         ValueError: It is not one, or of another version.
     """
     values: Any = read_json(bundle / PROVENANCE)
-    names = {item.name for item in fields(Provenance)}
     if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
         raise ValueError(f"{PROVENANCE}: not a release of lt")
     if (version := values.pop("version", None)) != VERSION:
         raise ValueError(f"{PROVENANCE}: version {version!r}, this lt-trainer reads {VERSION}; use a newer lt-trainer")
-    if values.keys() != names:
-        raise ValueError(f"{PROVENANCE}: its fields are not those of version {VERSION}")
-    return Provenance(**values)
+    provenance = from_json(Provenance, values, PROVENANCE)
+    for name in provenance.stores:
+        if not is_plain_name(name):
+            raise ValueError(f"{PROVENANCE}: stores has {name!r}, which is no name of a store")
+    if provenance.paper and not is_inside(provenance.paper):
+        raise ValueError(f"{PROVENANCE}: paper = {provenance.paper!r} is not a path in the release")
+    return provenance
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,7 +45,11 @@ from lt_trainer.release.mof import COMPONENTS
 
 __all__ = ["LicenseFile", "ReleaseInfo", "SourceLicense", "parse_license_file", "read_license_file"]
 
-SPDX_EXPRESSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]*|\(|\)")
+SPDX_WORD = re.compile(r"(?!(?:AND|OR|WITH)$)[A-Za-z0-9][A-Za-z0-9.+-]*")
+SPDX_RULES = (re.compile(r"\( x \)"), re.compile(r"x WITH x"), re.compile(r"x (?:AND|OR) x"))
+"""What is an expression if each `x` is one."""
+MAX_EXPRESSION = 2000
+URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://\S+")
 GLOBAL_LICENSES = ("distribution", "code", "data", "document")
 PREPARE_OPTIONS = {
     "text_field": str,
@@ -132,16 +136,10 @@ def parse_license_file(text: str, source: str) -> LicenseFile:
     for name in sorted(table.keys() - {"release", "licenses", "sources", "stores"}):
         problems.append(f"{name}: no such table; there are release, licenses, sources and stores")
     release = _build(ReleaseInfo, _table(table, "release", problems), "release", problems)
-    licenses = dict(_table(table, "licenses", problems))
-    of_components = _table(licenses, "components", problems)
-    licenses.pop("components", None)
-    for name in sorted(licenses.keys() - set(GLOBAL_LICENSES)):
-        problems.append(f"licenses.{name}: no such line; there are {', '.join(GLOBAL_LICENSES)}, components")
-    for name in of_components:
-        if name not in COMPONENTS:
-            problems.append(f"licenses.components.{name}: no such component; there are {', '.join(COMPONENTS)}")
-    for name, value in (*licenses.items(), *((f"components.{name}", v) for name, v in of_components.items())):
-        _check_license(f"licenses.{name}", value, problems)
+    _check_texts("release", _table(table, "release", []), problems)
+    if not 0 <= release.tolerance < 1:
+        problems.append(f"release.tolerance = {release.tolerance!r}: must be from 0 to below 1")
+    licenses, of_components = _read_licenses(_table(table, "licenses", problems), problems)
     listed = table.get("sources", [])
     if not isinstance(listed, list) or not all(isinstance(entry, dict) for entry in listed):
         problems.append("sources: must be tables; write [[sources]]")
@@ -150,6 +148,7 @@ def parse_license_file(text: str, source: str) -> LicenseFile:
     for i, (entry, given) in enumerate(zip(sources, listed, strict=True)):
         if not entry.path:
             problems.append(f"sources[{i}].path: missing; give a pattern of the paths that the store's manifest lists")
+        _check_texts(f"sources[{i}]", given, problems)
         if "license" in given:
             _check_license(f"sources[{i}].license", entry.license, problems)
     prepare = _prepare_options(_table(table, "stores", problems), problems)
@@ -164,6 +163,21 @@ def parse_license_file(text: str, source: str) -> LicenseFile:
     )
 
 
+def _read_licenses(table: Mapping[str, Any], problems: list[str]) -> tuple[dict[str, str], Mapping[str, str]]:
+    """Return the licenses of all kinds of content and those of components."""
+    licenses = dict(table)
+    of_components = _table(licenses, "components", problems)
+    licenses.pop("components", None)
+    for name in sorted(licenses.keys() - set(GLOBAL_LICENSES)):
+        problems.append(f"licenses.{name}: no such line; there are {', '.join(GLOBAL_LICENSES)}, components")
+    for name in of_components:
+        if name not in COMPONENTS:
+            problems.append(f"licenses.components.{name}: no such component; there are {', '.join(COMPONENTS)}")
+    for name, value in (*licenses.items(), *((f"components.{name}", v) for name, v in of_components.items())):
+        _check_license(f"licenses.{name}", value, problems)
+    return licenses, of_components
+
+
 def _table(parent: Mapping[str, Any], name: str, problems: list[str]) -> Mapping[str, Any]:
     value = parent.get(name, {})
     if isinstance(value, dict):
@@ -175,10 +189,37 @@ def _table(parent: Mapping[str, Any], name: str, problems: list[str]) -> Mapping
 def _check_license(name: str, value: object, problems: list[str]) -> None:
     if not isinstance(value, str) or not value.strip():
         problems.append(f"{name} = {value!r}: must not be empty; give an SPDX expression, or remove the line")
-    elif not all(SPDX_EXPRESSION.fullmatch(word) for word in re.findall(r"[()]|[^\s()]+", value)):
+    elif not is_spdx_expression(value):
         problems.append(
             f"{name} = {value!r}: not an SPDX expression; for a license without an identifier use LicenseRef-NAME"
         )
+
+
+def is_spdx_expression(text: str) -> bool:
+    """Return True for identifiers that AND, OR, WITH and parentheses join; whether they are listed is not asked."""
+    if not text.isprintable() or len(text) > MAX_EXPRESSION:
+        return False
+    words = re.findall(r"[()]|[^ ()]+", text)
+    left = " ".join("x" if SPDX_WORD.fullmatch(word) else word for word in words)
+    shorter = ""
+    while shorter != left:
+        shorter = left
+        for rule in SPDX_RULES:
+            left = rule.sub("x", left)
+    return left == "x"
+
+
+def _check_texts(where: str, texts: Mapping[str, Any], problems: list[str]) -> None:
+    """Add a problem for each text that would change a terminal or a card, and for each address that is none."""
+    for name, value in texts.items():
+        for text in value if isinstance(value, list) else [value]:
+            if not isinstance(text, str) or name == "license":
+                continue
+            shown = text.replace("\n", " ").replace("\t", " ") if name == "description" else text
+            if not shown.isprintable():
+                problems.append(f"{where}.{name} = {text!r}: has a control character or a line break; remove it")
+            elif name == "url" and text and not URL.fullmatch(text):
+                problems.append(f"{where}.{name} = {text!r}: not an address; write it with its scheme, as https://...")
 
 
 def _build(cls: Any, table: Mapping[str, Any], where: str, problems: list[str]) -> Any:

@@ -10,7 +10,9 @@ Cost: reads the released checkpoints twice and the stores once; copies what is r
 
 import getpass
 import os
-from collections.abc import Callable, Mapping
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,8 +35,8 @@ from lt_trainer.release.data_files import (
     write_source_list,
 )
 from lt_trainer.release.documents import DOCUMENTS, render_documents
-from lt_trainer.release.errors import ReleaseError
-from lt_trainer.release.facts import LICENSE_FILE, Facts, Provenance, read_facts, write_provenance
+from lt_trainer.release.errors import DAMAGE, ReleaseError, describe_damage
+from lt_trainer.release.facts import CODE_LICENSE_TEXT, LICENSE_FILE, Facts, Provenance, read_facts, write_provenance
 from lt_trainer.release.filtering import TextFilter, find_secrets
 from lt_trainer.release.license_file import LicenseFile, read_license_file
 from lt_trainer.release.lock import format_requirements, installed_closure, lock_packages, normalize, read_lock_hashes
@@ -47,16 +49,25 @@ from lt_trainer.release.run_files import (
     release_results,
     write_validation_results,
 )
+from lt_trainer.release.schemas import find_schema_problems
 from lt_trainer.release.scores import find_foreign_results
 from lt_trainer.release.task_files import ReleasedTask, describe_tasks, release_tasks
 from lt_trainer.release.weight_files import choose_checkpoints, release_weights
-from lt_trainer.release.wheels import SourceState, lt_distributions, make_wheel, source_folder, source_state
+from lt_trainer.release.wheels import (
+    SourceState,
+    license_files,
+    lt_distributions,
+    make_wheel,
+    source_folder,
+    source_state,
+)
 from lt_trainer.run_directory import hash_package, read_jsonl
 
 __all__ = ["MakeOptions", "list_files", "list_hashes", "make_release"]
 
 LT_EXTRAS = {"lt-trainer": ("cli", "torch"), "lt-data": ("cli", "fast", "parquet", "zstd"), "lt-ckpt": ("cli", "fast")}
 """Extras of lt's packages that a rerun uses."""
+DAY = re.compile(r"\d{4}-\d\d-\d\dT")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +143,11 @@ def make_release(
         leaked = [name for name in list_files(bundle) if _is_text(name) and _has_secret(bundle / name)]
         if leaked:
             raise ReleaseError("these files have what looks like a secret", leaked)
+        if unfit := [repr(name) for name in list_files(bundle) if not name.isprintable()]:
+            raise ReleaseError("these files have names that not every tool reads; rename them", unfit)
+        invalid, _ = find_schema_problems(bundle)
+        if invalid:
+            raise ReleaseError("these documents are not as their formats ask", invalid)
         _sync_files(bundle)
         (bundle / HASH_LIST).write_bytes(format_hash_list(list_hashes(bundle)))
     return facts
@@ -170,9 +186,15 @@ def _finish(bundle: Path, gathered: _Run, changed: Mapping[str, Any], options: M
         paper=copy_paper(bundle, options.licenses.parent / paper) if paper and options.licenses else "",
     )
     write_provenance(bundle, provenance)
-    write_validation_results(bundle, read_facts(bundle))
-    facts = read_facts(bundle)  # with the results
-    for name, text in render_documents(facts).items():
+    try:
+        write_validation_results(bundle, read_facts(bundle))
+        facts = read_facts(bundle)  # with the results
+        texts = render_documents(facts)
+    except DAMAGE as exc:
+        raise ReleaseError(
+            f"RUN = {gathered.path}: its logs or results cannot be read", [describe_damage(exc)]
+        ) from exc
+    for name, text in texts.items():
         (bundle / name).parent.mkdir(exist_ok=True)
         (bundle / name).write_text(text, encoding="utf-8")
     return facts
@@ -184,7 +206,8 @@ def _gather(run: Path, options: MakeOptions, notify: Callable[[str], None]) -> _
         raise ReleaseError(f"RUN = {run}", ["not a run directory (it has no .lt-run); pass the folder in run.dir"])
     problems: list[str] = []
     licenses, license_text = _read_licenses(options.licenses, problems)
-    record, environment = _read_json(run / "recipe.json", problems), _read_json(run / "environment.json", problems)
+    record = _read_tables(run / "recipe.json", ("origins",), problems, required=("recipe", "origins"))
+    environment = _read_tables(run / "environment.json", ("packages", "sources", "variables"), problems)
     notify("verifying checkpoints")
     checkpoints, found = choose_checkpoints(run, options.checkpoints)
     problems += found
@@ -202,17 +225,17 @@ def _gather(run: Path, options: MakeOptions, notify: Callable[[str], None]) -> _
         except TrainerError as exc:
             problems.append(str(exc))
     monitor = [record for path in sorted(run.glob("monitor/*.jsonl")) for record in read_jsonl(path)]
-    user = getpass.getuser()
+    user = _user_name()
     text_filter = TextFilter(
         hosts=known_hosts(run, environment, monitor) | {os.uname().nodename},
-        users=() if user == "root" else (user,),
+        users=() if user in ("", "root") else (user,),
         folders=(str(run.resolve().parent), str(Path.cwd())),
-        homes=(str(Path.home()),),
+        homes=(os.path.expanduser("~"),),
     )
     stores: list[ReleasedStore] = []
     tasks: list[ReleasedTask] = []
     try:
-        recipe = from_dict(record["recipe"], source="recipe.json") if "recipe" in record else None
+        recipe = from_dict(record["recipe"], source="recipe.json") if record else None
     except RecipeError as exc:
         problems.append(f"recipe.json: {exc}")
         recipe = None
@@ -220,8 +243,7 @@ def _gather(run: Path, options: MakeOptions, notify: Callable[[str], None]) -> _
         notify("verifying stores")
         stores = _open_stores(recipe.data, checkpoints, licenses, text_filter, options, problems)
         tasks = describe_tasks(recipe.evaluation, licenses, text_filter, problems)
-    if not events:
-        problems.append(f"{run / 'events.jsonl'}: has no event")
+    problems += _event_problems(run / "events.jsonl", events)
     if problems:
         raise ReleaseError(f"RUN = {run}: cannot be released", problems)
     return _Run(
@@ -236,6 +258,23 @@ def _gather(run: Path, options: MakeOptions, notify: Callable[[str], None]) -> _
         tasks=tasks,
         text_filter=text_filter,
     )
+
+
+def _event_problems(path: Path, events: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    if not events:
+        yield f"{path}: has no event"
+    elif DAY.match(str(events[-1].get("time"))) is None:
+        yield f"{path}: its last event has no time; remove the line"
+    if not all(type(event.get("step")) is int for event in events if event.get("event") == "checkpoint"):
+        yield f"{path}: an event of a checkpoint has no step; remove the line"
+
+
+def _user_name() -> str:
+    """Return the user's name; "" for one that the system does not know, as in some containers."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return ""
 
 
 def _read_licenses(path: Path | None, problems: list[str]) -> tuple[LicenseFile, str]:
@@ -259,13 +298,24 @@ def _read_licenses(path: Path | None, problems: list[str]) -> tuple[LicenseFile,
     return licenses, text
 
 
-def _read_json(path: Path, problems: list[str]) -> dict[str, Any]:
+def _read_tables(
+    path: Path, tables: Sequence[str], problems: list[str], *, required: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Return a JSON object of the run; {} and a problem if it is none, or a table of texts in it is none."""
     try:
         values = read_json(path)
+        if not isinstance(values, dict):
+            raise ValueError("not a JSON object")
+        if missing := [name for name in required if name not in values]:
+            raise ValueError(f"has no {missing[0]}")
+        for name in tables:
+            table = values.get(name, {})
+            if not isinstance(table, dict) or not all(isinstance(text, str) for text in table.values()):
+                raise ValueError(f"{name} is not a table of texts")
     except (OSError, ValueError) as exc:
         problems.append(f"{path}: cannot be read ({exc}); start the run again to rewrite it")
         return {}
-    return values if isinstance(values, dict) else {}
+    return values
 
 
 def _version_problems(environment: Mapping[str, Any]) -> list[str]:
@@ -340,6 +390,8 @@ def _write_environment(bundle: Path, gathered: _Run, options: MakeOptions) -> tu
     state = source_state(folder)
     license_name = packages["lt-trainer"].metadata["License-Expression"]
     (bundle / "wheels" / "LICENSE.spdx").write_text(f"{license_name}\n", encoding="utf-8")
+    (text,) = license_files(packages["lt-trainer"]).values()
+    shutil.copyfile(text, bundle / CODE_LICENSE_TEXT)
     if state.patch:
         patch = gathered.text_filter.apply(state.patch)
         (bundle / "environment" / "lt.patch").write_text(patch, encoding="utf-8")

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 
 from lt_trainer.config import flatten
-from lt_trainer.release.cards import describe_steps, format_table, score_table
+from lt_trainer.release.cards import describe_steps, score_table
 from lt_trainer.release.facts import Facts
+from lt_trainer.release.markdown import code, plain, table
 
 __all__ = ["report_page"]
 
@@ -17,7 +18,7 @@ def report_page(facts: Facts) -> str:
     """Return REPORT.md."""
     return "".join(
         (
-            f"# {facts.info.release.name}: technical report\n",
+            f"# {plain(facts.info.release.name)}: technical report\n",
             "\nEvery number is from the files of this release; `lt release verify` computes them again.\n",
             _model(facts),
             _training(facts),
@@ -34,38 +35,39 @@ def report_page(facts: Facts) -> str:
 def _model(facts: Facts) -> str:
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     names += ("num_key_value_heads", "max_position_embeddings", "rope_theta", "rms_norm_eps", "tie_word_embeddings")
-    rows: list[tuple[str, object]] = [(f"`{name}`", facts.model[name]) for name in names]
-    return f"\n## Model\n\nLlama with {facts.n_parameters:,} parameters.\n\n" + format_table(("field", "value"), rows)
+    rows: list[tuple[str, object]] = [(code(name), plain(facts.model[name])) for name in names]
+    return f"\n## Model\n\nLlama with {facts.n_parameters:,} parameters.\n\n" + table(("field", "value"), rows)
 
 
 def _training(facts: Facts) -> str:
     given = [
-        (f"`{name}`", f"`{value!r}`", facts.origins.get(name, ""))
+        (code(name), code(repr(value)), plain(facts.origins.get(name, "")))
         for name, value in flatten(facts.recipe).items()
         if facts.origins.get(name, "default") != "default"
     ]
     text = "\n## Training\n\nSettings that are not defaults; all are in `recipe/recipe.toml`.\n\n"
-    text += format_table(("field", "value", "origin"), given)
+    text += table(("field", "value", "origin"), given)
     if facts.train:
         first, last = facts.train[0], facts.train[-1]
         rows: list[tuple[str, object]] = [
             ("steps", describe_steps(facts)),
-            ("logged steps", f"{first['step']} to {last['step']}"),
+            ("logged steps", plain(f"{first['step']} to {last['step']}")),
             ("first loss", f"{first['loss']:.6g} nats per token"),
             ("last loss", f"{last['loss']:.6g} nats per token"),
         ]
         if facts.trained_tokens is not None:
             rows.append(("tokens", f"{facts.trained_tokens:,}"))
         rows += [
-            (f"validation {r.name or 'loss'}, step {r.step}", f"{r.loss:.6g} nats per token") for r in facts.validation
+            (plain(f"validation {r.name or 'loss'}, step {r.step}"), f"{r.loss:.6g} nats per token")
+            for r in facts.validation
         ]
-        text += "\n" + format_table(("result", "value"), rows)
+        text += "\n" + table(("result", "value"), rows)
     events = [
-        (event["event"], event.get("step", ""), event.get("time", ""))
+        (event["event"], plain(event.get("step", "")), plain(event.get("time", "")))
         for event in facts.events
         if event.get("event") in SHOWN_EVENTS
     ]
-    return text + "\n" + format_table(("event", "step", "time"), events)
+    return text + "\n" + table(("event", "step", "time"), events)
 
 
 def _figures(facts: Facts) -> str:
@@ -87,7 +89,7 @@ def _evaluation(facts: Facts) -> str:
 def _data(facts: Facts) -> str:
     rows = [
         (
-            store.name,
+            plain(store.name),
             f"{store.manifest['documents']:,}",
             f"{store.manifest['tokens']:,}",
             f"{store.pack['rows']:,}",
@@ -95,8 +97,8 @@ def _data(facts: Facts) -> str:
         )
         for store in facts.stores
     ]
-    table = format_table(("store", "documents", "tokens", "rows", "weight"), rows) if rows else "No token stores.\n"
-    return "\n## Data\n\n" + table + "\nSources, licenses and filters: DATA_CARD.md.\n"
+    stores = table(("store", "documents", "tokens", "rows", "weight"), rows) if rows else "No token stores.\n"
+    return "\n## Data\n\n" + stores + "\nSources, licenses and filters: DATA_CARD.md.\n"
 
 
 def _energy(facts: Facts) -> str:
@@ -108,16 +110,18 @@ def _energy(facts: Facts) -> str:
 def _environment(facts: Facts) -> str:
     environment, start = facts.environment, facts.start_event
     rows: list[tuple[str, object]] = [
-        (name, environment[name])
+        (name, plain(environment[name]))
         for name in ("python", "implementation", "platform", "machine", "cpu", "cpu_capability", "cpus", "memory_gib")
         if name in environment
     ]
-    rows += [(name, text) for name, text in environment.get("packages", {}).items()]
-    rows += [(name, text) for name, text in environment.get("variables", {}).items()]
-    rows += [(name, start[name]) for name in ("world", "device", "peak_source") if name in start]
+    rows += [(plain(name), plain(text)) for name, text in environment.get("packages", {}).items()]
+    rows += [(plain(name), plain(text)) for name, text in environment.get("variables", {}).items()]
+    rows += [(name, plain(start[name])) for name in ("world", "device", "peak_source") if name in start]
     commit = facts.provenance.commit or "unknown: lt was not installed from a git checkout"
-    rows.append(("commit of lt", commit + (", with `environment/lt.patch`" if facts.provenance.has_patch else "")))
-    return "\n## Environment\n\n" + format_table(("", ""), rows)
+    rows.append(
+        ("commit of lt", plain(commit) + (", with `environment/lt.patch`" if facts.provenance.has_patch else ""))
+    )
+    return "\n## Environment\n\n" + table(("", ""), rows)
 
 
 def _limits(facts: Facts) -> str:
@@ -128,7 +132,7 @@ def _limits(facts: Facts) -> str:
     lines += _missing(facts)
     lines += [f"{name}: no hash of its archives is known" for name in facts.provenance.without_hash]
     lines += [f"lt source file without a commit: {name}" for name in facts.provenance.untracked]
-    return "\n## What is missing\n\n" + ("".join(f"- {line}\n" for line in lines) if lines else "Nothing.\n")
+    return "\n## What is missing\n\n" + ("".join(f"- {plain(line)}\n" for line in lines) if lines else "Nothing.\n")
 
 
 def _missing(facts: Facts) -> Sequence[str]:

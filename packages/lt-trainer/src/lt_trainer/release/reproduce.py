@@ -13,6 +13,7 @@ Everything is written into the work folder, which stays. Cost: that of the run.
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from lt_trainer.files import open_for_appending, read_json, write_atomic
 from lt_trainer.release.commands import prepare_arguments, thread_variables
 from lt_trainer.release.comparison import LossComparison, compare_environments, compare_losses
 from lt_trainer.release.data_files import SourceEntry, find_source_files, hash_file
-from lt_trainer.release.errors import ReleaseError
+from lt_trainer.release.errors import DAMAGE, ReleaseError, describe_damage
 from lt_trainer.release.facts import Facts, StoreFacts, read_facts
 from lt_trainer.release.run_files import RUN_DIR
 from lt_trainer.release.task_files import TASK_FOLDER
@@ -39,6 +40,8 @@ from lt_trainer.run_directory import drop_superseded_records, read_jsonl
 __all__ = ["ReproduceOptions", "Reproduction", "reproduce_release"]
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+THREAD_VALUE = re.compile(r"[0-9A-Za-z_,]*")
+PYTHON_VERSION = re.compile(r"\d+\.\d+\.\d+[0-9A-Za-z.+]*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +59,25 @@ class ReproduceOptions:
     python: Path | None = None
     source_folders: tuple[Path, ...] = ()
     expect: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """What the steps need of the release.
+
+    Attributes:
+        python: Version of the run's Python.
+        variables: Environment variables of the steps: those of a rank are absent, threads are the run's.
+        jobs: Store → job of `lt_trainer.release.rebuild`.
+        world: Number of ranks.
+        planned_steps: Steps of the recipe.
+    """
+
+    python: str
+    variables: Mapping[str, str]
+    jobs: Mapping[str, dict[str, Any]]
+    world: int
+    planned_steps: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,21 +111,24 @@ def reproduce_release(
     """
     facts, sources = _check(bundle, work, options)
     bundle, work = bundle.resolve(), work.resolve()
+    try:
+        plan = _plan(bundle, work, facts, sources)
+    except DAMAGE as exc:
+        raise ReleaseError(f"DIR = {bundle}: cannot be read", [describe_damage(exc)]) from exc
     work.mkdir(parents=True, exist_ok=True)
     if options.python is None:
         notify("making an environment from the lock and the wheels")
-        python = _make_environment(bundle, work, facts)
+        python = _make_environment(bundle, work, facts, plan)
     else:
         python = options.python
-    variables = _variables(facts)
-    for store in facts.stores:
-        notify(f"preparing {store.name}")
-        _rebuild(python, bundle, work, store, facts, sources, variables)
+    for name, job in plan.jobs.items():
+        notify(f"preparing {name}")
+        _rebuild(python, work, name, job, plan.variables)
     if (bundle / TASK_FOLDER).is_dir():
         shutil.copytree(bundle / TASK_FOLDER, work / TASK_FOLDER)
     last_step = options.steps or facts.provenance.step
     notify(f"running {last_step} step(s)")
-    _run(python, bundle, work, facts, last_step, variables)
+    _run(python, bundle, work, plan, last_step)
     run = work / RUN_DIR
     repeated = [r for r in drop_superseded_records(read_jsonl(run / "metrics.jsonl")) if "loss" in r]
     losses = compare_losses(facts.train, repeated, last_step=last_step, tolerance=facts.info.release.tolerance)
@@ -130,7 +155,10 @@ def _check(bundle: Path, work: Path, options: ReproduceOptions) -> tuple[Facts, 
         problems.append(f"{HASH_LIST}: is {list_hash}, expected {options.expect}")
     if problems:
         raise ReleaseError(f"DIR = {bundle}: was changed", problems)
-    facts = read_facts(bundle)
+    try:
+        facts = read_facts(bundle)
+    except DAMAGE as exc:
+        raise ReleaseError(f"DIR = {bundle}: cannot be read", [describe_damage(exc)]) from exc
     if work.exists() and any(work.iterdir()):
         problems.append(f"--out = {work}: is not empty; give a new folder")
     if not 0 <= options.steps <= facts.provenance.step:
@@ -178,7 +206,31 @@ def _describe_missing(entry: SourceEntry) -> str:
     )
 
 
-def _make_environment(bundle: Path, work: Path, facts: Facts) -> Path:
+def _plan(bundle: Path, work: Path, facts: Facts, sources: Mapping[str, Path]) -> _Plan:
+    """Read all that the steps need before the first of them."""
+    variables = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
+    jobs: dict[str, dict[str, Any]] = {}
+    for store in facts.stores:
+        paths = [sources[entry.sha256] for entry in facts.sources if entry.store == store.name]
+        given = dict(facts.info.prepare.get(store.name, {}))
+        tokenizer = bundle / "data" / store.name / "tokenizer"
+        jobs[store.name] = rebuild_job(store, work / "data" / store.name, paths, tokenizer, given)
+    python = facts.environment["python"]
+    if not isinstance(python, str) or PYTHON_VERSION.fullmatch(python) is None:
+        raise ValueError(f"environment/environment.json: python = {python!r} is no version of Python")
+    threads = {name: str(value) for name, value in thread_variables(facts).items()}
+    if unfit := [f"{name} = {value!r}" for name, value in threads.items() if not THREAD_VALUE.fullmatch(value)]:
+        raise ValueError(f"environment/environment.json: {unfit[0]} is no value of that variable")
+    return _Plan(
+        python=python,
+        variables=variables | threads,
+        jobs=jobs,
+        world=int(facts.start_event.get("world", 1)),
+        planned_steps=int(facts.recipe["schedule"]["max_steps"]),
+    )
+
+
+def _make_environment(bundle: Path, work: Path, facts: Facts, plan: _Plan) -> Path:
     """Make a virtual environment with the locked packages and the bundle's wheels; return its interpreter."""
     lock = bundle / "environment" / "requirements.txt"
     hashes = () if facts.provenance.without_hash else ("--require-hashes",)
@@ -186,21 +238,13 @@ def _make_environment(bundle: Path, work: Path, facts: Facts) -> Path:
     python = work / "env" / "bin" / "python"
     if uv := shutil.which("uv"):
         install = (uv, "pip", "install", "--quiet", "--python", str(python))
-        _execute(
-            (uv, "venv", "--quiet", "--python", facts.environment["python"], str(work / "env")), work, "environment"
-        )
+        _execute((uv, "venv", "--quiet", "--python", plan.python, str(work / "env")), work, "environment")
     else:
         install = (str(python), "-m", "pip", "install", "--quiet")
         _execute((sys.executable, "-m", "venv", str(work / "env")), work, "environment")
     _execute((*install, *hashes, "-r", str(lock)), work, "environment")
     _execute((*install, "--no-deps", *wheels), work, "environment")
     return python
-
-
-def _variables(facts: Facts) -> dict[str, str]:
-    """Return the environment variables of the run: those of a rank are absent, threads are the run's."""
-    variables = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
-    return variables | thread_variables(facts)
 
 
 def rebuild_job(
@@ -230,32 +274,20 @@ def rebuild_job(
     }
 
 
-def _rebuild(
-    python: Path,
-    bundle: Path,
-    work: Path,
-    store: StoreFacts,
-    facts: Facts,
-    sources: Mapping[str, Path],
-    variables: Mapping[str, str],
-) -> None:
-    paths = [sources[entry.sha256] for entry in facts.sources if entry.store == store.name]
-    given = dict(facts.info.prepare.get(store.name, {}))
-    job = rebuild_job(store, work / "data" / store.name, paths, bundle / "data" / store.name / "tokenizer", given)
-    path = work / f"prepare-{store.name}.json"
+def _rebuild(python: Path, work: Path, name: str, job: dict[str, Any], variables: Mapping[str, str]) -> None:
+    path = work / f"prepare-{name}.json"
     write_atomic(path, json.dumps(job, indent=1) + "\n")
     command = (str(python), "-m", "lt_trainer.release.rebuild", str(path))
-    _execute(command, work, f"prepare-{store.name}", variables)
+    _execute(command, work, f"prepare-{name}", variables)
 
 
-def _run(python: Path, bundle: Path, work: Path, facts: Facts, last_step: int, variables: Mapping[str, str]) -> None:
+def _run(python: Path, bundle: Path, work: Path, plan: _Plan, last_step: int) -> None:
     """Train with the run's number of ranks, all on this machine."""
-    world = int(facts.start_event.get("world", 1))
     recipe = str(bundle / "recipe" / "recipe.toml")
-    start = ("lt_trainer", "run", recipe) if world == 1 else ("lt_trainer.release.rerun", recipe, str(world))
-    stop = ("--stop-after-step", str(last_step)) if last_step < facts.recipe["schedule"]["max_steps"] else ()
+    start = ("lt_trainer", "run", recipe) if plan.world == 1 else ("lt_trainer.release.rerun", recipe, str(plan.world))
+    stop = ("--stop-after-step", str(last_step)) if last_step < plan.planned_steps else ()
     command = (str(python), "-m", *start, *stop)
-    _execute(command, work, "run", variables, codes=(EXIT_DONE, EXIT_REQUEUE) if stop else (EXIT_DONE,))
+    _execute(command, work, "run", plan.variables, codes=(EXIT_DONE, EXIT_REQUEUE) if stop else (EXIT_DONE,))
 
 
 def _execute(
@@ -285,7 +317,7 @@ def _execute(
         )
     if done.returncode not in codes:
         tail = path.read_text(encoding="utf-8", errors="replace").splitlines()[-8:]
-        problem = f"exit code {done.returncode}; last lines of {path}:\n    " + "\n    ".join(tail)
+        problem = f"exit code {done.returncode}; last lines of {path}:\n" + "\n".join(tail)
         raise ReleaseError(f"{log_name} failed", [problem])
 
 

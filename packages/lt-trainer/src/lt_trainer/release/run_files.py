@@ -55,7 +55,7 @@ def release_recipe(
     folder.mkdir()
     (folder / "recipe.toml").write_text(to_toml(from_dict(values), origins), encoding="utf-8")
     content = {"recipe": values, "origins": origins, "unchecked": record.get("unchecked", [])}
-    (folder / "recipe.json").write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    (folder / "recipe.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return changed
 
 

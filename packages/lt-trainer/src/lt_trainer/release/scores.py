@@ -192,14 +192,15 @@ def find_score_problems(bundle: Path) -> Iterator[str]:
     newest = {(int(r["step"]), str(r["eval_task"])): r for r in records if "eval_task" in r}
     for (step, task), record in newest.items():
         file = f"{RUN_RESULTS}/step-{step:08d}/{task}.jsonl"
-        yield from _compare(bundle, file, _run_metrics(record), f"{METRICS}, step {step}")
+        yield from _compare(bundle, file, _run_metrics(record), f"{METRICS}, step {step}", record.get("eval_items"))
     for results in find_results(bundle / RESULT_FOLDER):
         assert results.folder is not None
         folder = results.folder.relative_to(bundle).as_posix()
         for unit in results.units:
             for result in unit.results if unit.kind != "store" else ():
                 name = result["task"] if unit.kind == "lm_eval" else unit.name
-                yield from _compare(bundle, f"{folder}/items/{name}.jsonl", _stated(unit.kind, result), folder)
+                file = f"{folder}/items/{name}.jsonl"
+                yield from _compare(bundle, file, _stated(unit.kind, result), folder, result.get("n_items"))
 
 
 def _stated(kind: str, result: Mapping[str, Any]) -> dict[str, Any]:
@@ -210,9 +211,13 @@ def _stated(kind: str, result: Mapping[str, Any]) -> dict[str, Any]:
     return {name: metrics[name] for name in RECOMPUTED_OF_HARNESS if name in metrics}
 
 
-def _compare(bundle: Path, file: str, stated: Mapping[str, Any], where: str) -> Iterator[str]:
-    """Yield the stated metrics that are not those of the items in a file."""
-    items = read_jsonl(bundle / file) if (bundle / file).exists() else []
+def _compare(bundle: Path, file: str, stated: Mapping[str, Any], where: str, n_items: int | None) -> Iterator[str]:
+    """Yield the stated metrics that are not those of the items in a file, if it is there, and their number."""
+    if not (bundle / file).exists():
+        return
+    items = read_jsonl(bundle / file)
+    if n_items is not None and len(items) != n_items and not (items and "group" in items[0]):
+        yield f"{where}: {n_items} items, but {file} has {len(items)}"
     if not items:
         return
     if "log_probs" in items[0]:

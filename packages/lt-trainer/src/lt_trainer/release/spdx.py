@@ -27,7 +27,7 @@ def spdx_document(facts: Facts) -> str:
     for store in facts.stores:
         dataset = graph.add_dataset(store)
         graph.relate(model, "trainedOn" if store.is_training else "testedOn", dataset)
-    return json.dumps({"@context": CONTEXT, "@graph": graph.finish(model)}, indent=1, ensure_ascii=False) + "\n"
+    return json.dumps({"@context": CONTEXT, "@graph": graph.finish(model)}, indent=1) + "\n"
 
 
 class _Graph:

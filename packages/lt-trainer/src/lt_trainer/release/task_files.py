@@ -11,7 +11,7 @@ that changes no loss. Cost: a copy of the files.
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from lt_trainer.release.data_files import hash_file
 from lt_trainer.release.filtering import TextFilter
 from lt_trainer.release.license_file import LicenseFile
 from lt_trainer.release.mof import is_open_license
+from lt_trainer.release.typed import from_json, is_inside
 
 __all__ = ["TASK_FOLDER", "ReleasedTask", "TaskEntry", "describe_tasks", "read_tasks", "recipe_fields", "release_tasks"]
 
@@ -108,7 +109,7 @@ def release_tasks(bundle: Path, tasks: Sequence[ReleasedTask]) -> None:
     if not tasks:
         return
     (bundle / TASK_FOLDER).parent.mkdir(exist_ok=True)
-    lines = [json.dumps(asdict(task.entry), ensure_ascii=False) for task in tasks]
+    lines = [json.dumps(asdict(task.entry)) for task in tasks]
     (bundle / TASK_LIST).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     for task in tasks:
         if task.entry.file and task.source is not None:
@@ -135,15 +136,14 @@ def read_tasks(bundle: Path) -> list[TaskEntry]:
     """Read data/tasks.jsonl; empty without one.
 
     Raises:
-        ValueError: A line has other fields.
+        ValueError: A line has other fields, values of other types, or a path out of the release.
     """
     if not (bundle / TASK_LIST).exists():
         return []
-    names = {item.name for item in fields(TaskEntry)}
     entries = []
-    for number, line in enumerate(read_text(bundle / TASK_LIST).splitlines(), start=1):
-        values: Any = parse_json(line)
-        if not isinstance(values, dict) or values.keys() != names:
-            raise ValueError(f"{TASK_LIST}:{number}: not a task's entry")
-        entries.append(TaskEntry(**values))
+    for number, line in enumerate(read_text(bundle / TASK_LIST).split("\n")[:-1], start=1):
+        entry = from_json(TaskEntry, parse_json(line), f"{TASK_LIST}:{number}")
+        if entry.file and not is_inside(entry.file):
+            raise ValueError(f"{TASK_LIST}:{number}: file = {entry.file!r} is not a path in the release")
+        entries.append(entry)
     return entries

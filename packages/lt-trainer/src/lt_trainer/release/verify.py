@@ -6,6 +6,7 @@
     sources, tasks  each included source file has the hash in its store's manifest, and its license allows it
     recipe          it loads, names the bundle's stores, and recipe.json and recipe.toml agree
     results         metrics of tasks are those of their items
+    schemas         documents of other formats, by their own libraries as far as they are installed
     documents       cards, class, results and figures are made again from the files and compared byte for byte
 
 A release that another lt-trainer made, whose wheel is in it, is checked without the last part, which is said. Nothing
@@ -27,10 +28,11 @@ from lt_trainer.config import from_dict, load, to_dict
 from lt_trainer.errors import TrainerError
 from lt_trainer.release.data_files import hash_file
 from lt_trainer.release.documents import render_documents
-from lt_trainer.release.errors import ReleaseError
+from lt_trainer.release.errors import DAMAGE, ReleaseError, describe_damage
 from lt_trainer.release.facts import Facts, read_facts
 from lt_trainer.release.mof import MofResult
 from lt_trainer.release.run_files import validation_results
+from lt_trainer.release.schemas import find_schema_problems
 from lt_trainer.release.scores import find_score_problems
 from lt_trainer.release.weight_files import MODEL_FOLDER, compare_with_checkpoint, find_weight_problems, step_folder
 from lt_trainer.run_directory import list_package_files
@@ -84,8 +86,8 @@ def verify_release(
     problems += found
     try:
         facts = read_facts(bundle)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
-        problems.append(f"the release cannot be read: {exc}")
+    except DAMAGE as exc:
+        problems.append(f"the release cannot be read: {describe_damage(exc)}")
         return Verification(list_hash=list_hash, n_files=n_files, problems=tuple(problems), notes=(), openness=None)
     notify("weights")
     problems += _attempt("weights.json", lambda: find_weight_problems(bundle))
@@ -94,13 +96,16 @@ def verify_release(
         notes.append("weights were compared with the recorded hashes of the checkpoint (--run compares with the run)")
     else:
         folders = {step_folder(step): step for step in facts.provenance.earlier_steps}
-        problems += compare_with_checkpoint(bundle, run, {MODEL_FOLDER: facts.provenance.step, **folders})
+        steps = {MODEL_FOLDER: facts.provenance.step, **folders}
+        problems += _attempt("--run", lambda: compare_with_checkpoint(bundle, run, steps))
     notify("data")
     for name in facts.provenance.stores:
-        problems += _check_store(bundle, name, facts)
+        problems += _attempt(f"data/{name}", lambda name=name: list(_check_store(bundle, name, facts)))
     problems += _attempt("data/sources.jsonl", lambda: list(_check_sources(bundle, facts)))
-    problems += _check_recipe(bundle, facts)
+    problems += _attempt("recipe/recipe.toml", lambda: _check_recipe(bundle, facts))
     problems += _attempt("results", lambda: list(find_score_problems(bundle)))
+    found, unchecked = find_schema_problems(bundle)
+    problems, notes = problems + found, notes + unchecked
     has_documents = _has_same_renderer(bundle)
     if has_documents:
         problems += _attempt("documents", lambda: list(_check_documents(bundle, facts)))
@@ -134,8 +139,8 @@ def _has_same_renderer(bundle: Path) -> bool:
 def _attempt(name: str, check: Callable[[], list[str]]) -> list[str]:
     try:
         return check()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
-        return [f"{name}: cannot be read: {exc}"]
+    except DAMAGE as exc:
+        return [f"{name}: cannot be read: {describe_damage(exc)}"]
 
 
 def check_hashes(bundle: Path) -> tuple[int, list[str]]:

@@ -18,9 +18,10 @@ from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 from urllib.parse import unquote, urlparse
 
+from lt_trainer.release.errors import ReleaseError
 from lt_trainer.run_directory import list_package_files
 
-__all__ = ["LT_PACKAGES", "SourceState", "lt_distributions", "make_wheel", "source_state"]
+__all__ = ["LT_PACKAGES", "SourceState", "license_files", "lt_distributions", "make_wheel", "source_state"]
 
 LT_PACKAGES = ("lt-ckpt", "lt-data", "lt-launch", "lt-model", "lt-trainer", "lt-trainer-gpu", "lt-trainer-neuron")
 METADATA_FILES = ("METADATA", "entry_points.txt")
@@ -70,10 +71,8 @@ def make_wheel(package: Distribution) -> tuple[str, bytes]:
         text = package.read_text(file)
         if text is not None:
             entries[f"{info}/{file}"] = text.encode()
-    for file in package.files or ():
-        if ".dist-info/licenses/" in file.as_posix():
-            license_path = Path(str(package.locate_file(file)))
-            entries[f"{info}/licenses/{file.name}"] = license_path.read_bytes()
+    for file, path in license_files(package).items():
+        entries[f"{info}/licenses/{file}"] = path.read_bytes()
     entries[f"{info}/WHEEL"] = b"Wheel-Version: 1.0\nGenerator: lt-release\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
     record = "".join(
         f"{file},sha256={base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b'=').decode()},{len(data)}\n"
@@ -90,6 +89,27 @@ def make_wheel(package: Distribution) -> tuple[str, bytes]:
     return f"{stem}-py3-none-any.whl", buffer.getvalue()
 
 
+def license_files(package: Distribution) -> dict[str, Path]:
+    """Return the license files that a package's metadata names; an editable installation has them in its sources.
+
+    Raises:
+        ReleaseError: One is missing: a wheel without it would not be what its metadata says.
+    """
+    installed = {
+        file.as_posix().partition(".dist-info/licenses/")[2]: Path(str(package.locate_file(file)))
+        for file in package.files or ()
+        if ".dist-info/licenses/" in file.as_posix()
+    }
+    sources = source_folder(package)
+    found: dict[str, Path] = {}
+    for name in package.metadata.get_all("License-File") or ():
+        path = installed.get(name) or (None if sources is None else sources / name)
+        if path is None or not path.is_file():
+            raise ReleaseError(package.name, [f"its license file {name} is not there; install the package again"])
+        found[name] = path
+    return found
+
+
 def source_folder(package: Distribution) -> Path | None:
     """Return the folder from which a package was installed, if it is one on this machine."""
     text = package.read_text("direct_url.json")
@@ -104,12 +124,12 @@ def source_state(folder: Path | None) -> SourceState:
     commit = _git(Path(top), "rev-parse", "HEAD").strip() if top else ""
     if not commit:
         return SourceState()
-    packages = ":(top)packages"
-    untracked = _git(Path(top), "ls-files", "--others", "--exclude-standard", "-z", "--", packages)
+    packages = (":(top,glob)packages/*/src/**", ":(top,glob)packages/*/pyproject.toml")
+    untracked = _git(Path(top), "ls-files", "--others", "--exclude-standard", "-z", "--", *packages)
     return SourceState(
         commit=commit,
         patch=_git(
-            Path(top), "diff", "--no-color", "--no-ext-diff", "--no-textconv", "--binary", "HEAD", "--", packages
+            Path(top), "diff", "--no-color", "--no-ext-diff", "--no-textconv", "--binary", "HEAD", "--", *packages
         ),
         untracked=tuple(name for name in untracked.split("\0") if name),
     )

@@ -46,7 +46,7 @@ def _is_block(value: Any) -> bool:
 
 def _key(name: str) -> str:
     is_plain = PLAIN_KEY.fullmatch(name) is not None and name.lower() not in YAML_WORDS
-    return name if is_plain else json.dumps(name, ensure_ascii=False)
+    return name if is_plain else _quoted(name)
 
 
 def _scalar(value: Any) -> str:
@@ -59,4 +59,14 @@ def _scalar(value: Any) -> str:
         if not math.isfinite(value):
             return {"nan": ".nan", "inf": ".inf", "-inf": "-.inf"}[mantissa]
         return f"{mantissa}{'.0' if separator and '.' not in mantissa else ''}{separator}{exponent}"
-    return json.dumps(value, ensure_ascii=False)
+    return _quoted(value) if isinstance(value, str) else json.dumps(value)
+
+
+def _quoted(text: str) -> str:
+    """Return a quoted string; what YAML takes for a line break or does not allow is escaped, as JSON has it."""
+    quoted = json.dumps(text, ensure_ascii=False)
+    if quoted.isprintable():
+        return quoted
+    return "".join(
+        c if c.isprintable() else f"\\u{ord(c):04x}" if ord(c) < 2**16 else f"\\U{ord(c):08x}" for c in quoted
+    )

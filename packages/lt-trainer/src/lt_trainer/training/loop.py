@@ -81,6 +81,10 @@ class RunLogger(Protocol):
         """Log the metrics of a task and its items after `step`."""
         ...
 
+    def evaluation_progress(self, step: int, task: str) -> Callable[[int, int], None]:
+        """Return what is told of each batch of a task: how many are done, of how many."""
+        ...
+
     def log_skipped_step(self, record: StepRecord, count: int) -> None:
         """Log a skipped step; a `count` above fault_tolerance.max_skipped_steps leads to a rollback."""
         ...
@@ -333,8 +337,13 @@ class TrainingLoop:
     def _evaluate(self, step: int) -> None:
         for task in self.evaluation:
             self.watchdog.mark("evaluate", step)
-            result = task.evaluate(lambda done, total: self.watchdog.mark("evaluate", step))
-            self.logger.log_evaluation(step, result)
+            report = self.logger.evaluation_progress(step, task.name)
+
+            def on_batch(done: int, total: int, report: Callable[[int, int], None] = report) -> None:
+                self.watchdog.mark("evaluate", step)
+                report(done, total)
+
+            self.logger.log_evaluation(step, task.evaluate(on_batch))
 
 
 def _mean_document_length(batch: StepBatch) -> float:

@@ -1,0 +1,47 @@
+r"""Markdown of the cards: text from whoever it comes, shown as it is.
+
+File names, task names, licenses and environment variables are others' text. `plain` escapes what Markdown, GitHub's
+tables and formulas, or HTML would read as markup, and control characters as `\x1b`; so a name is one line and changes
+nothing around it. `code` is a code span where the text allows one. `table` expects cells that are Markdown already.
+Pure.
+"""
+
+import re
+from collections.abc import Sequence
+
+from lt_data.display.terminal import escape_controls
+
+__all__ = ["code", "paragraphs", "plain", "table"]
+
+MARKUP = re.compile(r"[\\`*\[\]<>~$&]|(?<![^\W_])_|_(?![^\W_])")
+"""Characters that begin markup anywhere; an underscore within a word does not."""
+BLOCK = re.compile(r"[#+=:-]|\d+(?=[.)](?:\s|$))")
+"""Beginning of a line that makes it a heading or a list."""
+
+
+def plain(text: object) -> str:
+    """Return a text as Markdown that shows it, in one line."""
+    line = " ".join(escape_controls(str(text), keep="").split())
+    escaped = MARKUP.sub(lambda match: "\\" + match[0], line)
+    if (begin := BLOCK.match(line)) is None:
+        return escaped
+    number = begin[0] if begin[0].isdecimal() else ""
+    return f"{number}\\{escaped[len(number) :]}"
+
+
+def paragraphs(text: str) -> str:
+    """Return a text of several lines as Markdown that shows it, its empty lines between paragraphs."""
+    return "\n".join(plain(line).replace("|", "\\|") for line in text.strip().splitlines())
+
+
+def code(text: object) -> str:
+    """Return a text as a code span; as plain text if a span cannot show it, in a table neither."""
+    words = str(text)
+    is_simple = words.isprintable() and words == words.strip() != "" and not set(words) & set("`|\\")
+    return f"`{words}`" if is_simple else plain(words)
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Return a table of cells that are Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(str(cell).replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
