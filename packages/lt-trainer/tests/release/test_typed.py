@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from lt_ckpt.finished_folder import is_valid_name
 from lt_trainer.release.data_files import SOURCE_LIST, SourceEntry, name_in_bundle, read_source_list
 from lt_trainer.release.facts import PROVENANCE, Provenance, read_provenance, write_provenance
 from lt_trainer.release.typed import from_json, is_inside
@@ -96,7 +97,10 @@ def test_a_provenance_of_another_shape(field: str, value: Any, tmp_path: Path) -
 
 
 def test_names_of_sources_in_the_release() -> None:
-    assert name_in_bundle("a/b c.txt") == "b c.txt"
-    assert name_in_bundle("a/\x1b[1m\n\udcff\u202e\\.txt") == "_[1m____.txt"
-    assert {name_in_bundle(path) for path in ("a/..", "a/", ".", "x/" + "é" * 200)} == {"file"}
+    assert name_in_bundle("a/b-c.txt") == "b-c.txt"
+    assert name_in_bundle("a/\x1b[1m b\n\udcff\u202e\\.txt") == "__1m_b____.txt"
+    assert name_in_bundle("-rf") == "_rf"
+    assert name_in_bundle("x/" + "é" * 200 + ".txt") == "_" * 176 + ".txt"
+    for path in ("a/..", "a/", ".", "COMMIT", "a/b c", "https://x.org/a?b=c", "x/" + "y" * 255, "😀.txt"):
+        assert is_valid_name(name_in_bundle(path)), path
     assert not is_inside("")

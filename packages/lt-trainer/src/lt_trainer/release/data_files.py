@@ -16,6 +16,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,8 +24,9 @@ from pathlib import Path
 
 import numpy as np
 
+from lt_ckpt.finished_folder import is_valid_name
 from lt_data import StoreManifest, TokenStore
-from lt_data.file_names import is_plain_name, to_local_name
+from lt_data.file_names import to_local_name
 from lt_data.packing.pack_header import PACK_FILE
 from lt_data.packing.pack_index import PackIndex
 from lt_data.packing.packs import open_pack
@@ -53,6 +55,8 @@ __all__ = [
 
 SOURCE_LIST = "data/sources.jsonl"
 _FILE_INDEX_BITS = 40
+MAX_NAME = 180
+"""Characters of a source's name in the bundle, its end with the suffix."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,8 +229,8 @@ def describe_store(
 
 def name_in_bundle(path: str) -> str:
     """Return the file name of a source in the bundle: its own, with `_` for what not every system and tool takes."""
-    name = "".join(c if c.isprintable() and c != "\\" else "_" for c in path.rpartition("/")[2])
-    return name if is_plain_name(name) else "file"
+    name = re.sub(r"[^A-Za-z0-9_.-]|^-", "_", path.rpartition("/")[2])[-MAX_NAME:]
+    return name if is_valid_name(name) else f"_{name}"
 
 
 def release_store(released: ReleasedStore, bundle: Path, text_filter: TextFilter) -> None:
