@@ -11,6 +11,7 @@ import zipfile
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from markdown_it import MarkdownIt
@@ -852,6 +853,35 @@ def test_steps_of_which_no_loss_was_logged_are_refused(bundle: Path, tmp_path: P
     rewrite_hashes(bundle)
     with pytest.raises(ReleaseError, match="--steps = 3: the first loss that was logged is of step 6"):
         reproduce_release(bundle, tmp_path / "work", ReproduceOptions(steps=3))
+    assert not (tmp_path / "work").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "told"),
+    [
+        ("weights.json", lambda values: {"model": 3}, "weights.json: model is not a table of hashes"),
+        ("environment/environment.json", lambda values: values | {"python": "--help"}, "'--help' is no version"),
+        (
+            "environment/environment.json",
+            lambda values: values | {"variables": {"OMP_NUM_THREADS": "1\0"}},
+            "OMP_NUM_THREADS = '1\\x00' is no value",
+        ),
+        (
+            "release.json",
+            lambda values: values | {"stores": {"../out": values["stores"]["train"]}},
+            "no name of a store",
+        ),
+        ("release.json", lambda values: values | {"step": "8"}, "step = '8' is not of its type"),
+    ],
+)
+def test_what_a_repetition_needs_is_read_before_anything_runs(
+    bundle: Path, tmp_path: Path, file: str, change: Callable[[dict[str, Any]], dict[str, Any]], told: str
+) -> None:
+    (bundle / file).write_text(json.dumps(change(json.loads((bundle / file).read_text()))))
+    rewrite_hashes(bundle)
+    with pytest.raises(ReleaseError) as raised:
+        reproduce_release(bundle, tmp_path / "work", ReproduceOptions())
+    assert told in str(raised.value)
     assert not (tmp_path / "work").exists()
 
 

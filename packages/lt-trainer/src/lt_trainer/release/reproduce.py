@@ -34,7 +34,7 @@ from lt_trainer.release.facts import Facts, StoreFacts, read_facts
 from lt_trainer.release.run_files import RUN_DIR
 from lt_trainer.release.task_files import TASK_FOLDER
 from lt_trainer.release.verify import check_hashes
-from lt_trainer.release.weight_files import MODEL_FOLDER, WEIGHT_HASHES, tensor_hashes
+from lt_trainer.release.weight_files import stated_hashes, tensor_hashes
 from lt_trainer.run_directory import drop_superseded_records, read_jsonl
 
 __all__ = ["ReproduceOptions", "Reproduction", "reproduce_release"]
@@ -218,6 +218,10 @@ def _plan(bundle: Path, work: Path, facts: Facts, sources: Mapping[str, Path]) -
     python = facts.environment["python"]
     if not isinstance(python, str) or PYTHON_VERSION.fullmatch(python) is None:
         raise ValueError(f"environment/environment.json: python = {python!r} is no version of Python")
+    # What is compared after the run must be readable before it.
+    compare_losses(facts.train, facts.train, last_step=facts.provenance.step, tolerance=0.0)
+    compare_environments(facts.environment, facts.environment)
+    stated_hashes(bundle)
     threads = {name: str(value) for name, value in thread_variables(facts).items()}
     if unfit := [f"{name} = {value!r}" for name, value in threads.items() if not THREAD_VALUE.fullmatch(value)]:
         raise ValueError(f"environment/environment.json: {unfit[0]} is no value of that variable")
@@ -323,7 +327,7 @@ def _execute(
 
 def _compare_weights(bundle: Path, run: Path) -> tuple[str, ...]:
     """Return the tensors of the repeated run's newest checkpoint whose bits differ from the released ones."""
-    stated: dict[str, str] = read_json(bundle / WEIGHT_HASHES)[MODEL_FOLDER]
+    stated = stated_hashes(bundle)
     newest = list_steps(run / "checkpoints")[0][1]
     actual = tensor_hashes(open_source(newest), list(stated))
     return tuple(name for name, digest in stated.items() if actual[name] != digest)

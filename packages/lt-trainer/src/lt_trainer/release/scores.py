@@ -17,8 +17,7 @@ from typing import Any
 from lt_ckpt import Checkpoint, open_source
 from lt_trainer.errors import TrainerError
 from lt_trainer.evaluation import hash_weights, task_metrics
-from lt_trainer.files import read_json
-from lt_trainer.release.weight_files import MODEL_FOLDER, WEIGHT_HASHES, tensor_hashes
+from lt_trainer.release.weight_files import stated_hashes, tensor_hashes
 from lt_trainer.run_directory import EvaluationUnit, drop_superseded_records, find_results, read_jsonl
 
 __all__ = [
@@ -96,7 +95,7 @@ def read_scores(bundle: Path, records: Sequence[Mapping[str, Any]], step: int) -
             scores += [_group_score(name, file, losses) for losses in read_jsonl(bundle / file)]
         else:
             scores.append(_score(name, "task", METRICS, record["eval_items"], _run_metrics(record)))
-    weights = hash_weights(read_json(bundle / WEIGHT_HASHES)[MODEL_FOLDER])
+    weights = hash_weights(stated_hashes(bundle))
     for results in find_results(bundle / RESULT_FOLDER):
         if results.description.get("weights") == weights:
             assert results.folder is not None

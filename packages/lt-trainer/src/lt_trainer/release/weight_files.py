@@ -28,6 +28,7 @@ __all__ = [
     "compare_with_checkpoint",
     "find_weight_problems",
     "release_weights",
+    "stated_hashes",
     "step_folder",
     "tensor_hashes",
 ]
@@ -102,6 +103,19 @@ def release_weights(bundle: Path, checkpoints: Sequence[Checkpoint]) -> None:
     if len(checkpoints) == 1:
         (bundle / "checkpoints").rmdir()
     (bundle / WEIGHT_HASHES).write_text(json.dumps(hashes, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def stated_hashes(bundle: Path) -> dict[str, str]:
+    """Return the hash of each tensor of the final weights, as the release states it.
+
+    Raises:
+        ValueError: weights.json is no table of hashes.
+    """
+    stated: Any = read_json(bundle / WEIGHT_HASHES)
+    hashes = stated.get(MODEL_FOLDER) if isinstance(stated, dict) else None
+    if not isinstance(hashes, dict) or not all(isinstance(text, str) for text in hashes.values()):
+        raise ValueError(f"{WEIGHT_HASHES}: {MODEL_FOLDER} is not a table of hashes")
+    return hashes
 
 
 def tensor_hashes(source: Source, names: Sequence[str]) -> dict[str, str]:
