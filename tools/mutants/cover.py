@@ -32,6 +32,7 @@ create table if not exists source (version text, path text, text text, primary k
 create table if not exists fixture (test integer, name text, seconds real);
 create table if not exists line (test integer, path text, number integer);
 create index if not exists by_line on line (path, number);
+create index if not exists by_fixture on fixture (test);
 """
 
 

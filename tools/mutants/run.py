@@ -27,6 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -136,7 +137,7 @@ class Runner:
         with planted(box, mutant, stamp) as (text, lines):
             found = self._given
             if not found and MAP.exists():
-                found = find_tests(LineMap(MAP), mutant.file, text, lines)
+                found = find_tests(read_map(threading.get_ident(), MAP.stat().st_mtime), mutant.file, text, lines)
             found = [test for test in found if test.name not in self._failing]
             tests = self._given or select(found, mutant.package, self._limit_s)
             failure = run_tests(box, tests, self._limit_s)
@@ -172,6 +173,12 @@ class Runner:
         """Return how a test fails alone that may only have been slow, by the time that it takes without the mutant."""
         test = CoveringTest(name=name, seconds=self._passing[name], share=1.0)
         return run_tests(box, [test], HANG_S + 10 * test.seconds)
+
+
+@cache
+def read_map(thread: int, time_of_change: float) -> LineMap:
+    """Return the map for a thread, as it is since a time."""
+    return LineMap(MAP)
 
 
 def is_own(test: CoveringTest | Failure, mutant: Mutant) -> bool:

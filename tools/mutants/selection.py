@@ -62,6 +62,7 @@ class LineMap:
     def __init__(self, path: Path) -> None:
         self._connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
         self.sizes = dict(self._connection.execute("select test, count(*) from line group by test"))
+        self._sizes_in_file: dict[str, dict[int, int]] = {}
 
     def tests(self, path: str, text: str, lines: Iterable[int]) -> list[CoveringTest]:
         """Return the tests that run lines of a file whose text is given."""
@@ -72,8 +73,10 @@ class LineMap:
         return list(found.values())
 
     def _as_test(self, number: int, name: str, seconds: float, path: str) -> CoveringTest:
-        query = "select count(*) from line where test = ? and path = ?"
-        (in_file,) = self._connection.execute(query, (number, path)).fetchone()
+        if path not in self._sizes_in_file:
+            query = "select test, count(*) from line where path = ? group by test"
+            self._sizes_in_file[path] = dict(self._connection.execute(query, (path,)))
+        in_file = self._sizes_in_file[path].get(number, 0)
         fixtures = dict(self._connection.execute("select name, seconds from fixture where test = ?", (number,)))
         return CoveringTest(name=name, seconds=seconds, share=in_file / self.sizes[number], fixtures=fixtures)
 

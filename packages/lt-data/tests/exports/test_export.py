@@ -50,6 +50,14 @@ SHAPES: list[dict[str, Any]] = [
         ),
         ({"to": "smp", "seq_len": 4, "labels": "copy"}, "labels = copy: smp has no labels"),
         ({"to": "hf", "seq_len": 4, "labels": "copy"}, "would train on padding"),
+        (
+            {"to": "mds", "seq_len": 4, "packing": "bfd", "document_boundaries": "seq_lengths"},
+            "document_boundaries: applies to to = hf with packing = bfd",
+        ),
+        (
+            {"to": "hf", "seq_len": 4, "document_boundaries": "seq_lengths"},
+            "document_boundaries: applies to to = hf with packing = bfd",
+        ),
         ({"to": "hf", "split": "dev"}, "split = 'dev': one of train, validation, test"),
         ({"to": "hf", "file_bytes": 0}, "file_bytes = 0: at least 1"),
     ],
