@@ -618,6 +618,13 @@ def test_the_command_checks_documents_with_the_real_validators(
             found = text[text.index(begin) :].partition("PROBLEM ")[2].partition("PROBLEM ")[0]
             assert told in found, (number, file, text)
 
+    for change in (("uninstall", "jsonschema"), ("install", "cyclonedx-python-lib<11"), ("uninstall", "mlcroissant")):
+        subprocess.run(["uv", "pip", change[0], "--quiet", "--python", programs / "python", change[1]], check=True)
+        code, text = verify(made[0])
+        assert code == 0, "a library that is missing or too old is no fault of the release"
+        file = "croissant.json" if change[1] == "mlcroissant" else "bom.cdx.json"
+        assert f"{file} was not checked against the schema" in text
+
 
 def tokens_of(bundle: Path, name: str) -> list[Token]:
     return MarkdownIt("commonmark").enable(["table", "strikethrough"]).parse((bundle / name).read_text())

@@ -58,14 +58,15 @@ def find_schema_problems(bundle: Path) -> tuple[list[str], list[str]]:
     problems: list[str] = []
     notes: list[str] = []
     for file, schema in SCHEMAS.items():
+        unchecked = f"{file} was not checked against the schema of {schema.name}: {schema.module}"
         if find_spec(schema.module) is None:
-            notes.append(
-                f"{file} was not checked against the schema of {schema.name}: {schema.module} is not installed; "
-                f"pip install '{EXTRA}'"
-            )
+            notes.append(f"{unchecked} is not installed; pip install '{EXTRA}'")
             continue
         try:
             found, recommended = schema.check(read_text(bundle / file))
+        except ImportError as exc:  # without a package that it needs, or too old
+            notes.append(f"{unchecked} cannot be used ({' '.join(str(exc).split())}); pip install '{EXTRA}'")
+            continue
         except DAMAGE as exc:
             found, recommended = [describe_damage(exc)], []
         problems += [f"{file}: {schema.name}: {text[:MAX_CHARACTERS]}" for text in found]
@@ -74,13 +75,19 @@ def find_schema_problems(bundle: Path) -> tuple[list[str], list[str]]:
 
 
 def _check_cyclonedx(text: str) -> tuple[list[str], list[str]]:
+    from cyclonedx.exception import MissingOptionalDependencyException
     from cyclonedx.schema import SchemaVersion
     from cyclonedx.validation.json import JsonStrictValidator
 
+    if not hasattr(SchemaVersion, "V1_7"):
+        raise ImportError("it is older than the schema")
     document = parse_json(text)  # whose depth is bounded
     if isinstance(document, dict) and document.get("specVersion") != "1.7":  # of which the schema takes any text
         return [f"$.specVersion: {document.get('specVersion')!r} is not 1.7"], []
-    error = JsonStrictValidator(SchemaVersion.V1_7).validate_str(text)
+    try:
+        error = JsonStrictValidator(SchemaVersion.V1_7).validate_str(text)
+    except MissingOptionalDependencyException as exc:
+        raise ImportError(str(exc)) from exc
     return [] if error is None else [f"{error.data.json_path}: {error.data.message}"], []
 
 
