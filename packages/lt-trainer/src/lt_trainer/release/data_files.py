@@ -48,6 +48,7 @@ __all__ = [
     "find_source_files",
     "iter_sources",
     "read_source_list",
+    "readable_path",
     "release_store",
     "store_names",
     "write_source_list",
@@ -209,7 +210,7 @@ def describe_store(
         entries.append(
             SourceEntry(
                 store=name,
-                path=text_filter.apply(file.path),
+                path=readable_path(text_filter.apply(file.path)),
                 bytes=file.bytes,
                 sha256=file.sha256,
                 documents=documents,
@@ -225,6 +226,11 @@ def describe_store(
     min_seq_len = data.min_seq_len if data.packing == "buckets" else None
     pack = open_pack(store, seq_len=data.seq_len, mode=data.packing, min_seq_len=min_seq_len)
     return ReleasedStore(name=name, field=field, store=store, pack=pack, entries=tuple(entries), source_paths=paths)
+
+
+def readable_path(path: str) -> str:
+    r"""Return a path as `SourceEntry` has it: bytes that are no UTF-8 are `\udcff`, which every JSON reader takes."""
+    return path.encode("utf-8", "backslashreplace").decode()
 
 
 def name_in_bundle(path: str) -> str:

@@ -26,7 +26,7 @@ from lt_data import verify as verify_store
 from lt_data.store.manifest import MANIFEST_FILE, read_manifest
 from lt_trainer.config import from_dict, load, to_dict
 from lt_trainer.errors import TrainerError
-from lt_trainer.release.data_files import hash_file
+from lt_trainer.release.data_files import hash_file, readable_path
 from lt_trainer.release.documents import render_documents
 from lt_trainer.release.errors import DAMAGE, ReleaseError, describe_damage
 from lt_trainer.release.facts import Facts, read_facts
@@ -180,7 +180,7 @@ def _check_sources(bundle: Path, facts: Facts) -> Iterator[str]:
         entries = [entry for entry in facts.sources if entry.store == store.name]
         files = store.manifest["sources"]["listed"]
         stated = [(entry.path, entry.sha256) for entry in entries]
-        if files and stated != [(file["path"], file["sha256"]) for file in files]:
+        if files and stated != [(readable_path(file["path"]), file["sha256"]) for file in files]:
             yield f"data/sources.jsonl: its files of {store.name} are not those of the store's manifest"
         if store.has_tokens and not all(entry.license and entry.redistribute for entry in entries):
             yield f"data/{store.name}: has tokens of a source that may not be redistributed"
