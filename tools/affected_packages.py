@@ -43,7 +43,6 @@ READ_BY_TESTS = {
     "containers/": ("lt-launch",),
     "docs/": ("lt-trainer",),
     "packages/lt-ckpt/tests/": ("lt-trainer-neuron",),
-    "packages/lt-trainer-neuron/tests/": ("lt-launch",),
 }
 """Folders outside a package that its own tests read."""
 ROOT_TEXT_FILES = {"LICENSE", ".gitignore", "mkdocs.yml", "zensical.toml"}

@@ -91,7 +91,7 @@ def storage_error(exc: OSError, operation: str, path: str | os.PathLike[str]) ->
 
 
 def describe_unusable_path(exc: Exception) -> str:
-    """Return what to say of a path that may not be looked at or whose name is too long; "" for any other error.
+    """Return the text for a path that may not be looked at or has too long a name; "" for another error.
 
     Commands end with it where such an error of the system reaches them: any look at a path may raise one, long before
     a reader of the file could name it.

@@ -39,7 +39,7 @@ def show(
 
 
 def _is_path(text: str) -> bool:
-    """Return True for a path of something; also for one that may not be looked at, of which reading says why."""
+    """Return True for a path of something, or one that may not be looked at (reading says why)."""
     try:
         os.stat(text)
     except (FileNotFoundError, NotADirectoryError, ValueError):

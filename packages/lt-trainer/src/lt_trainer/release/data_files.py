@@ -229,12 +229,12 @@ def describe_store(
 
 
 def readable_path(path: str) -> str:
-    r"""Return a path as `SourceEntry` has it: bytes that are no UTF-8 are `\udcff`, which every JSON reader takes."""
+    r"""Return a path as `SourceEntry` has it: bytes that are no UTF-8 are the text `\udcff`."""
     return path.encode("utf-8", "backslashreplace").decode()
 
 
 def name_in_bundle(path: str) -> str:
-    """Return the file name of a source in the bundle: its own, with `_` for what not every system and tool takes."""
+    """Return the file name of a source in the bundle: its own, with `_` for unusual characters."""
     name = re.sub(r"[^A-Za-z0-9_.-]|^-", "_", path.rpartition("/")[2])[-MAX_NAME:]
     return name if is_valid_name(name) else f"_{name}"
 

@@ -196,7 +196,7 @@ def _check_license(name: str, value: object, problems: list[str]) -> None:
 
 
 def is_spdx_expression(text: str) -> bool:
-    """Return True for identifiers that AND, OR, WITH and parentheses join; whether they are listed is not asked."""
+    """Return True for identifiers joined by AND, OR, WITH and parentheses, listed by SPDX or not."""
     if not text.isprintable() or len(text) > MAX_EXPRESSION:
         return False
     words = re.findall(r"[()]|[^ ()]+", text)
@@ -210,7 +210,7 @@ def is_spdx_expression(text: str) -> bool:
 
 
 def _check_texts(where: str, texts: Mapping[str, Any], problems: list[str]) -> None:
-    """Add a problem for each text that would change a terminal or a card, and for each address that is none."""
+    """Add a problem for each text that would change a terminal or a card, and each bad address."""
     for name, value in texts.items():
         for text in value if isinstance(value, list) else [value]:
             if not isinstance(text, str) or name == "license":

@@ -63,7 +63,7 @@ class ReproduceOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class _Plan:
-    """What the steps need of the release.
+    """Facts of the release that the steps need.
 
     Attributes:
         python: Version of the run's Python.

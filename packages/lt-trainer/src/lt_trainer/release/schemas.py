@@ -1,4 +1,4 @@
-"""Documents of a release against their schemas, each by the library that its format's users read it with.
+"""Documents of a release against their schemas, each by the library of its format's users.
 
     bom.cdx.json     CycloneDX 1.7, strictly, by cyclonedx-python-lib
     ai.spdx3.json    SPDX 3.0.1 by spdx-python-model: types, required properties, no identity that is not there

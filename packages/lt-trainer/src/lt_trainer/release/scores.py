@@ -211,7 +211,7 @@ def _stated(kind: str, result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _compare(bundle: Path, file: str, stated: Mapping[str, Any], where: str, n_items: int | None) -> Iterator[str]:
-    """Yield the stated metrics that are not those of the items in a file, if it is there, and their number."""
+    """Yield the stated metrics, and number of items, that are not those of a file that is there."""
     if not (bundle / file).exists():
         return
     items = read_jsonl(bundle / file)

@@ -90,7 +90,7 @@ def make_wheel(package: Distribution) -> tuple[str, bytes]:
 
 
 def license_files(package: Distribution) -> dict[str, Path]:
-    """Return the license files that a package's metadata names; an editable installation has them in its sources.
+    """Return the license files that a package's metadata names; if editable, from its sources.
 
     Raises:
         ReleaseError: One is missing: a wheel without it would not be what its metadata says.

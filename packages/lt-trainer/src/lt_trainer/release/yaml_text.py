@@ -63,7 +63,7 @@ def _scalar(value: Any) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Return a quoted string; what YAML takes for a line break or does not allow is escaped, as JSON has it."""
+    """Return a quoted string; line breaks of YAML and what it does not allow are escaped as in JSON."""
     quoted = json.dumps(text, ensure_ascii=False)
     if quoted.isprintable():
         return quoted

@@ -100,6 +100,6 @@ def ignore_stop_signals() -> None:
 
 
 def release_stop_signals() -> None:
-    """Restore the handlers from before `process_stop_signals`; the next call records anew, with nothing received."""
+    """Restore the handlers from before `process_stop_signals`; its next call records anew."""
     process_stop_signals().restore()
     process_stop_signals.cache_clear()
