@@ -10,35 +10,18 @@ from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).parent / "neuron_start"
-RANKS = 2
-RECIPE = f"""
-[run]
-engine = "neuron"
-[model]
-preset = "llama2-7b"
-vocab_size = 32000
-[data]
-synthetic = true
-document_mask = false
-seq_len = 4096
-[batch]
-global_batch_size = {RANKS}
-micro_batch_size = 1
-[parallel]
-tp = {RANKS}
-[engine.neuron]
-num_neuroncores = {RANKS}
-"""
+from lt_test_helpers.neuron_start import START, recipe
+
+RANKS = 2  # of the recipe
 STARTED = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"]
 
 
 @pytest.fixture
 def node(tmp_path: Path) -> dict[str, str]:
     """The environment of a Trainium node, and a recipe in its folder."""
-    (tmp_path / "run.toml").write_text(RECIPE)
+    (tmp_path / "run.toml").write_text(recipe("runs/run", nodes=1))
     clean = {name: value for name, value in os.environ.items() if name not in STARTED}
-    return clean | {"PYTHONPATH": str(FOLDER), "NEURON_NODE": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    return clean | {"PYTHONPATH": str(START), "NEURON_NODE": str(tmp_path), "OMP_NUM_THREADS": "1"}
 
 
 def reserved(node: dict[str, str]) -> dict[str, str]:
@@ -101,7 +84,7 @@ print(json.dumps(found))
 
 @pytest.mark.skipif(find_spec("_XLAC") is None, reason="torch-xla is not installed (extra xla-cpu)")
 def test_the_stand_in_sets_what_torch_xla_sets() -> None:
-    configure = runpy.run_path(str(FOLDER / "neuron_rules.py"))["configure"]
+    configure = runpy.run_path(str(START / "neuron_rules.py"))["configure"]
     command = [sys.executable, "-c", REAL, json.dumps(ENVIRONMENTS)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | {"PJRT_DEVICE": "CPU"})
     for given, real in zip(ENVIRONMENTS, json.loads(done.stdout.splitlines()[-1]), strict=True):

@@ -2,9 +2,9 @@
 
 import json
 import re
-import shlex
 from typing import Any
 
+from lt_data.display.terminal import quote_for_shell
 from lt_trainer.release.data_files import SourceEntry
 from lt_trainer.release.facts import Facts, StoreFacts
 from lt_trainer.release.task_files import TASK_FOLDER
@@ -64,12 +64,7 @@ def command_page(facts: Facts) -> str:
 
 def quote(text: object) -> str:
     """Return a word of a command line of bash that is this text, in one line."""
-    word = str(text)
-    if word.isprintable():
-        return shlex.quote(word)
-    octets = word.encode("utf-8", "surrogateescape")
-    shown = (chr(octet) if 32 <= octet < 127 and chr(octet) not in "\\'" else f"\\x{octet:02x}" for octet in octets)
-    return f"$'{''.join(shown)}'"
+    return quote_for_shell(str(text))
 
 
 def thread_variables(facts: Facts) -> dict[str, str]:

@@ -5,7 +5,7 @@
     croissant.json   Croissant 1.0 by mlcroissant; its warnings are notes, such as of licenses that nobody gave
     README.md        front matter and model index by huggingface_hub's ModelCardData
 
-The first three are in the extra `release`; what is not installed is told, never passed over. A document may be a
+The first three are in the extra `release`; what is not installed is noted, never passed over. A document may be a
 stranger's: contexts of JSON-LD are compared with ours before a library reads it, since it would fetch another one, and
 no file that a document names is opened. Cost: the import of the libraries, about two seconds, and a read of the
 documents.

@@ -55,7 +55,7 @@ class EvaluationTask:
 
     name: str
     evaluate: Callable[[Callable[[int, int], None]], TaskResult | StoreResult]
-    """Scores the task on the engine, collectively; its argument is told of every batch."""
+    """Scores the task on the engine, collectively; its argument is called for every batch."""
 
 
 class RunLogger(Protocol):
@@ -82,7 +82,7 @@ class RunLogger(Protocol):
         ...
 
     def evaluation_progress(self, step: int, task: str) -> Callable[[int, int], None]:
-        """Return what is told of each batch of a task: how many are done, of how many."""
+        """Return what is called for each batch of a task with the number done and of all."""
         ...
 
     def log_skipped_step(self, record: StepRecord, count: int) -> None:
