@@ -9,9 +9,10 @@ one `numpy.memmap` a shard and a Python loop over the rows. Each number of shard
 `ulimit -n 1024`, started three times in turn with the others; microseconds of CPU a row, medians of rounds that
 alternate between the readers.
 
-The kernel maps a large file by pages of 2 MiB and a file of less than that by pages of 4 KiB. What that alone costs is
-shown beside one shard: rows at random places of it, copied by one numpy call each 256, with either kind of page; and
-one shard in a process to which the kernel gives no large pages (`prctl`), which is what many small shards compare with.
+A row of 2048 two-byte ids has the size of a page of memory. The rows of the one shard begin at pages, those of many
+shards anywhere, so each touches two pages. Beside the one shard stands one whose rows do not begin at pages: the ids
+before it, fewer than a row has, are a shard of their own. What of the cost is numpy's is shown too: the same rows but
+those that span two shards, by one numpy call each 256, at places that are known before.
 
 Peers read the same rows from as many files: `datasets` (`with_format("numpy")`), and mosaicml-streaming
 (`StreamingDataset[i]`, MDS shards of integer arrays), each where it is installed: in an environment of their own,
@@ -25,9 +26,7 @@ The folder takes 1.2 GB (3 GB with peers) and is emptied at the end; PAGE is doc
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
-import mmap
 import resource
 import statistics
 import subprocess
@@ -50,8 +49,8 @@ ROUNDS = 7
 STORE_TOKENS = 120_000_000
 FILES = 1024  # ulimit -n
 PROCESSES = 3
-PR_SET_THP_DISABLE = 41
-SMALL_PAGES = "1 shard, pages of 4 KiB"
+SHIFTED = "1 shard, rows not at pages"
+SHIFT = 777
 TITLE = (
     "A random row of {seq_len} 2-byte ids out of {tokens:.0f} million, {batch} at a time, by the number of shards; "
     "warm, one process, `ulimit -n {files}`; µs of CPU a row, medians of {processes} processes of {rounds} rounds."
@@ -78,22 +77,21 @@ def make_memmap_reader(store: TokenStore) -> Callable[[np.ndarray], Any]:
     return read
 
 
-def make_plain_reader(store: TokenStore, pages: int) -> Callable[[np.ndarray], Any]:
-    """Return a reader of rows of a file by numpy alone, at places that are no multiples of a row.
-
-    Args:
-        store: a store of one shard.
-        pages: advice to the kernel, `mmap.MADV_HUGEPAGE` or `mmap.MADV_NOHUGEPAGE`.
-    """
-    with store.shard_path(0, "bin").open("rb") as file:
-        mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-    mapped.madvise(pages)
-    ids = np.frombuffer(mapped, "<u2")
+def make_plain_reader(store: TokenStore) -> Callable[[np.ndarray], Any]:
+    """Return a reader by numpy alone of full rows, but those that span two shards, whose places are known before."""
+    mapped = store.mmap_shards(np.arange(len(store.manifest.shards)))
+    assert mapped is not None
+    ids, first = mapped
+    begins = np.arange(store.n_tokens // SEQ_LEN) * SEQ_LEN
+    shard = store.extents.find_tokens(begins)
+    places = (begins - store.extents.first_token[shard] + first[shard])[
+        begins + SEQ_LEN <= store.extents.first_token[shard + 1]
+    ]
     runs = np.ndarray((ids.size - SEQ_LEN + 1,), np.dtype((np.void, 2 * SEQ_LEN)), ids.data, strides=(2,))
     ends = np.array([0, SEQ_LEN - 1])
 
     def read(rows: np.ndarray) -> np.ndarray:
-        begins = rows * SEQ_LEN + 777
+        begins = places[rows % places.size]
         ids[(begins[:, None] + ends).reshape(-1)]  # as lt_data does, so that misses overlap
         return runs[begins]
 
@@ -144,9 +142,7 @@ def measure(path: Path, peers: list[str]) -> dict[str, float | str]:
         functions["numpy.memmap a shard, ids only"] = make_memmap_reader(store)
     except OSError as exc:
         result["numpy.memmap a shard, ids only"] = exc.strerror or str(exc)
-    if n_files == 1:
-        functions["plain numpy, one file, pages of 2 MiB"] = make_plain_reader(store, mmap.MADV_HUGEPAGE)
-        functions["plain numpy, one file, pages of 4 KiB"] = make_plain_reader(store, mmap.MADV_NOHUGEPAGE)
+    functions["plain numpy, known places"] = make_plain_reader(store)
     makers = {"datasets": make_datasets_reader, "mosaicml": make_mosaicml_reader}
     for peer in peers:
         name = f"{peer}, ids only"
@@ -181,13 +177,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=STORE_TOKENS)
     parser.add_argument("--datasets", action="append_const", dest="peers", const="datasets", default=[])
     parser.add_argument("--mosaicml", action="append_const", dest="peers", const="mosaicml")
-    parser.add_argument("--small-pages", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.measure:
-        if options.small_pages and ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0):
-            raise OSError("prctl: the kernel still gives large pages")
         print(json.dumps(measure(options.measure, options.peers)))
         return
     where = machine_info()
@@ -197,7 +190,8 @@ def main() -> None:
         counts = sorted({1, *options.shards})
         stores = [make_store(Path(name) / str(n), lengths, int(lengths.sum()) // n + (n > 1) * 500) for n in counts]
         cases = {f"{len(store.manifest.shards)} shards": (store, list(options.peers)) for store in stores}
-        cases = {"1 shards": cases["1 shards"], SMALL_PAGES: (stores[0], ["small-pages"]), **cases}
+        shifted = make_store(Path(name) / "shifted", np.append(SHIFT, lengths), int(lengths.sum()), alone=1)
+        cases = {"1 shards": cases["1 shards"], SHIFTED: (shifted, []), **cases}
         for _ in range(PROCESSES):
             for case, (store, flags) in cases.items():
                 command = [sys.executable, __file__, "--measure", str(store.path), *(f"--{flag}" for flag in flags)]

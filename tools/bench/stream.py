@@ -54,8 +54,18 @@ def lognormal_lengths(n: int, median: float) -> np.ndarray:
     return np.random.default_rng(0).lognormal(np.log(median), 1.2, n).astype(np.int64) + 1
 
 
-def make_store(folder: Path, lengths: np.ndarray, shard_tokens: int, *, sparse: bool = False) -> TokenStore:
-    """Create a store of random 2-byte ids, or of holes that read as zeros, without hashes."""
+def make_store(
+    folder: Path, lengths: np.ndarray, shard_tokens: int, *, sparse: bool = False, alone: int = 0
+) -> TokenStore:
+    """Create a store of random 2-byte ids, or of holes that read as zeros, without hashes.
+
+    Args:
+        folder: new folder.
+        lengths: tokens of each document.
+        shard_tokens: tokens of a shard, at most.
+        sparse: write holes.
+        alone: documents at the begin that are a shard of their own.
+    """
     (folder / "shards").mkdir(parents=True)
     rng = np.random.default_rng(1)
     ends = np.cumsum(lengths)
@@ -63,6 +73,7 @@ def make_store(folder: Path, lengths: np.ndarray, shard_tokens: int, *, sparse: 
     first = begin = 0
     while first < lengths.size:
         last = max(first + 1, int(np.searchsorted(ends, begin + shard_tokens, side="right")))
+        last = alone if alone and not first else last
         tokens = int(ends[last - 1]) - begin
         name = f"{len(shards):05d}"
         with (folder / "shards" / f"{name}.bin").open("wb") as file:

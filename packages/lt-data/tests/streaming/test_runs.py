@@ -4,6 +4,7 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -47,7 +48,10 @@ def test_runs_are_those_of_the_kept_ids(
     assert store.n_tokens == ids.size
     if not ids.size:
         return
-    reader = RunReader(store, SEQ_LEN)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lt_data.streaming.runs._SEAM_BYTES", data.draw(st.sampled_from([0, 2**26])))
+        reader = RunReader(store, SEQ_LEN)
+        _ = reader._seams  # decided once
     offsets = st.lists(st.integers(0, max(ids.size - SEQ_LEN, 0)), min_size=1, max_size=20)
     start = np.array(data.draw(offsets), np.int64)
     limit = st.sampled_from([SEQ_LEN, SEQ_LEN, data.draw(st.integers(1, SEQ_LEN))])
@@ -71,5 +75,7 @@ def test_a_run_over_three_extents_among_full_ones(counting_store: Callable[..., 
     store = counting_store([40, 5, 2, 5, 40], 5)
     ids = _leave_out(store, np.array([True, False, True, False, True]))
     start = np.array([0, 37, 8, 16, 38, 24, 60])
-    found = RunReader(store, SEQ_LEN).copy(np.arange(7), start, np.full(7, SEQ_LEN), 7)
-    assert found.tolist() == [ids[a : a + SEQ_LEN].tolist() for a in start.tolist()]
+    reader = RunReader(store, SEQ_LEN)
+    for _ in range(2):
+        found = reader.copy(np.arange(7), start, np.full(7, SEQ_LEN), 7)
+        assert found.tolist() == [ids[a : a + SEQ_LEN].tolist() for a in start.tolist()]

@@ -3,9 +3,9 @@
 `mmap.mmap` keeps a duplicate of the descriptor (Python 3.13 can do without), so a thousand files would exhaust the
 usual `ulimit -n`. Here the file is closed as soon as it is mapped, by the C library's own `mmap`.
 
-One array spans from the lowest mapped address to the highest; it contains each file at (address - lowest address) /
-item size, so rows of any files are copied by one call. The memory between the maps may be unmapped, and reading it ends
-the process, so callers compute indices from checked boundaries.
+One array spans all addresses that a process may have; it contains each file, and any other array, at (address - first
+address) / item size, so rows of any files are copied by one call. The memory between the maps may be unmapped, and
+reading it ends the process, so callers compute indices from checked boundaries.
 
 The kernel limits the maps of a process (vm.max_map_count, 65530). All `MappedFiles` of a process share half of that;
 when it is used up, all let go of their maps and map again what they need. A map is removed when nothing refers to it,
@@ -29,6 +29,8 @@ _LIBC.mmap.restype = ctypes.c_void_p
 _LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_longlong]
 _LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _FAILED = ctypes.c_void_p(-1).value
+_FIRST_ADDRESS = mmap.PAGESIZE  # numpy takes address 0 for no array
+_ADDRESSES = 2**48 - _FIRST_ADDRESS  # no kernel maps beyond unless it is asked to
 _MAX_MAPS = 32_765  # half of Linux's default vm.max_map_count
 _lock = threading.RLock()
 _all: "weakref.WeakSet[MappedFiles]" = weakref.WeakSet()
@@ -63,6 +65,18 @@ class _MemorySpan:
         self._keep = keep
 
 
+class _AllAddresses(np.ndarray):
+    """Array over all addresses. Most of its items do not exist, so it is not printed, as by a debugger."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.view(np.ndarray)[index]
+
+    def __repr__(self) -> str:
+        return "<all addresses>"
+
+    __str__ = __repr__
+
+
 def map_file(descriptor: int, n_bytes: int, dtype: np.dtype) -> np.ndarray:
     """Return the first bytes of an open file as a read-only array; the descriptor may be closed.
 
@@ -75,27 +89,23 @@ def map_file(descriptor: int, n_bytes: int, dtype: np.dtype) -> np.ndarray:
     return np.asarray(_MemorySpan(mapped.address, n_bytes, dtype, mapped))
 
 
-class _Maps:
-    """Files that are mapped at a time, and the span over them."""
+def item_of(array: np.ndarray) -> int:
+    """Return the index of an array's first item in the array over all addresses."""
+    return (array.__array_interface__["data"][0] - _FIRST_ADDRESS) // array.itemsize
 
-    def __init__(self, n_files: int) -> None:
-        self.items = np.full(n_files, -1)  # address / item size
+
+class _Maps:
+    """Files that are mapped at a time, and the array over all addresses, which keeps them."""
+
+    def __init__(self, n_files: int, dtype: np.dtype) -> None:
+        self.items = np.full(n_files, -1)
         self.arrays: dict[int, np.ndarray] = {}
-        self.window = (np.zeros(0), 0)  # array over all of them, and the item at which it begins
+        memory = _MemorySpan(_FIRST_ADDRESS, _ADDRESSES, dtype, self.arrays)
+        self.ids = np.asarray(memory).view(_AllAddresses)
 
     def add(self, number: int, array: np.ndarray) -> None:
-        item = array.__array_interface__["data"][0] // array.itemsize
-        span, first = self.window
-        lowest, highest = item, item + array.size
-        if self.arrays:
-            lowest, highest = min(lowest, first), max(highest, first + span.size)
         self.arrays[number] = array
-        if highest - lowest != span.size:
-            size = (highest - lowest) * array.itemsize
-            # one assignment, before the file can be found: other threads see an old pair or the new one
-            memory = _MemorySpan(lowest * array.itemsize, size, array.dtype, self.arrays)
-            self.window = (np.asarray(memory), lowest)
-        self.items[number] = item
+        self.items[number] = item_of(array)
 
 
 class MappedFiles:
@@ -104,12 +114,13 @@ class MappedFiles:
     Args:
         open_file: maps a file by its number; what it raises is raised to the reader.
         n_files: their number.
+        dtype: dtype of the ids.
     """
 
-    def __init__(self, open_file: Callable[[int], np.ndarray], n_files: int) -> None:
+    def __init__(self, open_file: Callable[[int], np.ndarray], n_files: int, dtype: np.dtype) -> None:
         self._open_file = open_file
-        self._n_files = n_files
-        self._maps = _Maps(n_files)
+        self._n_files, self._dtype = n_files, dtype
+        self._maps = _Maps(n_files, dtype)
         with _lock:
             _all.add(self)
 
@@ -126,8 +137,9 @@ class MappedFiles:
             numbers: file numbers, in any order, repeats allowed (int64 [n]).
 
         Returns:
-            The array, and the index in it at which each file begins (int64 [n]), nothing else of it may be read; None
-            if there are more files than may be mapped at a time.
+            The array over all addresses, and the index in it at which each file begins (int64 [n]); nothing else of it
+            may be read. The files stay mapped as long as this array. None if there are more files than may be mapped at
+            a time.
         """
         maps = self._maps
         items = maps.items[numbers]
@@ -137,8 +149,7 @@ class MappedFiles:
                 return None
             maps = self._map(wanted)
             items = maps.items[numbers]
-        span, first = maps.window
-        return span, items - first
+        return maps.ids, items
 
     def _map(self, wanted: list[int]) -> _Maps:
         """Return maps that contain some files."""
@@ -146,7 +157,7 @@ class MappedFiles:
             missing = [number for number in wanted if self._maps.items[number] < 0]
             if sum(len(other._maps.arrays) for other in _all) + len(missing) > _MAX_MAPS:
                 for other in _all:
-                    other._maps = _Maps(other._n_files)
+                    other._maps = _Maps(other._n_files, other._dtype)
                 missing = wanted
             for number in missing:
                 self._maps.add(number, self._open_file(number))

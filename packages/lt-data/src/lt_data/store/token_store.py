@@ -73,7 +73,7 @@ class TokenStore:
         self._locations = self._loaded.locations
         self.extents = self._loaded.map_extents()
         self._checked_folders: set[Path] = set()
-        self._mapped = MappedFiles(self._map_tokens, len(manifest.shards))
+        self._mapped = MappedFiles(self._map_tokens, len(manifest.shards), self.dtype)
         self._documents = DocumentIndex(
             manifest, self.extents, self._checked_location, self.shard_path, is_local=shard_reader is None
         )
@@ -314,8 +314,8 @@ class TokenStore:
             shards: shard numbers, in any order, repeats allowed (int64 [n]).
 
         Returns:
-            The array, and the index in it at which each shard begins (int64 [n]); None if the store is not local or
-            there are more shards than may be mapped at a time.
+            The array over all addresses, and the index in it at which each shard begins (int64 [n]); None if the store
+            is not local or there are more shards than may be mapped at a time.
         """
         return None if self._shard_reader is not None else self._mapped.span(shards)
 

@@ -1,15 +1,20 @@
 """Copies of runs of a store, which are ranges of its tokens, into rows.
 
-Rows of one full run each, as in a `concat` pack, are copied by one numpy call: a strided view of all memory from the
-lowest map of a shard to the highest has every run as one item of a row's size, and those asked for are taken from it.
-Before, a token of each page of all runs is read, so that their cache and page misses overlap. A run that spans two
-extents (of two shards, or around documents that are left out) has no such item: instead the last full run up to the end
-of its first extent is taken and moved to the front, and the tail is copied behind it. All other runs are joined from
-views.
+Rows of one full run each, as in a `concat` pack, are copied by one numpy call: a strided view of the memory in which
+the shards are mapped has every run as one item of a row's size, and those asked for are taken from it. Before, a token
+of each page of all runs is read, so that their cache and page misses overlap.
 
-Cost: about 0.2 microseconds a run (1 if it spans extents) plus memory bandwidth, for any number of shards.
+A run that spans two or more extents (of shards, or around documents that are left out) has no such item in the shards.
+The ids around each end of an extent, `seq_len - 1` on either side, are copied once to where they follow each other, a
+seam, and such runs are taken from there. A store of so many extents that its seams would take more than 64 MiB has no
+seams: there such runs are joined from views, as are all that are not full.
+
+Cost: about 0.2 microseconds a run (1 if it is joined) plus memory bandwidth, for any number of shards. A seam takes
+4 KiB for rows of 1024 two-byte ids, and is made for the first run that needs it; a store with seams takes 160 bytes an
+extent more at most.
 """
 
+import weakref
 from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
@@ -17,10 +22,14 @@ from typing import Any
 import numpy as np
 
 from lt_data.packing.algorithms import concat_aranges
+from lt_data.store.interval_lookup import IntervalLookup
+from lt_data.store.mapped_files import item_of
 from lt_data.store.token_store import TokenStore
 
 _TOUCH_BYTES = 4096  # a page
 _RUNS_PER_COPY = 8192  # so that a copy holds no more maps than a process may have
+_SEAM_BYTES = 2**26
+_UNKNOWN = -(2**62)
 
 
 class RunReader:
@@ -36,12 +45,31 @@ class RunReader:
         self.seq_len = seq_len
         pages = np.arange(0, seq_len, _TOUCH_BYTES // store.dtype.itemsize)
         self._touched = np.unique(np.append(pages, seq_len - 1))  # tokens of a row: of each page, and the last
+        # index that token 0 of the store would have if it were in each place, in an array of the store's maps
+        self._begins: tuple[weakref.ref[np.ndarray] | None, np.ndarray] = (None, np.zeros(0, np.int64))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (RunReader, (self.store, self.seq_len))  # another process maps and copies for itself
 
     @cached_property
-    def _has_small_extents(self) -> bool:
-        """True if an extent before the last may have no full run."""
-        extents = self.store.extents
-        return not extents.has_all or bool((np.diff(extents.first_token)[:-1] < self.seq_len).any())
+    def _seams(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Ids of each seam [extents, 2 * seq_len - 2], and whether it was made; None if the store has no seams."""
+        n, seam_len = self.store.extents.first_token.size - 1, max(2 * self.seq_len - 2, 1)
+        is_local = self.store.mmap_shards(np.zeros(0, np.int64)) is not None
+        if not is_local or n * seam_len * self.store.dtype.itemsize > _SEAM_BYTES:
+            return None
+        return np.empty((n, seam_len), self.store.dtype), np.zeros(n, bool)
+
+    @cached_property
+    def _places(self) -> IntervalLookup:
+        """Search for places of full runs by their first token: 2 i for those in extent i, 2 i + 1 for those of seam i.
+
+        Seam i has the runs that begin in extent i and end behind it.
+        """
+        first = self.store.extents.first_token
+        boundaries = np.repeat(first, 2)[:-1]
+        boundaries[1::2] = np.maximum(first[1:] - (self.seq_len - 1), first[:-1])
+        return IntervalLookup(boundaries)
 
     def copy(self, row: np.ndarray, start: np.ndarray, length: np.ndarray, n: int) -> np.ndarray:
         """Copy runs into zeroed rows, in the store's dtype [n, seq_len].
@@ -84,56 +112,84 @@ class RunReader:
         return self._join(row, start, length, n)
 
     def _copy_full(self, start: np.ndarray, length: np.ndarray) -> np.ndarray | None:
-        """Copy rows of one run each by one numpy call if most are full and in one extent; else None."""
-        seq_len, extents = self.seq_len, self.store.extents
-        extent = extents.find_tokens(start)
-        ends = extents.first_token[extent + 1]
-        over = start + seq_len - ends  # tokens that a full row has after the end of the extent
-        is_other = (over > 0) | (length != seq_len)
+        """Copy rows of one run each by one numpy call if most are full; else None."""
+        is_other = length != self.seq_len
+        if self._seams is None:
+            extents = self.store.extents
+            is_other |= start + self.seq_len > extents.first_token[extents.find_tokens(start) + 1]
         others = np.flatnonzero(is_other)
         if 2 * others.size >= start.size:
             return None
-        shard, source = extents.place(extent, start)
-        if not others.size:
-            if (mapped := self.store.mmap_shards(shard)) is None:
-                return None
-            return self._take(mapped[0], source + mapped[1])
-        split, rest = others, others[:0]
-        source[others] -= over[others]
-        if self._has_small_extents or length[others].min() < seq_len:
-            next_ends = extents.first_token.take(extent[others] + 2, mode="clip")
-            is_split = (length[others] == seq_len) & (source[others] >= 0) & (start[others] + seq_len <= next_ends)
-            split, rest = others[is_split], others[~is_split]
-        tail_shard, tails = extents.place(extent[split] + 1, ends[split])
-        if (mapped := self.store.mmap_shards(np.concatenate([shard, tail_shard]))) is None:
+        # the others are joined; a full run is taken in the place of each
+        full = np.where(is_other, start[is_other.argmin()], start) if others.size else start
+        if (found := self._find_in_shards(full) if self._seams is None else self._find(full)) is None:
             return None
-        ids, begin = mapped
-        source += begin[: start.size]
-        if rest.size:
-            source[rest] = source[is_other.argmin()]  # placeholder
-        tails, n_tail = tails + begin[start.size :], over[split]
-        rows = self._take(ids, source, tails)
-        to, of = rows.reshape(-1).data, ids.data
-        for at, tail, n in zip((split * seq_len).tolist(), tails.tolist(), n_tail.tolist(), strict=True):
-            end = at + seq_len
-            to[at : end - n] = to[at + n : end]
-            to[end - n : end] = of[tail : tail + n]
-        if rest.size:
-            rows[rest] = self._join(np.arange(rest.size), start[rest], length[rest], rest.size)
+        rows = self._take(*found)
+        if others.size:
+            rows[others] = self._join(np.arange(others.size), start[others], length[others], others.size)
         return rows
 
-    def _take(self, ids: np.ndarray, source: np.ndarray, touched: np.ndarray | None = None) -> np.ndarray:
-        """Copy the full runs of an array that begin at `source`, after reading single ids at `touched` too."""
-        pages = (source[:, None] + self._touched).reshape(-1)
-        ids[pages if touched is None else np.concatenate([pages, touched])]
+    def _find_in_shards(self, start: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return an array that contains full runs, each in one extent, and where they begin; None if not mapped."""
+        extents = self.store.extents
+        shard, source = extents.place(extents.find_tokens(start), start)
+        if (mapped := self.store.mmap_shards(shard)) is None:
+            return None
+        ids, of_shards = mapped
+        return ids, source + of_shards
+
+    def _find(self, start: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return an array that contains full runs, and where they begin in it; None if they are not mapped."""
+        place = self._places.find(start)
+        known, begins = self._begins  # one read: other threads may replace the pair
+        ids = known() if known else None
+        if ids is not None:
+            source = start + begins[place]
+            if source.min() >= 0:
+                return ids, source
+        wanted = np.unique(place)
+        extent, is_seam = wanted >> 1, (wanted & 1).astype(bool)
+        extents = self.store.extents
+        of_seams = self._make_seams(extent[is_seam])
+        shard, offset = extents.place(extent, np.zeros(extent.size, np.int64))
+        if (mapped := self.store.mmap_shards(shard[~is_seam])) is None:
+            return None
+        array, of_shards = mapped
+        if array is not ids:  # what was known is of maps that are gone
+            begins = np.full(2 * (extents.first_token.size - 1), _UNKNOWN)
+        begins[wanted[~is_seam]] = offset[~is_seam] + of_shards
+        begins[wanted[is_seam]] = of_seams
+        self._begins = (weakref.ref(array), begins)
+        return array, start + begins[place]
+
+    def _make_seams(self, extent: np.ndarray) -> np.ndarray:
+        """Make the seams of some extents; return the index that token 0 of the store would have if it were in each."""
+        if not extent.size:
+            return extent
+        assert self._seams is not None
+        seams, is_made = self._seams
+        first = self.store.extents.first_token
+        start = np.maximum(first[extent + 1] - (self.seq_len - 1), first[extent])
+        if (todo := np.flatnonzero(~is_made[extent])).size:
+            length = np.minimum(first[extent[todo] + 1] + (self.seq_len - 1), first[-1]) - start[todo]
+            seams[extent[todo]] = self._join(np.arange(todo.size), start[todo], length, todo.size, seams.shape[1])
+            is_made[extent[todo]] = True
+        return item_of(seams) + extent * seams.shape[1] - start
+
+    def _take(self, ids: np.ndarray, source: np.ndarray) -> np.ndarray:
+        """Copy the full runs of an array that begin at `source`."""
+        ids[(source[:, None] + self._touched).reshape(-1)]
         row = np.dtype((np.void, self.seq_len * ids.itemsize))
         runs = np.ndarray((ids.size - self.seq_len + 1,), row, ids.data, strides=(ids.itemsize,))  # they overlap
         return runs[source].view(ids.dtype).reshape(source.size, self.seq_len)
 
-    def _join(self, row: np.ndarray, start: np.ndarray, length: np.ndarray, n: int) -> np.ndarray:
-        """Copy as `copy` does, run by run."""
+    def _join(
+        self, row: np.ndarray, start: np.ndarray, length: np.ndarray, n: int, row_len: int | None = None
+    ) -> np.ndarray:
+        """Copy as `copy` does, run by run, into rows of `seq_len` or of another length."""
+        row_len = row_len or self.seq_len
         used = np.bincount(row, weights=length, minlength=n).astype(np.int64)
-        padding = self.seq_len - used
+        padding = row_len - used
         item = self.store.dtype.itemsize
         row, shard, begin, length = self._split_at_extents(row, start, length)
         parts: list[Any] = list(self._run_buffers(shard, begin, length))
@@ -142,7 +198,7 @@ class RunReader:
             zeros = memoryview(bytes(int(padding.max()) * item))
             for i in np.flatnonzero(padding)[::-1].tolist():
                 parts.insert(int(ends[i]), zeros[: int(padding[i]) * item])
-        return np.frombuffer(bytearray().join(parts), self.store.dtype).reshape(n, self.seq_len)
+        return np.frombuffer(bytearray().join(parts), self.store.dtype).reshape(n, row_len)
 
     def _split_at_extents(
         self, row: np.ndarray, start: np.ndarray, length: np.ndarray
