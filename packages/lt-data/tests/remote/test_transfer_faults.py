@@ -64,7 +64,7 @@ def trouble(seed: int, share: float) -> tuple[Plan, Counter[str]]:
 
 def check_upload(folder: Path, bucket: Any, proxy: Any, seed: int) -> Counter[str]:
     proxy.fault, done = trouble(seed, 0.4)
-    for _ in range(4):  # what boto3 and we give up is taken up by the next call
+    for _ in range(12):  # what boto3 and we give up is taken up by the next call
         try:
             upload(folder, bucket.url, options=OPTIONS)
         except RemoteError:
@@ -73,7 +73,7 @@ def check_upload(folder: Path, bucket: Any, proxy: Any, seed: int) -> Counter[st
         else:
             break
     else:
-        raise AssertionError("four calls were not enough")
+        raise AssertionError("twelve calls were not enough")
     objects = bucket.objects()
     assert objects.pop(LISTING)
     assert objects == tree(folder)
@@ -102,7 +102,7 @@ def test_many_uploads_in_trouble(folder: Path, bucket: Any, proxy: Any) -> None:
 def test_downloads_in_trouble(seed: int, folder: Path, bucket: Any, proxy: Any, tmp_path: Path) -> None:
     upload(folder, bucket.url, options=OPTIONS)
     proxy.fault, done = trouble(seed, 0.4)
-    for _ in range(4):
+    for _ in range(12):
         try:
             download(bucket.url, tmp_path / "copy", options=OPTIONS)
         except DataError:
