@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -108,9 +109,12 @@ def test_downloads_in_trouble(seed: int, folder: Path, bucket: Any, proxy: Any, 
         except DataError:
             assert not (tmp_path / "copy").exists(), "whole, or not there"
         else:
-            break
-    assert tree(tmp_path / "copy") == tree(folder)
-    assert done["flip"] + done["cut"] > 0
+            assert tree(tmp_path / "copy") == tree(folder)
+            if done["flip"] + done["cut"]:
+                break
+            shutil.rmtree(tmp_path / "copy")  # the order of threads has spared what was read: once more
+    else:
+        raise AssertionError("no whole copy with damage on the way in twelve calls")
 
 
 def test_a_part_that_was_spoiled_on_the_way_is_sent_again(folder: Path, bucket: Any, proxy: Any) -> None:

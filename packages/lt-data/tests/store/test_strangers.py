@@ -84,7 +84,7 @@ def test_a_manifest_is_refused(store: TokenStore, change: Callable[[dict[str, An
     [
         (b"[]", "holds a list"),
         (b"{}", "not the manifest"),
-        (b"[" * 50_000, "nested more than 64"),
+        (b"[" * 50_000 + b"]" * 50_000, "nested more than 64"),
         (b'{"format": "lt-data-store", "version": 1}', "no field"),
         (b'{"format": "lt-data-store", "version": 1, "engine": ' + b"[" * 900 + b"]" * 900 + b"}", "nested more"),
     ],

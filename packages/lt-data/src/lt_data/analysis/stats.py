@@ -14,6 +14,7 @@ from lt_data.analysis.steps import EpochSteps, steps_per_epoch
 from lt_data.errors import DataError
 from lt_data.packing.pack_header import PACK_FILE
 from lt_data.packing.pack_index import PackIndex
+from lt_data.packing.packs import list_pack_folders
 from lt_data.preparation.deduplication import HASH_DTYPE, DocumentHashSet
 from lt_data.progress import Progress, no_progress
 from lt_data.store.manifest import ColumnInfo, RecordMapInfo, StoreSplit
@@ -158,7 +159,7 @@ def stats(
     if not lengths.size:
         raise DataError(f"{store.path}: the store has no documents")
     text_tokens = store.n_tokens - store.n_documents * (manifest.bos + manifest.eos)
-    folders = sorted(path.parent for path in store.pack_folder().glob(f"*/{PACK_FILE}"))
+    folders = [folder for folder in list_pack_folders(store) if (folder / PACK_FILE).is_file()]
     return StoreStats(
         documents=store.n_documents,
         tokens=store.n_tokens,

@@ -23,6 +23,7 @@ from lt_data import strict_json
 from lt_data.errors import DataError
 from lt_data.packing.pack_header import PACK_FILE as PACK
 from lt_data.packing.pack_index import PackIndex
+from lt_data.packing.packs import list_pack_folders
 from lt_data.progress import Progress, no_progress
 from lt_data.storage import open_regular, read_file, translate_os_errors
 from lt_data.store.manifest import MAX_MANIFEST_BYTES, TOKENIZER_FOLDER
@@ -58,12 +59,6 @@ def find_problems(store: TokenStore, progress: Progress = no_progress) -> Iterat
 def verify(store: TokenStore, progress: Progress = no_progress) -> list[str]:
     """Check a store and its packs; return the problems, each with the name of its file."""
     return list(find_problems(store, progress))
-
-
-def list_pack_folders(store: TokenStore) -> list[Path]:
-    """Return the folders of the packs of a store, by name."""
-    folder = store.pack_folder()
-    return sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
 
 
 def _check_json(path: Path) -> Iterator[str]:

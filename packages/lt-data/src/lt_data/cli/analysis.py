@@ -73,10 +73,11 @@ def steps_per_epoch(
 
 def verify(store: _Store, packs: Packs = None) -> None:
     """Read and verify everything in a store; report every problem."""
-    from lt_data.analysis.verification import find_problems, list_pack_folders
+    from lt_data.analysis.verification import find_problems
     from lt_data.display.progress_bars import progress_bar
     from lt_data.display.terminal import echo
     from lt_data.errors import DataError
+    from lt_data.packing.packs import list_pack_folders
     from lt_data.store.token_store import TokenStore
 
     opened = TokenStore.open(store, packs=packs)
@@ -198,9 +199,9 @@ def report(
 
 def _find_pack(store: "TokenStore", seq_len: int | None, mode: str | None) -> "PackIndex":
     """Return the only pack of a store that matches the options."""
-    from lt_data.analysis.verification import list_pack_folders
     from lt_data.errors import DataError
     from lt_data.packing.pack_index import PackIndex
+    from lt_data.packing.packs import list_pack_folders
 
     packs = {folder.name: PackIndex.load(folder) for folder in list_pack_folders(store)}
     matching = {

@@ -153,13 +153,22 @@ def _row_lengths_of(index: PackIndex) -> list[int]:
     return [index.seq_len] if index.buckets is None else [length for length, _ in index.buckets]
 
 
+def list_pack_folders(store: TokenStore) -> list[Path]:
+    """Return the folders of the packs of a store, by name."""
+    try:
+        paths = list(store.pack_folder().iterdir())
+    except (FileNotFoundError, NotADirectoryError):  # one that may not be read is not one without packs
+        return []
+    return sorted(path for path in paths if path.is_dir())
+
+
 def verify_packs(store: TokenStore) -> int:
     """Check every pack in a store: its arrays, and that it belongs to the store; return their number.
 
     Raises:
         DataError: one differs.
     """
-    folders = sorted(path.parent for path in store.pack_folder().glob(f"*/{PACK_FILE}"))
+    folders = [folder for folder in list_pack_folders(store) if (folder / PACK_FILE).is_file()]
     for folder in folders:
         index = PackIndex.load(folder)
         _open_checked(folder, store, _row_lengths_of(index), index.mode).verify()

@@ -19,6 +19,7 @@ from typing import BinaryIO
 from lt_data.errors import DataError
 from lt_data.file_names import to_portable_name
 from lt_data.packing.pack_header import PACK_FILE as PACK_HEADER
+from lt_data.packing.packs import list_pack_folders
 from lt_data.remote.contents import LISTING, check_name
 from lt_data.remote.parcel import file_hashes, is_joined, is_store
 from lt_data.storage import open_regular, read_file, read_regular, translate_os_errors
@@ -150,9 +151,9 @@ def _paths_of(store: TokenStore, manifest: StoreManifest) -> dict[str, Path]:
     for number, shard in enumerate(manifest.shards):
         for name in shard.hashes:
             paths[f"{SHARD_FOLDER}/{name}"] = store.shard_path(number, name.rpartition(".")[2])
-    packs = store.pack_folder()
-    for path in packs.glob("*/*"):
-        paths[f"{PACK_FOLDER}/{_name(path.relative_to(packs))}"] = path
+    for folder in list_pack_folders(store):
+        for path in folder.iterdir():
+            paths[f"{PACK_FOLDER}/{_name(path.relative_to(folder.parent))}"] = path
     return paths
 
 
