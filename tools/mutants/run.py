@@ -42,6 +42,9 @@ from selection import CoveringTest, LineMap, find_tests, select
 
 FIRST_BY_NAME = 8
 """Tests by name that run before the rest: mostly one of them fails."""
+TRACED = 2.0
+"""A test takes about so many times longer in the map, which is made under a tracer and often beside other work: as many
+more are selected, and those that the limit leaves no time for are not run."""
 ROUNDS = 3
 """A mutant meets the other tests when one has failed that fails without it as well."""
 ENOUGH_S = 600.0
@@ -139,7 +142,7 @@ class Runner:
             if not found and MAP.exists():
                 found = find_tests(read_map(threading.get_ident(), MAP.stat().st_mtime), mutant.file, text, lines)
             found = [test for test in found if test.name not in self._failing]
-            tests = self._given or select(found, mutant.package, self._limit_s)
+            tests = self._given or select(found, mutant.package, TRACED * self._limit_s)
             failure = run_tests(box, tests, self._limit_s)
             if not failure and not any(is_own(test, mutant) for test in found):
                 failing = {name.partition("[")[0] for name in self._failing}
