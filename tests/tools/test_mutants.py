@@ -170,6 +170,7 @@ def line_map(tmp_path: Path) -> LineMap:
     [
         ("return n + 1", ["packages/lt-x/tests/a.py::open"]),
         ("return n - 1", ["tests/b.py::close"]),
+        ("def close(self", ["tests/b.py::close"]),
         ("LIMIT = 3", ["packages/lt-x/tests/a.py::open", "tests/b.py::close"]),  # of each function that names it
     ],
 )

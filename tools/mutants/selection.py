@@ -3,8 +3,9 @@
 The map (`cover.py`) knows the lines of the code as it was when it was made. Lines of today's file are found in that
 text by a comparison of both; of a line that is new or changed, those of its function stand in.
 
-A line outside functions (a constant, a default, a field) is run by every import and tells nothing: the tests are those
-that run a line of the same package that names what is defined there.
+A line outside functions (a constant, a field) is run by every import and tells nothing: the tests are those that run a
+line of the same package that names what is defined there. A default in a function's signature has those that run the
+function.
 
 What a test costs is its own time and that of the shared fixtures that no test before it has set up.
 
@@ -132,6 +133,17 @@ def corresponding_lines(text: str, known: str, lines: Iterable[int]) -> set[int]
     return {same[n] for n in rows if n in same and same[n] in inside} | {n for n in found if n is not None}
 
 
+def lines_of_signature(tree: ast.Module, lines: Iterable[int]) -> set[int]:
+    """Return the lines of the functions of which the signatures are on some lines."""
+    wanted, body = set(lines), set[int]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None
+            if wanted & {*range(node.lineno, node.body[0].lineno)}:
+                body.update(range(node.body[0].lineno, node.end_lineno + 1))
+    return body
+
+
 def defined_names(tree: ast.Module, lines: Iterable[int]) -> list[str]:
     """Return the names that are defined by the statements outside functions on some lines."""
     names: list[str] = []
@@ -157,6 +169,8 @@ def find_tests(lines: LineMap, path: str, text: str, changed: range) -> list[Cov
     rows = statement_lines(tree, changed)
     if rows & function_lines(tree):
         return lines.tests(path, text, rows & function_lines(tree))
+    if body := lines_of_signature(tree, rows):
+        return lines.tests(path, text, body)
     names = defined_names(tree, rows)
     found = lines.tests_that_name(names, path.split("/")[1], path) if names else []
     return found or lines.tests(path, text, rows)
