@@ -18,8 +18,8 @@ from lt_trainer.optimizers.driver import OptimizerDriver
 from lt_trainer_gpu import gradients as gradients_module
 from lt_trainer_gpu import optimizer
 from lt_trainer_gpu.engine import GpuEngine
-from lt_trainer_gpu.gradients import squared_norm
-from lt_trainer_gpu.optimizer import GpuOptimizer
+from lt_trainer_gpu.gradients import clip_coefficient, squared_norm
+from lt_trainer_gpu.optimizer import GpuOptimizer, ParamUpdate
 
 OPTIONS = {"beta1": 0.8, "beta2": 0.9, "eps": 3e-8, "weight_decay": 0.1}  # none is a default
 SHAPES = {"a.weight": (7, 5), "norm.weight": (5,), "b.weight": (3, 11)}
@@ -285,3 +285,21 @@ def test_a_tied_head_has_no_learning_rate_of_its_own() -> None:
     sets = ["optimizer.lr_scale.head=2", "model.tie_word_embeddings=true"]
     with pytest.raises(ValueError, match=r"optimizer\.lr_scale\.head = 2\.0.*: a tied head is the embedding"):
         load(base={"data": {"store": "unused"}}, overrides=sets)
+
+
+@pytest.mark.parametrize(("norm", "factor"), [(0.0, 1.0), (0.01, 1.0), (0.5, 1.0), (1.0, 0.5), (8.0, 0.0625)])
+def test_gradients_are_scaled_down_to_the_limit_and_never_up(norm: float, factor: float) -> None:
+    assert clip_coefficient(torch.tensor(norm), 0.5).item() == pytest.approx(factor, rel=3e-6)
+
+
+def test_rows_of_rows_know_their_place_in_the_slice() -> None:
+    """Their numbers for stochastic rounding follow from it."""
+    of_all = [torch.arange(20.0).reshape(10, 2) + 100 * i for i in range(4)]
+    weight, gradient, first, second = of_all
+    update = ParamUpdate(
+        name="w", start_row=3, dtype=torch.float32, weight=weight, gradient=gradient, first=first, second=second
+    )
+    cut = update.rows(2, 9).rows(1, 4)
+    assert cut.start_row == 3 + 2 + 1
+    for rows, whole in zip((cut.weight, cut.gradient, cut.first, cut.second), of_all, strict=True):
+        assert torch.equal(rows, whole[3:6])
