@@ -53,7 +53,7 @@ class RunReader:
 
     @cached_property
     def _seams(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Ids of each seam [extents, 2 * seq_len - 2], and whether it was made; None if the store has no seams."""
+        """Ids of each seam [extents, 2 * seq_len - 2], and which were made; None for a store without."""
         n, seam_len = self.store.extents.first_token.size - 1, max(2 * self.seq_len - 2, 1)
         is_local = self.store.mmap_shards(np.zeros(0, np.int64)) is not None
         if not is_local or n * seam_len * self.store.dtype.itemsize > _SEAM_BYTES:
@@ -62,9 +62,9 @@ class RunReader:
 
     @cached_property
     def _places(self) -> IntervalLookup:
-        """Search for places of full runs by their first token: 2 i for those in extent i, 2 i + 1 for those of seam i.
+        """Search for the places of full runs by their first tokens.
 
-        Seam i has the runs that begin in extent i and end behind it.
+        Place 2 i has the runs in extent i, place 2 i + 1 those of seam i: they begin in extent i and end behind it.
         """
         first = self.store.extents.first_token
         boundaries = np.repeat(first, 2)[:-1]
@@ -130,7 +130,7 @@ class RunReader:
         return rows
 
     def _find_in_shards(self, start: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return an array that contains full runs, each in one extent, and where they begin; None if not mapped."""
+        """Return an array with full runs, each in one extent, and where they begin; None if not mapped."""
         extents = self.store.extents
         shard, source = extents.place(extents.find_tokens(start), start)
         if (mapped := self.store.mmap_shards(shard)) is None:
@@ -139,7 +139,7 @@ class RunReader:
         return ids, source + of_shards
 
     def _find(self, start: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return an array that contains full runs, and where they begin in it; None if they are not mapped."""
+        """Return an array with full runs, and where they begin in it; None if they are not mapped."""
         place = self._places.find(start)
         known, begins = self._begins  # one read: other threads may replace the pair
         ids = known() if known else None
@@ -163,7 +163,10 @@ class RunReader:
         return array, start + begins[place]
 
     def _make_seams(self, extent: np.ndarray) -> np.ndarray:
-        """Make the seams of some extents; return the index that token 0 of the store would have if it were in each."""
+        """Make the seams of some extents; return the origin of each.
+
+        It is the index that token 0 of the store would have if it were in the seam.
+        """
         if not extent.size:
             return extent
         assert self._seams is not None
