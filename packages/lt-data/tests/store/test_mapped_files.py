@@ -113,6 +113,30 @@ def test_threads_read_while_files_are_mapped_and_released(tmp_path: Path, monkey
     assert not wrong
 
 
+def test_threads_read_rows_that_span_shards_while_these_are_released(
+    counting_store: Callable[..., TokenStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mapped_files, "_MAX_MAPS", 40)
+    store = counting_store([21] * 100, 1)
+    index = build_index(store.lengths, seq_len=8, mode="concat", store_fingerprint=store.manifest.fingerprint)
+    reader = RowReader(store, index)
+    wrong: list[object] = []
+
+    def read(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        for _ in range(150):
+            rows = rng.integers(0, 2100 // 8, 12)
+            if (reader.read_tokens(rows) != 1 + 8 * rows[:, None] + np.arange(8)).any():
+                wrong.append(rows)
+
+    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
 @given(
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=20),
     shard_documents=st.integers(1, 6),
