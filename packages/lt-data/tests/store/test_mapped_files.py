@@ -32,6 +32,15 @@ def _write(folder: Path, values: list[list[int]]) -> MappedFiles:
     )
 
 
+def _run_in_threads(read: Callable[[int], None]) -> None:
+    """Call a function with four seeds, each in a thread."""
+    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 def _mapped_under(folder: Path) -> int:
     return Path("/proc/self/maps").read_text().count(f"{folder}/")
 
@@ -105,11 +114,7 @@ def test_threads_read_while_files_are_mapped_and_released(tmp_path: Path, monkey
             if found is None or (found[0][found[1] + 7] != numbers).any():
                 wrong.append(numbers)
 
-    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    _run_in_threads(read)
     assert not wrong
 
 
@@ -129,11 +134,7 @@ def test_threads_read_rows_that_span_shards_while_these_are_released(
             if (reader.read_tokens(rows) != 1 + 8 * rows[:, None] + np.arange(8)).any():
                 wrong.append(rows)
 
-    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    _run_in_threads(read)
     assert not wrong
 
 

@@ -12,9 +12,8 @@ import numpy as np
 
 from lt_data.analysis.steps import EpochSteps, steps_per_epoch
 from lt_data.errors import DataError
-from lt_data.packing.pack_header import PACK_FILE
 from lt_data.packing.pack_index import PackIndex
-from lt_data.packing.packs import list_pack_folders
+from lt_data.packing.packs import list_packs
 from lt_data.preparation.deduplication import HASH_DTYPE, DocumentHashSet
 from lt_data.progress import Progress, no_progress
 from lt_data.store.manifest import ColumnInfo, RecordMapInfo, StoreSplit
@@ -159,7 +158,6 @@ def stats(
     if not lengths.size:
         raise DataError(f"{store.path}: the store has no documents")
     text_tokens = store.n_tokens - store.n_documents * (manifest.bos + manifest.eos)
-    folders = [folder for folder in list_pack_folders(store) if (folder / PACK_FILE).is_file()]
     return StoreStats(
         documents=store.n_documents,
         tokens=store.n_tokens,
@@ -178,7 +176,8 @@ def stats(
         special_strings=dict(manifest.special_strings),
         duplicates=count_duplicates(store, progress) if duplicates else None,
         packs=tuple(
-            _pack_stats(folder.name, PackIndex.load(folder), store, global_batch_size, dp_size) for folder in folders
+            _pack_stats(folder.name, PackIndex.load(folder), store, global_batch_size, dp_size)
+            for folder in list_packs(store)
         ),
         columns=manifest.columns,
         map=manifest.map,

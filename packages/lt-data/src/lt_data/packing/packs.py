@@ -162,13 +162,18 @@ def list_pack_folders(store: TokenStore) -> list[Path]:
     return sorted(path for path in paths if path.is_dir())
 
 
+def list_packs(store: TokenStore) -> list[Path]:
+    """Return those of the folders that have the header of a pack."""
+    return [folder for folder in list_pack_folders(store) if (folder / PACK_FILE).is_file()]
+
+
 def verify_packs(store: TokenStore) -> int:
     """Check every pack in a store: its arrays, and that it belongs to the store; return their number.
 
     Raises:
         DataError: one differs.
     """
-    folders = [folder for folder in list_pack_folders(store) if (folder / PACK_FILE).is_file()]
+    folders = list_packs(store)
     for folder in folders:
         index = PackIndex.load(folder)
         _open_checked(folder, store, _row_lengths_of(index), index.mode).verify()

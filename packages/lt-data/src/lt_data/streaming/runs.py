@@ -99,10 +99,11 @@ class RunReader:
             parts = np.array_split(positions, -(-positions.size // _RUNS_PER_COPY))
             return np.concatenate([self.tokens_at(part) for part in parts])
         extents = self.store.extents
-        shard, offset = extents.place(extents.find_tokens(positions), positions)
-        if (mapped := self.store.mmap_shards(shard)) is not None:
-            ids, begin = mapped
-            return ids[offset + begin]
+        extent = extents.find_tokens(positions)
+        if (found := self._find_in_shards(extent, positions)) is not None:
+            ids, index = found
+            return ids[index]
+        shard, offset = extents.place(extent, positions)
         columns = zip(shard.tolist(), offset.tolist(), strict=True)
         return [int(self.store.read(number, i, i + 1)[0]) for number, i in columns]
 
@@ -114,29 +115,33 @@ class RunReader:
     def _copy_full(self, start: np.ndarray, length: np.ndarray) -> np.ndarray | None:
         """Copy rows of one run each by one numpy call if most are full; else None."""
         is_other = length != self.seq_len
+        extent = None
         if self._seams is None:
             extents = self.store.extents
-            is_other |= start + self.seq_len > extents.first_token[extents.find_tokens(start) + 1]
+            extent = extents.find_tokens(start)
+            is_other |= start + self.seq_len > extents.first_token[extent + 1]
         others = np.flatnonzero(is_other)
         if 2 * others.size >= start.size:
             return None
-        # the others are joined; a full run is taken in the place of each
-        full = np.where(is_other, start[is_other.argmin()], start) if others.size else start
-        if (found := self._find_in_shards(full) if self._seams is None else self._find(full)) is None:
+        full = start
+        if others.size:  # they are joined; a full run is taken in the place of each
+            taken = np.where(is_other, is_other.argmin(), np.arange(start.size))
+            full = start[taken]
+            extent = None if extent is None else extent[taken]
+        if (found := self._find(full) if extent is None else self._find_in_shards(extent, full)) is None:
             return None
         rows = self._take(*found)
         if others.size:
             rows[others] = self._join(np.arange(others.size), start[others], length[others], others.size)
         return rows
 
-    def _find_in_shards(self, start: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return an array with full runs, each in one extent, and where they begin; None if not mapped."""
-        extents = self.store.extents
-        shard, source = extents.place(extents.find_tokens(start), start)
+    def _find_in_shards(self, extent: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return an array that contains tokens of these extents, and where they are in it; None if not mapped."""
+        shard, offset = self.store.extents.place(extent, tokens)
         if (mapped := self.store.mmap_shards(shard)) is None:
             return None
         ids, of_shards = mapped
-        return ids, source + of_shards
+        return ids, offset + of_shards
 
     def _find(self, start: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
         """Return an array with full runs, and where they begin in it; None if they are not mapped."""
