@@ -545,7 +545,7 @@ def should_requeue(spec: Table, place: Place) -> tuple[bool, str]:
     most, patience = int(policy.get("max_restarts", 0)), int(policy.get("max_without_progress", 1))
     numbers = place.attempts_of_launch()
     ended = [read_table(place.attempt(number) / "exit.json") or {} for number in numbers]
-    cut_short = [  # by the queue, or by a signal that it was told to send
+    cut_short = [  # by the queue, or by a signal that it was asked to send
         one.get("kind") == STOPPED or (bool(one.get(CUT_SHORT)) and one.get("kind") in AGAIN) for one in ended
     ]
     if not cut_short[-1] and ended[-1].get("kind") not in AGAIN:

@@ -2,7 +2,7 @@
 
 torch 2.9 is the last version that trains with torch-xla, so these are the last releases that can train on trn1. On the
 public package index the same names are placeholders of a few kilobytes: they install and import, but are empty. The
-real neuronx-distributed (NxD) is told by a folder, `parallel_layers`; that all it needs is there too, by importing it.
+real neuronx-distributed (NxD) is known by a folder, `parallel_layers`; that all it needs is there too, by importing it.
 
 Cost: detection reads package metadata and looks for one folder; `require_installed` imports NxD, as a run does anyway.
 """

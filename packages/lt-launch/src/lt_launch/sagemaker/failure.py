@@ -34,7 +34,7 @@ def write_failure(path: Path, text: str) -> bool:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    except OSError:  # the failure itself is told on standard error, which an error here must not hide
+    except OSError:  # the failure itself is printed on standard error, which an error here must not hide
         return False
     with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
         file.write(text)

@@ -44,7 +44,7 @@ class HarnessModel(LM):
     Args:
         loaded: the model.
         shape: rows of a batch; its `seq_len` is the model's length for the harness.
-        progress: told of the batches of log-likelihoods.
+        progress: called for the batches of log-likelihoods.
     """
 
     def __init__(self, loaded: LoadedModel, shape: BatchShape, *, progress: Progress = no_progress) -> None:
@@ -196,7 +196,7 @@ def evaluate_harness_tasks(
         include_path: folder of further task files of the harness.
         limit: documents of each task, the first ones; 0 for all.
         num_fewshot: examples before each question; None for the task's own number.
-        progress: told of the batches of log-likelihoods.
+        progress: called for the batches of log-likelihoods.
 
     Raises:
         EvaluationError: no such task.
