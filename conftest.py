@@ -8,11 +8,16 @@ Hypothesis fails an example of more than 200 ms, and examples that are slow to d
 """
 
 import gc
+import os
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("no clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+HELPERS = str(Path(__file__).parent / "tests" / "helpers")
+"""Ranks and other processes that tests start import `lt_test_helpers` too."""
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (HELPERS, os.environ.get("PYTHONPATH"))))
 settings.load_profile("no clock")  # --hypothesis-profile comes later
 
 

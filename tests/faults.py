@@ -1,4 +1,4 @@
-"""Faults to plant in a rank before it starts: `lt_trainer.testing.start_run(prepare=...)` calls one with the rank."""
+"""Faults to plant in a rank before it starts: `lt_test_helpers.start_run(prepare=...)` calls one with the rank."""
 
 import datetime
 import errno

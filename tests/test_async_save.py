@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from lt_ckpt import Checkpoint, find_latest_valid, list_steps
+from lt_test_helpers.rank_processes import RankProcesses, start_run
 from lt_trainer.run_directory.jsonl import read_jsonl
-from lt_trainer.testing import RankProcesses, start_run
 
 PRELOAD = ("lt_trainer_gpu.engine", "lt_trainer_gpu.parallelize")
 TIMEOUT_S = 240
@@ -130,7 +130,6 @@ def check_checkpoint(path: Path, reference: Path) -> None:
     )
 
 
-@pytest.mark.guarantee("background-save-parity")
 @pytest.mark.parametrize(
     ("fault", "sets"),
     [("", ()), ("slow_disk", ("engine.gpu.optimizer_offload=true",))],
@@ -149,7 +148,6 @@ def test_the_same_losses_and_the_same_checkpoints(
         check_checkpoint(path, uninterrupted_run)
 
 
-@pytest.mark.guarantee("background-save-failure")
 def test_a_part_that_fails_ends_both_ranks_with_its_cause(
     prepared: Path, tmp_path: Path, uninterrupted_run: Path
 ) -> None:
@@ -178,7 +176,6 @@ def test_a_stop_waits_for_the_save_in_flight(prepared: Path, tmp_path: Path, uni
     assert read_losses(tmp_path / "run") == read_losses(uninterrupted_run)
 
 
-@pytest.mark.guarantee("background-save-failure")
 def test_an_error_on_one_rank_does_not_lose_the_save_in_flight(
     prepared: Path, tmp_path: Path, uninterrupted_run: Path
 ) -> None:
@@ -209,7 +206,6 @@ def wait_for_a_save(run: RankProcesses, folder: Path, old: set[str]) -> None:
         time.sleep(0.0005)
 
 
-@pytest.mark.guarantee("background-save-kill")
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_kill_9_while_a_save_is_in_flight(prepared: Path, tmp_path: Path, uninterrupted_run: Path, seed: int) -> None:
     """Of one rank or of both, twice in one run; each time the old checkpoint is there, or the new one."""

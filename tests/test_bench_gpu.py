@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from lt_model import flops_per_token, n_parameters, preset
-from lt_trainer.testing import RankPool
+from lt_test_helpers.pool import RankPool
 
 BENCH = Path(__file__).parent.parent / "tools" / "bench"
 ENV = os.environ | {"OMP_NUM_THREADS": "1"}

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from lt_trainer.config import load
+from lt_test_helpers.pool import RankPool
+from lt_trainer.config.recipe import load
 from lt_trainer.engine import World
-from lt_trainer.testing import RankPool
-from lt_trainer.training import resolve_bench_recipe
+from lt_trainer.training.benchmark import resolve_bench_recipe
 from lt_trainer_gpu.spec import SPEC
 
 BENCH = Path(__file__).parent.parent / "tools" / "bench"

@@ -15,11 +15,11 @@ import pytest
 
 from lt_ckpt import list_steps
 from lt_trainer.checkpointing import async_saver
-from lt_trainer.config import load
-from lt_trainer.planning import plan_recipe
-from lt_trainer.run_directory import RunDir
-from lt_trainer.training import run, run_preflight
-from lt_trainer.training.preflight import SCRATCH_PREFIX
+from lt_trainer.config.recipe import load
+from lt_trainer.planning.result import plan_recipe
+from lt_trainer.run_directory.run_dir import RunDir
+from lt_trainer.training.preflight import SCRATCH_PREFIX, run_preflight
+from lt_trainer.training.runner import run
 
 USER_ERROR = 64
 SHAPE = ("hidden_size=64", "intermediate_size=128", "n_heads=4", "n_kv_heads=2", "n_layers=2", "vocab_size=320")
@@ -305,7 +305,6 @@ def error_of(action: Callable[[], object]) -> str:
     return ""
 
 
-@pytest.mark.guarantee("preflight")
 @pytest.mark.parametrize("name", TABLE)
 def test_what_ends_a_run_ends_its_check(name: str, prepared: Path, place: Path, stack: ExitStack) -> None:
     case = TABLE[name]

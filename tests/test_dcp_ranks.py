@@ -8,7 +8,7 @@ from lt_ckpt.conversion import convert
 from lt_ckpt.dcp.format import dcp_target, open_dcp
 from lt_ckpt.source import TensorReader
 from lt_model import LlamaConfig, config_to_hf
-from lt_trainer.testing import RankPool
+from lt_test_helpers.pool import RankPool
 
 CONFIG = LlamaConfig(
     vocab_size=29, hidden_size=16, intermediate_size=20, n_heads=2, n_kv_heads=1, n_layers=2, max_position_embeddings=16

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lt_ckpt import list_steps
-from lt_trainer.resilience import STOP_SIGNALS
+from lt_trainer.resilience.stop_signals import STOP_SIGNALS
 
 TIMEOUT_S = 240
 START_S = 6.0
@@ -67,7 +67,6 @@ def end_of(process: subprocess.Popen, cwd: Path) -> int:
     return code
 
 
-@pytest.mark.guarantee("stop-while-loading")
 @pytest.mark.parametrize("command", [RUN, LT_RUN], ids=["rank", "lt"])
 def test_handlers_are_set_before_anything_heavy_is_loaded(prepared: Path, tmp_path: Path, command: list[str]) -> None:
     with started(command, prepared / "run.toml", tmp_path, blocked=False) as process:
@@ -80,7 +79,6 @@ def test_handlers_are_set_before_anything_heavy_is_loaded(prepared: Path, tmp_pa
     assert "numpy" not in loaded
 
 
-@pytest.mark.guarantee("stop-while-loading")
 def test_the_launcher_ends_with_75_when_torchrun_is_stopped_while_it_loads(prepared: Path, tmp_path: Path) -> None:
     """torchrun itself dies of a signal before its handlers are set; no rank has left a code then."""
     with started(TORCHRUN, prepared / "run.toml", tmp_path, blocked=True) as process:

@@ -63,7 +63,6 @@ def test_training_learns(uninterrupted_run: Path) -> None:
     }
 
 
-@pytest.mark.guarantee("stop-resume")
 def test_stop_and_resume_are_bit_equal(uninterrupted_run: Path, prepared: Path, lt, tmp_path: Path) -> None:
     lt(
         "train",
@@ -141,7 +140,7 @@ def test_export_loads_in_transformers_with_the_same_logits(uninterrupted_run: Pa
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from lt_trainer.evaluation import load_model
+    from lt_trainer.evaluation.local_model import load_model
 
     lt("ckpt", "verify", uninterrupted_run, cwd=tmp_path)
     lt("ckpt", "export", uninterrupted_run, "--out", "model", cwd=tmp_path)
@@ -188,7 +187,6 @@ def test_the_resolved_recipe_of_a_run_starts_the_same_run(uninterrupted_run: Pat
     assert read_losses(tmp_path / "again") == read_losses(uninterrupted_run)
 
 
-@pytest.mark.guarantee("provenance")
 def test_the_documents_of_any_step_can_be_named(uninterrupted_run: Path, prepared: Path, lt, tmp_path: Path) -> None:
     """What `lt data inspect` says of a step is what the stream gave to it."""
     store = TokenStore.open(prepared / "train")

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from lt_ckpt import find_latest_valid
+from lt_test_helpers.rank_processes import RankProcesses, start_run
 from lt_trainer.run_directory.jsonl import read_jsonl
-from lt_trainer.testing import RankProcesses, start_run
 
 PRELOAD = ("lt_trainer_gpu.engine", "lt_trainer_gpu.parallelize")
 FAULTS_FILE = Path(__file__).with_name("faults.py")
@@ -68,7 +68,6 @@ def uninterrupted_losses(prepared: Path, tmp_path_factory: pytest.TempPathFactor
     return read_losses(cwd / "run")
 
 
-@pytest.mark.guarantee("non-finite-steps")
 def test_an_infinite_loss_on_one_rank_is_skipped_by_all_and_then_left_behind(prepared: Path, tmp_path: Path) -> None:
     """Two ranks, of which one is hit, do what one process does: skip three steps, go back to step 8, end the same."""
     sets = ("fault_tolerance.max_skipped_steps=2", "engine.gpu.dtype=float64")
@@ -85,7 +84,6 @@ def test_an_infinite_loss_on_one_rank_is_skipped_by_all_and_then_left_behind(pre
     assert read_losses(two) == pytest.approx(wanted, rel=1e-9)
 
 
-@pytest.mark.guarantee("hang", "hang-collectives")
 def test_a_rank_that_hangs_is_named_with_its_stack_and_the_others_end(prepared: Path, tmp_path: Path) -> None:
     said = run_to_end(
         prepared, tmp_path, "fault_tolerance.hang_timeout_s=4", codes=[75, 75], fault="data_loader_hangs_on_rank_1"
@@ -101,7 +99,6 @@ def test_a_rank_that_hangs_is_named_with_its_stack_and_the_others_end(prepared: 
     assert sorted(path.name for path in folder.iterdir()) == ["rank_0", "rank_1"]
 
 
-@pytest.mark.guarantee("hang")
 @pytest.mark.parametrize("mesh", ["parallel.pp=2", "parallel.cp=2"])
 def test_a_rank_that_hangs_is_named_on_other_meshes(prepared: Path, tmp_path: Path, mesh: str) -> None:
     sets = ("fault_tolerance.hang_timeout_s=4", mesh)
@@ -110,7 +107,6 @@ def test_a_rank_that_hangs_is_named_on_other_meshes(prepared: Path, tmp_path: Pa
     assert "stuck_reader" in (tmp_path / "run" / "logs" / "rank00001.log").read_text(encoding="utf-8")
 
 
-@pytest.mark.guarantee("lost-rank")
 def test_a_rank_that_is_frozen_is_named_and_the_others_end(prepared: Path, tmp_path: Path) -> None:
     sets = ("fault_tolerance.hang_timeout_s=4", "schedule.max_steps=100000", "checkpoint.interval=8")
     with start_ranks(prepared, tmp_path, *sets) as run:
@@ -130,7 +126,6 @@ def test_a_rank_that_is_frozen_is_named_and_the_others_end(prepared: Path, tmp_p
         wait_for_step(run, tmp_path / "run", reached + 2)
 
 
-@pytest.mark.guarantee("rank-error")
 def test_an_error_on_one_rank_is_told_by_all(prepared: Path, tmp_path: Path) -> None:
     said = run_to_end(prepared, tmp_path, codes=[75, 64], fault="disk_error_on_rank_1")
     assert "error: shards/00000.bin: Input/output error; check the disk" in said[1]
@@ -139,7 +134,6 @@ def test_an_error_on_one_rank_is_told_by_all(prepared: Path, tmp_path: Path) -> 
     run_to_end(prepared, tmp_path, codes=[0, 0])
 
 
-@pytest.mark.guarantee("changed-data-refused")
 def test_a_changed_store_is_refused_with_what_changed(prepared: Path, lt, tmp_path: Path) -> None:
     shutil.copytree(prepared / "text" / "train", tmp_path / "text")
     lt("data", "prepare", "text", "--tokenizer", prepared / "tokenizer", "--out", "store", cwd=tmp_path)
@@ -158,7 +152,6 @@ def test_a_changed_store_is_refused_with_what_changed(prepared: Path, lt, tmp_pa
     assert {path: path.read_bytes() for path in before} == before
 
 
-@pytest.mark.guarantee("clock-jump")
 def test_a_clock_that_jumps_by_years_changes_nothing(prepared: Path, tmp_path: Path, uninterrupted_losses) -> None:
     sets = ("checkpoint.interval=3", "checkpoint.keep_last=2")
     with start_ranks(prepared, tmp_path, *sets, ranks=1, fault="wall_clock_jumps") as run:
@@ -179,7 +172,6 @@ def in_locale(prepared: Path, home: Path, **env: str) -> subprocess.CompletedPro
     return subprocess.run(command, cwd=home.parent, env=environ, capture_output=True, check=False)
 
 
-@pytest.mark.guarantee("locale")
 def test_names_that_the_terminal_cannot_show(prepared: Path, tmp_path: Path, uninterrupted_losses) -> None:
     """A folder with an umlaut and a dotless i in the C locale, with output that can only be ASCII."""
     home = tmp_path / "läufe-\u0131"
@@ -200,7 +192,6 @@ def test_names_that_the_locale_cannot_say_are_refused(prepared: Path, tmp_path: 
     assert list(home.iterdir()) == []
 
 
-@pytest.mark.guarantee("terminal-lost")
 def test_a_run_outlives_its_terminal(prepared: Path, tmp_path: Path, uninterrupted_losses) -> None:
     """Whoever read standard output is gone after the first line; the log and the metrics go on."""
     command = [sys.executable, "-m", "lt_trainer", "run", str(prepared / "run.toml")]
@@ -233,7 +224,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
-@pytest.mark.guarantee("save-preflight")
 def test_a_disk_too_small_is_found_before_the_first_step(prepared: Path, small_disk: Path) -> None:
     larger = ("model.hidden_size=256", "model.intermediate_size=512", "run.dir=disk/run")
     said = run_to_end(prepared, small_disk.parent, *larger, codes=[64, 64])
@@ -243,7 +233,6 @@ def test_a_disk_too_small_is_found_before_the_first_step(prepared: Path, small_d
     assert list((small_disk / "run" / "checkpoints").iterdir()) == []
 
 
-@pytest.mark.guarantee("disk-full")
 def test_a_disk_that_fills_up_ends_the_run_and_loses_nothing(
     prepared: Path, small_disk: Path, uninterrupted_losses
 ) -> None:
@@ -258,7 +247,6 @@ def test_a_disk_that_fills_up_ends_the_run_and_loses_nothing(
     assert {step: found[step] for step in range(9, 21)} == {step: uninterrupted_losses[step] for step in range(9, 21)}
 
 
-@pytest.mark.guarantee("disk-full")
 def test_checkpoints_that_turn_read_only_end_the_run_and_nothing_is_lost(
     prepared: Path, small_disk: Path, uninterrupted_losses
 ) -> None:

@@ -23,9 +23,9 @@ import pytest
 
 from lt_ckpt import Checkpoint, find_latest_valid, list_steps
 from lt_data import RowReader, Stream, TokenStore, open_pack
+from lt_test_helpers.rank_processes import RankProcesses, start_run
 from lt_trainer.data.training_data import parse_stream_state
 from lt_trainer.run_directory.jsonl import read_jsonl
-from lt_trainer.testing import RankProcesses, start_run
 
 STEPS, BATCH, INTERVAL = 24, 8, 2
 KILLS = int(os.environ.get("LT_KILLS", "100"))
@@ -277,7 +277,6 @@ def trials(prepared: Path, tmp_path: Path) -> Callable[..., KillTrials]:
     return lambda seed, **more: KillTrials(prepared, tmp_path, random.Random(seed), **more)
 
 
-@pytest.mark.guarantee("kill-resume")
 @pytest.mark.parametrize(
     ("ranks", "sets", "kills", "seed"),
     [(1, (), 6, 1), (2, (), 1, 2), (2, PIPELINE, 1, 3), (2, CONTEXT, 1, 4)],
@@ -291,7 +290,6 @@ def test_killed_runs_end_with_the_same_bits(trials, reference, ranks: int, sets,
         sample.check_final_state(run, reference(ranks, sets))
 
 
-@pytest.mark.guarantee("kill-resume")
 @pytest.mark.slow
 def test_a_hundred_kills(trials, reference, capfd: pytest.CaptureFixture[str]) -> None:
     def say(text: str) -> None:
@@ -331,7 +329,6 @@ def record_rows(rank: int) -> None:
     Stream.next = noting  # pyright: ignore[reportAttributeAccessIssue]
 
 
-@pytest.mark.guarantee("resume-other-ranks")
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 4)])
 def test_goes_on_with_other_ranks(prepared: Path, reference, tmp_path: Path, before: int, after: int) -> None:
     """The same rows in the same order, and nearly the same numbers: only the order of additions differs."""

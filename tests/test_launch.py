@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from lt_test_helpers.rank_processes import start_run
 from lt_trainer.run_directory.jsonl import read_jsonl
-from lt_trainer.testing import start_run
 
 
 @pytest.fixture
@@ -25,7 +25,6 @@ def read_losses(run: Path) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in read_jsonl(run / "metrics.jsonl") if "loss" in row}
 
 
-@pytest.mark.guarantee("restart-parity")
 def test_a_killed_rank_is_named_and_the_run_ends_with_the_losses_of_a_quiet_one(recipe: Path, tmp_path: Path) -> None:
     quiet, disturbed = tmp_path / "quiet", tmp_path / "disturbed"
     for folder in (quiet, disturbed):

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from lt_ckpt import Checkpoint, list_steps
+from lt_test_helpers.pool import RankPool
+from lt_test_helpers.rank_processes import RankProcesses, start_run
 from lt_test_helpers.s3_server import MotoServer, run_s3_server
 from lt_trainer.errors import PeerError
 from lt_trainer.run_directory.jsonl import read_jsonl
-from lt_trainer.testing import RankPool, RankProcesses, start_run
 
 PRELOAD = ("lt_trainer_gpu.engine", "lt_trainer_gpu.parallelize")
 TIMEOUT_S = 240
@@ -66,7 +67,6 @@ def uninterrupted_run(prepared: Path, tmp_path_factory: pytest.TempPathFactory, 
     return cwd / "run"
 
 
-@pytest.mark.guarantee("mirror-restore")
 def test_kill_9_while_something_is_sent_and_an_empty_machine(
     prepared: Path, tmp_path: Path, bucket: MotoServer, url: str, uninterrupted_run: Path
 ) -> None:
@@ -97,7 +97,6 @@ def test_kill_9_while_something_is_sent_and_an_empty_machine(
         assert "has a run with another recipe (run.seed: 0 there, 1 here)" in text, "both ranks say why"
 
 
-@pytest.mark.guarantee("mirror-exit-code")
 def test_a_stop_while_something_is_sent(
     prepared: Path, tmp_path: Path, bucket: MotoServer, url: str, uninterrupted_run: Path
 ) -> None:

@@ -37,7 +37,6 @@ def cores(folder: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in folder.glob("core-*")}
 
 
-@pytest.mark.guarantee("neuron-cores")
 @pytest.mark.parametrize(("what", "code"), [(PROCESSES, 0), ('recipe = "recipe.toml"', 70)])
 def test_ranks_of_this_machine(what: str, code: int, tmp_path: Path, node: dict[str, str]) -> None:
     """As plain processes, and under torchrun, where the end of a run that has not trained is a failure."""
@@ -49,7 +48,6 @@ def test_ranks_of_this_machine(what: str, code: int, tmp_path: Path, node: dict[
     assert cores(tmp_path) == {"core-0": "0 of 2", "core-1": "1 of 2"}
 
 
-@pytest.mark.guarantee("neuron-cores")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["trainjob", "pytorchjob", "jobset"])
 def test_ranks_of_pods(kind: str, tmp_path: Path, node: dict[str, str]) -> None:
@@ -117,7 +115,6 @@ HYPERPARAMETERS = {
 }
 
 
-@pytest.mark.guarantee("neuron-cores")
 @pytest.mark.slow
 def test_ranks_of_a_sagemaker_container(tmp_path: Path, node: dict[str, str]) -> None:
     """The container of a trn1.2xlarge, which has two cores; its recipe is made of hyperparameters."""

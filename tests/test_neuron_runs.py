@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from lt_ckpt import Checkpoint, find_latest_valid
+from lt_test_helpers.rank_processes import RankProcesses, start_run
 from lt_trainer.run_directory.jsonl import read_jsonl
-from lt_trainer.testing import RankProcesses, start_run
 
 STEPS, INTERVAL, TIMEOUT_S = 12, 3, 240
 KILLS = int(os.environ.get("LT_KILLS", "30"))

@@ -4,12 +4,11 @@ import gzip
 import json
 from pathlib import Path
 
-import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from lt_test_helpers.rank_processes import start_run
 from lt_trainer.run_directory.jsonl import read_jsonl
 from lt_trainer.run_directory.records import drop_superseded_records
-from lt_trainer.testing import start_run
 
 PRELOAD = ("lt_trainer_gpu.engine", "lt_trainer_gpu.parallelize")
 OBSERVABILITY_OVERRIDES = (
@@ -23,7 +22,6 @@ OBSERVABILITY_OVERRIDES = (
 )
 
 
-@pytest.mark.guarantee("sink-fidelity")
 def test_two_ranks_that_are_stopped_and_go_on(prepared: Path, tmp_path: Path) -> None:
     sets = [text for value in OBSERVABILITY_OVERRIDES for text in ("--set", value)]
     for stop, codes in ((["--stop-after-step", "9"], [75, 75]), ([], [0, 0])):

@@ -32,7 +32,7 @@ from lt_test_helpers.hostile import (
     replace,
     run_command,
 )
-from lt_trainer.config import load
+from lt_trainer.config.recipe import load
 from lt_trainer.release.errors import ReleaseError
 from lt_trainer.release.facts import read_facts
 from lt_trainer.release.make import MakeOptions, list_files, list_hashes, make_release
@@ -183,7 +183,6 @@ def test_the_same_run_gives_the_same_bytes(
     assert hash_of_list(tmp_path / "again") == hash_of_list(made[0])
 
 
-@pytest.mark.guarantee("release-tampering")
 @pytest.mark.parametrize("is_hidden", [False, True], ids=["as it is", "with a new hash list"])
 @pytest.mark.parametrize(
     ("file", "change", "told"),
@@ -273,7 +272,6 @@ def test_missing_and_extra_files_are_found(bundle: Path) -> None:
     assert any("model/more.txt" in problem for problem in problems)
 
 
-@pytest.mark.guarantee("release-classes")
 @pytest.mark.parametrize(
     ("change", "class_number", "lacks"),
     [
@@ -812,7 +810,6 @@ def test_what_is_no_run_and_no_release_is_refused(folder: Path, lt: Callable[...
     assert not (folder / "x").exists()
 
 
-@pytest.mark.guarantee("release-repeats")
 def test_a_release_alone_gives_the_same_losses_in_another_folder(
     bundle: Path, tmp_path: Path, lt: Callable[..., str]
 ) -> None:

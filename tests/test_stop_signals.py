@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from lt_ckpt import find_latest_valid
+from lt_test_helpers.rank_processes import RankProcesses, start_run
 from lt_trainer.resilience.stop_signals import STOP_SIGNALS
 from lt_trainer.run_directory.jsonl import read_jsonl
-from lt_trainer.testing import RankProcesses, start_run
 
 MESHES = ((), ("parallel.pp=2",), ("parallel.cp=2",))
 PRELOAD = ("lt_trainer_gpu.engine", "lt_trainer_gpu.parallelize")
@@ -54,7 +54,6 @@ def uninterrupted_losses(
     return of
 
 
-@pytest.mark.guarantee("stop-signals")
 @pytest.mark.parametrize(
     ("number", "to", "mesh"),
     [
@@ -88,7 +87,6 @@ def test_all_ranks_stop_at_the_same_step_and_go_on_bit_equal(
     assert read_losses(tmp_path / "run") == uninterrupted_losses(mesh)
 
 
-@pytest.mark.guarantee("stop-while-loading")
 def test_a_stop_while_everything_is_loaded_takes_no_step(prepared: Path, tmp_path: Path) -> None:
     """The signal comes when the run directory is there, long before the first step can be."""
     with start_training(prepared, tmp_path) as run:
@@ -105,7 +103,6 @@ def test_a_stop_while_everything_is_loaded_takes_no_step(prepared: Path, tmp_pat
     assert [record["exit_message"] for record in alive] == ["", ""], "both have left in peace"
 
 
-@pytest.mark.guarantee("stop-signals")
 def test_ten_signals_to_each_rank_are_one_stop(prepared: Path, tmp_path: Path) -> None:
     with start_training(prepared, tmp_path) as run:
         wait_for_step(run, tmp_path / "run", 2)

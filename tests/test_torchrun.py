@@ -65,7 +65,6 @@ def parent_of(pid: int) -> int:
     return 0 if state in "ZX" else int(parent)
 
 
-@pytest.mark.guarantee("torchrun-signals")
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGUSR1, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_signal_to_the_launcher_is_a_saved_stop_with_exit_code_75(prepared: Path, tmp_path: Path, number) -> None:
     with start_torchrun(prepared / "run.toml", tmp_path, *LONG_RUN_ARGS) as process:
@@ -81,7 +80,6 @@ def test_a_signal_to_the_launcher_is_a_saved_stop_with_exit_code_75(prepared: Pa
     assert [(e["step"], e["signal"]) for e in events if e["event"] == "stop"] == [(found.step, number.name)]
 
 
-@pytest.mark.guarantee("torchrun-signals")
 def test_a_rank_that_cannot_stop_is_killed_after_the_grace_time_of_the_recipe(prepared: Path, tmp_path: Path) -> None:
     """torchrun's own patience is 30 s; a stopped process does not even see SIGTERM."""
     arguments = (
@@ -100,7 +98,6 @@ def test_a_rank_that_cannot_stop_is_killed_after_the_grace_time_of_the_recipe(pr
         assert 2.5 < time.monotonic() - start < 25
 
 
-@pytest.mark.guarantee("lost-rank")
 def test_a_killed_rank_ends_the_run_with_start_me_again(prepared: Path, tmp_path: Path) -> None:
     with start_torchrun(prepared / "run.toml", tmp_path, *LONG_RUN_ARGS) as process:
         wait_until_training(process, tmp_path)
@@ -111,7 +108,6 @@ def test_a_killed_rank_ends_the_run_with_start_me_again(prepared: Path, tmp_path
     assert "rerun to resume" in log
 
 
-@pytest.mark.guarantee("lost-rank")
 def test_a_killed_rank_that_has_no_others_ends_with_the_signal(
     prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,7 +133,6 @@ def test_machines_that_do_not_meet_are_a_reason_to_try_again(prepared: Path, tmp
     assert "did not meet" in (tmp_path / "out.txt").read_text(encoding="utf-8")
 
 
-@pytest.mark.guarantee("lost-rank")
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
 @pytest.mark.parametrize("killed", ["torchrun", "command"])
 def test_ranks_whose_launcher_is_killed_save_and_end(prepared: Path, tmp_path: Path, killed: str) -> None:
@@ -159,7 +154,6 @@ def test_ranks_whose_launcher_is_killed_save_and_end(prepared: Path, tmp_path: P
     assert found.step == max(metrics_by_step(tmp_path / "run"))
 
 
-@pytest.mark.guarantee("lost-rank")
 @pytest.mark.slow
 def test_a_context_parallel_run_killed_and_stopped_goes_on_as_one_that_never_was(lt, prepared: Path, tmp_path) -> None:
     """Two ranks share each row: killed, started again, stopped, started again; then the losses of one process."""
@@ -202,7 +196,6 @@ def test_a_mistake_in_the_recipe_is_told_once(prepared: Path, tmp_path: Path) ->
         assert process.wait(timeout=120) == 64  # only the ranks know how many they are
 
 
-@pytest.mark.guarantee("preflight")
 def test_check_on_all_ranks(prepared: Path, tmp_path: Path) -> None:
     with start_torchrun(prepared / "run.toml", tmp_path, "--check") as process:
         assert process.wait(timeout=180) == 0

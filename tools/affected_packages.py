@@ -21,8 +21,6 @@ from pathlib import Path, PurePosixPath
 
 from members import ROOT, Member, ToolError, dependents, read_members
 
-__all__ = ["CiPlan", "changed_paths", "plan_ci"]
-
 SHARED_PATHS = {
     *(
         "uv.lock",

@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from check_dependencies import imported_modules
 from members import ROOT, Member, ToolError, read_members
 
-__all__ = ["Flow", "import_graph", "longest_path_levels", "render_flow_svg", "render_svg", "transitive_reduction"]
-
 DIAGRAM_FILE, IMPORTS_DIAGRAM_FILE = "docs/images/architecture.svg", "docs/images/imports.svg"
 WIDTH, BOX_WIDTH, BOX_HEIGHT, ROW_HEIGHT = 760, 216, 52, 100
 STYLE = """text{font:14px system-ui,sans-serif;fill:#1f2328;text-anchor:middle}.s{font-size:11px;fill:#59636e}

@@ -21,8 +21,6 @@ from pathlib import Path
 
 from members import ROOT, Member, ToolError, get_member, read_members, sibling_dependencies
 
-__all__ = ["build_distributions", "smoke_test"]
-
 
 def build_distributions(member: Member, out: Path, *, use_cache: bool = True, root: Path = ROOT) -> tuple[Path, Path]:
     """Build the wheel and the sdist of a package into `out` and return their paths.

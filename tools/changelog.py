@@ -23,17 +23,6 @@ from pathlib import Path
 from affected_packages import changed_paths
 from members import ROOT, Member, ToolError, read_members
 
-__all__ = [
-    "Section",
-    "add_entry",
-    "cut_release",
-    "find_missing_entries",
-    "parse_sections",
-    "release_notes",
-    "release_sections",
-    "unreleased_section",
-]
-
 HEADING = re.compile(r"^## \[(?P<name>[^\]]+)\](?: - (?P<when>\S+))?[ \t]*$", re.M)
 HEADING_LEVEL = re.compile(r"^##(?!#)", re.M)
 ENTRY = re.compile(r"^- (.+(?:\n(?:  .*|(?=\n  )))*)", re.M)

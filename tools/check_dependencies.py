@@ -19,8 +19,6 @@ from pathlib import Path
 from members import ROOT, Member, ToolError, get_member, read_members
 from packaging.utils import canonicalize_name
 
-__all__ = ["declared_distributions", "find_undeclared_imports", "imported_modules"]
-
 DISTRIBUTION_NAMES = {"cyclonedx": "cyclonedx-python-lib", "pynvml": "nvidia-ml-py", "yaml": "pyyaml"}
 """Import names that differ from the distribution name by more than - and _."""
 PROVIDED_BY = {

@@ -30,8 +30,6 @@ from members import ROOT, Member, ToolError, get_member, read_members
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-__all__ = ["environment_commands", "find_test_dependencies", "lowest_versions"]
-
 RESOLUTIONS = ("locked", "lowest-direct", "highest")
 SEPARATE_EXTRAS = {"lt-trainer-neuron": {"neuron"}, "lt-data": {"ray"}, "lt-trainer": {"eval", "release"}}
 """Extras of environments of their own: on no public index, a cluster with Pythons of its own, or a large tree."""

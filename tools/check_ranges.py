@@ -26,8 +26,6 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-__all__ = ["find_range_problems", "lower_bound", "next_breaking_version", "upper_bound"]
-
 
 def next_breaking_version(version: Version) -> Version:
     """Return the first later version that semver allows to break: 0.4 after 0.3.1, 2 after 1.2.0."""

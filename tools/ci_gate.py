@@ -14,8 +14,6 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["find_failed_jobs"]
-
 PLANNED_JOBS = {"package": "packages", "workspace": "workspace"}
 """Jobs that the plan may leave out, and the plan output that decides it."""
 

@@ -14,17 +14,6 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-__all__ = [
-    "ROOT",
-    "Member",
-    "ToolError",
-    "dependents",
-    "get_member",
-    "read_members",
-    "sibling_dependencies",
-    "topological_order",
-]
-
 ROOT = Path(__file__).resolve().parent.parent
 
 

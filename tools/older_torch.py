@@ -31,8 +31,6 @@ from pathlib import Path
 
 from members import ROOT, Member, ToolError, read_members
 
-__all__ = ["VERSIONS", "OlderTorch", "environment_commands", "find_torch_tests", "pytest_commands"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class OlderTorch:

@@ -15,8 +15,6 @@ from members import ToolError
 from packaging.utils import InvalidSdistFilename, InvalidWheelFilename, parse_sdist_filename, parse_wheel_filename
 from packaging.version import Version
 
-__all__ = ["published_versions"]
-
 ACCEPT = "application/vnd.pypi.simple.v1+json, text/html;q=0.5"
 TIMEOUT_S = 30
 

@@ -29,8 +29,6 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 from version_bump import BumpLevel, bump_version, required_bump
 
-__all__ = ["last_tag", "prepare_release", "release_tag", "uncommitted_files"]
-
 VERSION_LINE = re.compile(r'^version = "[^"]+"$', re.M)
 
 

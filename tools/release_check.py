@@ -26,8 +26,6 @@ from packaging.version import Version
 from release import last_tag
 from version_bump import bump_version, required_bump
 
-__all__ = ["check_release", "parse_tag"]
-
 
 def parse_tag(tag: str, members: Mapping[str, Member]) -> tuple[Member, str]:
     """Return the package and the version that a tag names, split at the last `-v`.

@@ -16,8 +16,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["find_missing_names", "find_sibling_imports"]
-
 
 def find_sibling_imports(sources: Path, siblings: set[str]) -> dict[tuple[str, str], str]:
     """Return (module, name) of all imports from siblings, with their first location; name may be empty."""

@@ -22,8 +22,8 @@ from lt_data import TokenStore, pack, prepare, read_documents, train_bpe
 from lt_launch.__main__ import main
 from lt_model import LlamaConfig, config_to_hf, param_specs
 from lt_test_helpers.option_cases import WORDS, Call
-from lt_trainer.config import load
-from lt_trainer.resilience import STOP_SIGNALS
+from lt_trainer.config.recipe import load
+from lt_trainer.resilience.stop_signals import STOP_SIGNALS
 from lt_trainer.training.runner import run
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"

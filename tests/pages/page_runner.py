@@ -1,6 +1,6 @@
 """A page's blocks, run in order in one folder by one process, as a reader would with one shell and one Python.
 
-Runs in a fork of a process that has torch loaded (`lt_trainer.testing.RankPool`), so that a command costs what it does
+Runs in a fork of a process that has torch loaded (`lt_test_helpers.RankPool`), so that a command costs what it does
 and not the seconds of its imports. Commands of ours are forks of that, Python blocks share one namespace, `cd` is kept.
 """
 

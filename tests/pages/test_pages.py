@@ -19,8 +19,8 @@ import pytest
 from page_blocks import LT_PROGRAMS, parse_blocks, parse_commands, split_words
 from page_runner import PRELOAD, Step, run_page
 
+from lt_test_helpers.pool import RankPool
 from lt_test_helpers.s3_server import MotoServer, run_s3_server
-from lt_trainer.testing import RankPool
 
 ROOT = Path(__file__).parents[2]
 PAGES = {

@@ -143,7 +143,6 @@ def test_widening_lets_the_siblings_have_it(small_workspace_dir: Path) -> None:
     assert [str(r) for r in read_members(small_workspace_dir)["lt-top"].dependencies] == ["lt-mid[cli]<0.3,>=0.1"]
 
 
-@pytest.mark.guarantee("semver")
 @pytest.mark.parametrize(
     ("change", "least", "version"),
     [
@@ -197,7 +196,6 @@ def test_a_tag_that_may_be_released(small_workspace_dir: Path, commit: Callable[
     assert check_release(tag, read_members(small_workspace_dir), index=index, root=small_workspace_dir).name == "lt-mid"
 
 
-@pytest.mark.guarantee("release-consistency")
 @pytest.mark.parametrize(
     ("tag", "message"),
     [
@@ -224,7 +222,6 @@ def test_a_tag_of_another_commit(small_workspace_dir: Path, commit: Callable[...
         check_release(tag, read_members(small_workspace_dir), index=index, root=small_workspace_dir)
 
 
-@pytest.mark.guarantee("release-consistency")
 def test_a_changelog_that_was_forgotten(small_workspace_dir: Path, commit: Callable[..., None], index: str) -> None:
     """The version was moved by hand."""
     replace_text(small_workspace_dir / "packages/lt-mid/pyproject.toml", '"0.1.0"', '"0.1.1"')
@@ -244,7 +241,6 @@ def test_a_range_that_excludes_what_stands_here(
         check_release(tag, read_members(small_workspace_dir), index=index, root=small_workspace_dir)
 
 
-@pytest.mark.guarantee("release-consistency")
 def test_a_sibling_that_is_not_released(small_workspace_dir: Path, commit: Callable[..., None], index: str) -> None:
     tag = release(small_workspace_dir, commit, "lt-top", "patch")
     with pytest.raises(ToolError, match=r"it requires lt-mid.*and the index has none; release lt-mid first"):
@@ -263,7 +259,6 @@ def test_a_version_that_is_out_already(small_workspace_dir: Path, commit: Callab
         check_release(tag, read_members(small_workspace_dir), index=index, root=small_workspace_dir)
 
 
-@pytest.mark.guarantee("semver")
 def test_a_tag_that_is_too_near_to_the_last_one(
     small_workspace_dir: Path, commit: Callable[..., None], index: str
 ) -> None:

@@ -173,7 +173,6 @@ def test_the_index_has_two_releases_of_lt_data_and_one_of_lt_ckpt(released_works
 VERSION_SCRIPT = "import lt_data, importlib.metadata as m; print(m.version('lt-data'), 'answer' in dir(lt_data))"
 
 
-@pytest.mark.guarantee("pinned-releases")
 def test_one_pins_the_old_and_one_takes_the_new(released_workspace: ReleaseWorkspace) -> None:
     old, _ = released_workspace.create_environment("old", "lt-data==0.1.0", "lt-ckpt")
     new, _ = released_workspace.create_environment("new", "lt-data")
@@ -195,7 +194,6 @@ def test_one_pins_the_old_and_one_takes_the_new(released_workspace: ReleaseWorks
     )
 
 
-@pytest.mark.guarantee("pinned-releases")
 def test_what_was_released_before_keeps_the_lt_data_that_it_knows(released_workspace: ReleaseWorkspace) -> None:
     """lt-trainer 0.1.0 allows lt-data below 0.2, so a Trainium environment stays on 0.1.0, beside torch 2.9."""
     wanted = released_workspace.root.parent / "trn1.in"
@@ -219,7 +217,6 @@ def test_what_was_released_before_keeps_the_lt_data_that_it_knows(released_works
     assert found["torch"].startswith("2.9.")
 
 
-@pytest.mark.guarantee("oldest-siblings")
 def test_the_oldest_siblings_that_are_allowed_have_what_is_imported(
     released_workspace: ReleaseWorkspace, tmp_path: Path
 ) -> None:
@@ -236,7 +233,6 @@ def test_the_oldest_siblings_that_are_allowed_have_what_is_imported(
     assert "lt_data has no answer" in told, "what only 0.2 has, while 0.1 is allowed"
 
 
-@pytest.mark.guarantee("pinned-releases")
 @pytest.mark.slow
 def test_a_trainium_environment_with_torch_2_9(released_workspace: ReleaseWorkspace) -> None:
     python, found = released_workspace.create_environment("trn1", "lt-trainer-neuron", "lt-data[torch]", "torch==2.9.*")

@@ -22,7 +22,6 @@ MEMBERS = read_members()
 CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
 
 
-@pytest.mark.guarantee("imports-declared")
 def test_the_packages_here_pass() -> None:
     assert find_range_problems(MEMBERS) == []
     assert [text for member in MEMBERS.values() for text in find_undeclared_imports(member, MEMBERS)] == []
@@ -65,7 +64,6 @@ def test_the_next_version_that_may_break(version: str, after: str) -> None:
     assert next_breaking_version(Version(version)) == Version(after)
 
 
-@pytest.mark.guarantee("imports-declared")
 @pytest.mark.parametrize(
     "statement",
     [
@@ -120,7 +118,6 @@ def __getattr__(name): ...
 """
 
 
-@pytest.mark.guarantee("oldest-siblings")
 def test_a_name_that_the_oldest_sibling_does_not_have_is_missed(small_workspace_dir: Path) -> None:
     """`import lt_mid` alone would notice none of these."""
     base, mid = small_workspace_dir / "packages/lt-base/src/lt_base", small_workspace_dir / "packages/lt-mid/src/lt_mid"
@@ -163,7 +160,6 @@ def test_every_package_stands_in_a_layer() -> None:
     assert sorted(named) == sorted(member.module for member in MEMBERS.values())
 
 
-@pytest.mark.guarantee("imports-declared")
 def test_an_import_across_the_layers(tmp_path: Path) -> None:
     """The contracts of the workspace on its own sources, with one line added to lt-data in a copy."""
     _layers(tmp_path, *LAYERS[0])

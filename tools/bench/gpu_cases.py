@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from lt_model import LlamaConfig, preset
-from lt_trainer.config import load
-from lt_trainer.planning import layout_from_recipe, plan_memory
+from lt_trainer.config.recipe import load
+from lt_trainer.planning.layout import layout_from_recipe
+from lt_trainer.planning.memory import plan_memory
 
 MARK_PEAK_FLOPS = 989e12
 """Dense bfloat16 FLOP/s of an H100 SXM or H200, over which the marks are stated."""

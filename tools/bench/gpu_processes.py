@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lt_trainer.tuning import OUT_OF_MEMORY
+from lt_trainer.tuning.probe import OUT_OF_MEMORY
 
 ROOT = Path(__file__).resolve().parents[2]
 RESERVE_S = 5.0

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpu_sensors import GpuMonitor, StepTimer, gpu_query, synchronize, time_call
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from lt_model import LlamaConfig
-    from lt_trainer.config import Recipe
+    from lt_trainer.config.sections.recipe import Recipe
     from lt_trainer.engine import Engine, StepBatch
 
 OPENING_STAGE = "opening the engine"
@@ -143,7 +144,7 @@ def matmul(spec: dict[str, Any]) -> dict[str, Any]:
 
 def prepare_recipe(spec: dict[str, Any]) -> Recipe:
     """Return the recipe of a run whose step is one micro-batch of `spec`; set the engine's environment variables."""
-    from lt_trainer.config import load
+    from lt_trainer.config.recipe import load
     from lt_trainer.engine import World
     from lt_trainer_gpu.spec import SPEC
 
@@ -163,7 +164,7 @@ def prepare_recipe(spec: dict[str, Any]) -> Recipe:
 def model_config(spec: dict[str, Any], recipe: Recipe) -> LlamaConfig:
     """Return the model of a recipe, with the vocabulary of its preset."""
     from lt_model import preset
-    from lt_trainer.config import llama_config
+    from lt_trainer.config.recipe import llama_config
 
     return llama_config(recipe, preset(spec["preset"]).vocab_size)
 
@@ -193,7 +194,8 @@ def batch_of_rows(ids: np.ndarray, document_tokens: int) -> StepBatch:
     """
     import numpy as np
 
-    from lt_trainer.testing.layouts import step_batch
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "helpers"))
+    from lt_test_helpers.layouts import step_batch
 
     shape = (1, ids.shape[1], ids.shape[2] - 1)
     counting = np.arange(shape[2], dtype=np.int32)
@@ -247,7 +249,8 @@ def memory_stats(device: torch.device) -> dict[str, Any]:
 
 def memory_plan(recipe: Recipe, config: LlamaConfig) -> dict[str, Any]:
     """Return the memory plan of `lt train plan` for one GPU with this recipe, to compare with the measured peak."""
-    from lt_trainer.planning import layout_from_recipe, plan_memory
+    from lt_trainer.planning.layout import layout_from_recipe
+    from lt_trainer.planning.memory import plan_memory
 
     plan = plan_memory(config, recipe.data.seq_len, layout_from_recipe(recipe, devices=1, nodes=1))
     return {"peak_bytes": plan.peak, "moment": plan.peak_phase, "parts": dict(plan.parts)}

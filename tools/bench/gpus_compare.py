@@ -14,7 +14,7 @@ import numpy as np
 from gpus_layouts import Tolerance
 from gpus_worker import AFTER_FIRST, AFTER_LAST, BEFORE, read_slices
 
-from lt_trainer.testing.layouts import NamedTensors, assemble
+from lt_test_helpers.layouts import NamedTensors, assemble
 
 
 def read_state(folder: Path, moment: int, ranks: int) -> NamedTensors:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from lt_model import PRESETS
-from lt_trainer.planning import layout_from_recipe, plan_memory
-from lt_trainer.training import resolve_bench_recipe
+from lt_trainer.planning.layout import layout_from_recipe
+from lt_trainer.planning.memory import plan_memory
+from lt_trainer.training.benchmark import resolve_bench_recipe
 
 PP, INTERLEAVED = ("parallel.pp=2",), ("parallel.pp=2", "engine.gpu.pipeline_stages_per_rank=2")
 TP, SP = ("parallel.tp=2",), ("parallel.tp=2", "parallel.sequence_parallel=true")

@@ -19,12 +19,14 @@ from typing import Any
 import numpy as np
 
 from lt_ckpt import Shard
-from lt_trainer.config import llama_config, load
+from lt_trainer.config.recipe import llama_config, load
 from lt_trainer.engine import StepMetrics, World
-from lt_trainer.testing import layouts
-from lt_trainer.testing.layouts import StateSlice
-from lt_trainer.training import resolve_bench_recipe, run_benchmark
+from lt_trainer.training.benchmark import resolve_bench_recipe, run_benchmark
 from lt_trainer_gpu.spec import SPEC
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "helpers"))
+from lt_test_helpers import layouts
+from lt_test_helpers.layouts import StateSlice
 
 BEFORE, AFTER_FIRST, AFTER_LAST = range(3)
 """Moments whose state ranks write: before training, after the first and after the last step."""

@@ -19,9 +19,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from lt_trainer.config import MetricsOptions
-from lt_trainer.observability.monitor import GpuSampler, GpusUnavailableError, HostSampler, load_nvml
-from lt_trainer.observability.sinks import RunInfo, open_sinks
+from lt_trainer.config.sections.metrics import MetricsOptions
+from lt_trainer.observability.monitor.host import HostSampler
+from lt_trainer.observability.monitor.nvml import GpuSampler, GpusUnavailableError, load_nvml
+from lt_trainer.observability.sinks.registry import open_sinks
+from lt_trainer.observability.sinks.sink import RunInfo
 from lt_trainer.timing import STEP_PARTS, HostStopwatch
 
 RECORD = dict.fromkeys(("loss", "learning_rate", "grad_norm", "tokens_per_sec", "mfu", "hfu", "memory_gib"), 1.5)

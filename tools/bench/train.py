@@ -75,9 +75,11 @@ def learning_rate(step: int) -> float:
 
 def make_lt_step(seed: int, seq_len: int, *, compiled: bool) -> Any:
     """Return the step function of our engine."""
-    from lt_trainer.config import llama_config, load
+    from lt_trainer.config.recipe import llama_config, load
     from lt_trainer.engine import World
-    from lt_trainer.testing.layouts import step_batch
+
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "helpers"))
+    from lt_test_helpers.layouts import step_batch
     from lt_trainer_gpu.spec import SPEC
 
     base = {

@@ -82,7 +82,6 @@ def test_the_checkpoint_is_that_of_a_save_in_the_foreground(fast_path, toy):
     toy.check(ours)
 
 
-@pytest.mark.guarantee("background-save-parity")
 def test_it_is_the_state_of_the_moment(fast_path, toy, monkeypatch):
     state = toy.state(1)
     saver = AsyncRankSaver()
@@ -271,7 +270,6 @@ while True:
 """
 
 
-@pytest.mark.guarantee("background-save-kill")
 @pytest.mark.parametrize("seed", range(3))
 def test_kill_9_at_a_random_moment(tmp_path, toy, seed):
     rng, last = random.Random(seed), 0

@@ -169,7 +169,6 @@ def fail_at(kind: str, model: Path, models: Any, folder: Path, monkeypatch: Any,
     return dry.counts
 
 
-@pytest.mark.guarantee("convert-atomic")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_failing_call_leaves_nothing_or_all(fast_path, model, models, monkeypatch, kind):
     rng = random.Random(kind)
@@ -180,7 +179,6 @@ def test_a_failing_call_leaves_nothing_or_all(fast_path, model, models, monkeypa
     fail_at(kind, model, models, fast_path, monkeypatch, some)
 
 
-@pytest.mark.guarantee("convert-atomic")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_failing_call_leaves_nothing_or_all(fast_path, model, models, monkeypatch, writing, kind):
@@ -284,7 +282,6 @@ def kept(node: Any, parts: tuple[str, ...]) -> Any:
     return node
 
 
-@pytest.mark.guarantee("convert-atomic")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_power_cut_leaves_nothing_or_all(fast_path, model, models, monkeypatch, writing, kind):
     """Nothing gets its name before it is on the disk, and what was returned as made is on the disk under its name."""

@@ -88,7 +88,6 @@ def left(root):
     return [step for step, path in reversed(list_steps(root)) if path.name == f"step-{step:08d}"]
 
 
-@pytest.mark.guarantee("retention")
 def test_prune_keeps_the_last_the_multiples_and_the_protected(tmp_path, toy):
     for step in range(10):
         toy.save(tmp_path, step)
@@ -143,7 +142,6 @@ def ten(memory, toy):
     return {step: toy.save(memory / "ten", step) for step in range(10)}
 
 
-@pytest.mark.guarantee("retention")
 @settings(max_examples=40, deadline=None)
 @given(
     states=st.lists(st.sampled_from(["none", "good", "good", "flipped", "cut", "no COMMIT"]), min_size=10, max_size=10),
@@ -284,7 +282,6 @@ def test_no_wall_clock_sweeps_the_save_of_a_living_process_here(tmp_path, monkey
     assert tmp.exists()
 
 
-@pytest.mark.guarantee("clock-jump")
 def test_the_wall_clock_decides_nothing_about_checkpoints(tmp_path, toy):
     """The clock lies in 2077, goes backwards from save to save and jumps again; files have times as wrong."""
     paths = {}

@@ -82,7 +82,6 @@ def is_the_same(place: Path, model: Path) -> bool:
     return same and all(c.is_equal for c in compare(original, opened))
 
 
-@pytest.mark.guarantee("convert-verify")
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(data=st.data())
@@ -124,7 +123,6 @@ def test_any_damage_is_found_or_changes_nothing(made, name, data):
             path.write_bytes(content)
 
 
-@pytest.mark.guarantee("convert-verify")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_flipped_bit_of_any_tensor(made, name):
     """A bit in each of fifteen places of tensors: found without `--against` wherever there are checksums."""

@@ -93,7 +93,6 @@ def test_a_read_only_folder_is_said_and_the_checkpoints_stay_readable(fast_path,
     toy.check(found)
 
 
-@pytest.mark.guarantee("save-atomic")
 def test_the_order_of_a_save(fast_path, toy, calls, monkeypatch, writing):
     with calls.recording(monkeypatch):
         save(fast_path, toy, 3)
@@ -210,7 +209,6 @@ class Disk:
                 self.leave(folder / name, child)
 
 
-@pytest.mark.guarantee("save-atomic")
 def test_a_power_cut_at_any_call_leaves_the_old_or_the_new_one(fast_path, toy, monkeypatch, writing):
     """Everything that was not fsynced is lost, at every point of two saves in turn."""
     live, cut = fast_path / "live", fast_path / "cut"
@@ -269,7 +267,6 @@ def save_for_nxd(root: Path, step: int, *, xser: bool) -> Path:
     return commit_save(tmp, world_size=1, metadata=CheckpointMetadata(step=step, model=config.to_dict()))
 
 
-@pytest.mark.guarantee("nxd-checkpoint-safety")
 @pytest.mark.parametrize("xser", [False, True], ids=["plain", "xser"])
 def test_a_power_cut_while_nxds_files_are_written(fast_path, monkeypatch, xser):
     """The old one or the new one, for us and for NxD, which takes what has its marker `done`."""

@@ -113,7 +113,6 @@ write_preflight(begin_preflight({root!r}, world_size=1), rank=0, required_bytes=
 """
 
 
-@pytest.mark.guarantee("file-modes")
 @pytest.mark.parametrize(
     ("umask", "file_mode", "folder_mode"),
     [(0o022, 0o644, 0o755), (0o027, 0o640, 0o750), (0o002, 0o664, 0o775), (0o077, 0o600, 0o700)],

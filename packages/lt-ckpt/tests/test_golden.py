@@ -3,14 +3,11 @@
 import json
 from pathlib import Path
 
-import pytest
-
 from lt_ckpt import Checkpoint, OptimizerRecord, find_latest_valid, verify
 
 GOLDEN = Path(__file__).parent / "data" / "v1"
 
 
-@pytest.mark.guarantee("format-v1")
 def test_version_1_is_read(toy):
     found, rejected = find_latest_valid(GOLDEN)
     assert found is not None

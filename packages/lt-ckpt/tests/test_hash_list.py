@@ -32,7 +32,6 @@ def files_of(folder: Path) -> list[str]:
     return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file() and p.name != HASH_LIST)
 
 
-@pytest.mark.guarantee("hash-lists")
 @pytest.mark.parametrize("name", FOLDERS)
 def test_a_written_folder_has_the_hash_of_each_file(made, name):
     folder = made[name]
@@ -54,7 +53,6 @@ def damages_of(folder: Path) -> list[str]:
         return [str(exc)]
 
 
-@pytest.mark.guarantee("hash-lists")
 @pytest.mark.parametrize("name", FOLDERS)
 def test_every_damage_of_a_listed_folder_is_found(made, name, fast_path):
     """A bit in any place, a cut, a deletion, an exchange, an added file: of tensors, padding and model files alike."""

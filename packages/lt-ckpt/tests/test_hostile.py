@@ -181,7 +181,6 @@ def fuzz(every, name: str, seed: int, n: int) -> dict[str, int]:
     return results
 
 
-@pytest.mark.guarantee("hostile-files")
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_changed_file_is_refused_or_read(every, name):
     results = fuzz(every, name, SEED, CHANGES)
@@ -192,7 +191,6 @@ def _waits_for_ever(*_: object) -> None:
     raise AssertionError("it waits for a writer of the pipe")
 
 
-@pytest.mark.guarantee("hostile-files")
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_pipe_in_the_place_of_a_file_is_refused_at_once(every, name):
     place, rng = every[name], random.Random(name)
@@ -216,7 +214,6 @@ def test_a_pipe_in_the_place_of_a_file_is_refused_at_once(every, name):
     use(place, every["model"])
 
 
-@pytest.mark.guarantee("hostile-files")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_many_changed_files(every, name):
@@ -288,7 +285,6 @@ def replaced(path: Path, data: bytes) -> None:
             new.writestr(name, data if name.endswith("data.pkl") else content)
 
 
-@pytest.mark.guarantee("hostile-files")
 @pytest.mark.parametrize(
     ("name", "file"),
     [
@@ -325,7 +321,6 @@ def tree(folder: Path) -> dict[str, tuple[int, int]]:
     return {str(path): (stat.st_size, stat.st_mtime_ns) for path, stat in found.items() if path.name != "out"}
 
 
-@pytest.mark.guarantee("hostile-files")
 def test_nothing_is_read_or_written_outside_of_the_folders(every, tmp_path):
     """Names that lead out: in an index, a `.metadata`, a manifest, a tag, a tokenizer's file, the output's own path."""
     (tmp_path / "secret.safetensors").write_bytes((every["hf"] / "model.safetensors").read_bytes())
@@ -457,7 +452,6 @@ BOMBS = """
 """
 
 
-@pytest.mark.guarantee("hostile-files")
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the memory in use cannot be asked for here")
 def test_bombs_take_little_memory_and_time(every, tmp_path):
     """All in one process that may take 256 MiB more than what it has after its imports."""

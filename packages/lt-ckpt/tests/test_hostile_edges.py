@@ -61,7 +61,6 @@ def fill(text: str, **places: Path) -> str:
     return text.format(**places)
 
 
-@pytest.mark.guarantee("hostile-files")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_path_of_a_command(command: str, good: Path, tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in good.iterdir()}

@@ -43,7 +43,6 @@ def test_a_good_checkpoint_verifies_with_progress(copy, toy):
     assert [done for done, _, _ in seen] == sorted(done for done, _, _ in seen)
 
 
-@pytest.mark.guarantee("checkpoint-hashes")
 def test_every_flipped_byte_is_found(saved, memory):
     """A random bit of every third byte of the tensor files and of every ninth of the others, one at a time."""
     rng = random.Random(0)

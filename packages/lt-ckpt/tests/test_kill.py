@@ -97,13 +97,11 @@ def kills(root: Path, toy, seed: int, n: int) -> Counter[str]:
     return when
 
 
-@pytest.mark.guarantee("kill-resume", "save-kill")
 @pytest.mark.parametrize("seed", range(3))
 def test_kill_9_at_a_random_moment(tmp_path, toy, seed):
     kills(tmp_path, toy, seed, 2)
 
 
-@pytest.mark.guarantee("save-kill")
 @pytest.mark.slow
 def test_many_kills(tmp_path, toy):
     when = kills(tmp_path, toy, 1000 + SEED, KILLS)

@@ -129,7 +129,6 @@ def kill_with_finished_files(source: Path, out: Path, kind: str, n_files: int = 
     raise AssertionError("no file was finished")
 
 
-@pytest.mark.guarantee("convert-killed")
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_a_killed_conversion_goes_on(source, fast_path, kind):
     rng = random.Random(f"{SEED} {kind}")
@@ -139,7 +138,6 @@ def test_a_killed_conversion_goes_on(source, fast_path, kind):
         assert go_on(source, fast_path / "again" / "out", kind, content(fast_path / "undisturbed" / "out"))
 
 
-@pytest.mark.guarantee("convert-killed")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_a_conversion_killed_at_any_point_goes_on(source, fast_path, kind):
@@ -148,7 +146,6 @@ def test_a_conversion_killed_at_any_point_goes_on(source, fast_path, kind):
     sys.stdout.write(f"{kind}: {kept} finished files kept\n")
 
 
-@pytest.mark.guarantee("convert-killed")
 def test_another_command_starts_anew(source, fast_path):
     make(source, fast_path / "undisturbed", "hf in shards, cast")
     finished = kill_with_finished_files(source, fast_path / "out", "hf in shards")
@@ -235,7 +232,6 @@ def test_every_process_describes_a_job_alike_and_no_two_jobs_are_alike(source, m
     assert len(set(here)) == len(OPTIONS)
 
 
-@pytest.mark.guarantee("convert-killed")
 def test_one_in_use_is_refused(source, fast_path):
     kill_with_finished_files(source, fast_path / "out", "hf in shards")
     before = content(fast_path)
@@ -267,7 +263,6 @@ def plant(hidden: Path, what: str, theirs: Path) -> None:
         (hidden / "output").symlink_to(theirs)
 
 
-@pytest.mark.guarantee("convert-killed")
 @pytest.mark.parametrize("what", ["link", "file", "notes", "output", "journal", "output is a link"])
 def test_what_no_conversion_made_stays(source, fast_path, what):
     theirs, hidden = fast_path / "theirs", fast_path / ".out.converting"

@@ -31,7 +31,6 @@ def unfinished(root: Path) -> list[Path]:
     return sorted(root.glob(".tmp-step-*"))
 
 
-@pytest.mark.guarantee("save-kill")
 @pytest.mark.parametrize(
     ("call", "when"),
     [("write_file", "die()"), ("write_all_", "die()"), ("rename", "die()")],

@@ -151,7 +151,6 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
     return lambda name: root / name if (root / name).exists() else make(root / name, name)
 
 
-@pytest.mark.guarantee("convert-model-files")
 @pytest.mark.parametrize("through_format", FORMATS)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_file_of_a_published_model_comes_back(tmp_path: Path, published, name: str, through_format: str) -> None:
@@ -162,7 +161,6 @@ def test_every_file_of_a_published_model_comes_back(tmp_path: Path, published, n
         assert list(find_differences(open_source(path), open_source(start))) == []
 
 
-@pytest.mark.guarantee("convert-model-files")
 @pytest.mark.parametrize("name", MODELS)
 def test_generation_stops_at_each_end_of_text(tmp_path: Path, published, name: str) -> None:
     ids = eos_ids(PUBLISHED[name])
@@ -189,7 +187,6 @@ CHANGES: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.guarantee("convert-model-files")
 @pytest.mark.parametrize("change", CHANGES)
 def test_verify_against_finds_what_differs(tmp_path: Path, published, monkeypatch, capsys, change: str) -> None:
     from lt_ckpt.__main__ import main
@@ -246,7 +243,6 @@ def test_files_beside_a_given_configuration_belong_to_the_model(tmp_path: Path, 
 TEMPLATES = {"default": "{{ messages[0].content }}", "tool_use": "{{ tools }}", "rag-2.0_x": "{{ documents }}"}
 
 
-@pytest.mark.guarantee("convert-model-files")
 @pytest.mark.parametrize("through_format", ["lt", "nxd tag", "dcp", "pt"])
 def test_named_chat_templates_come_back(tmp_path: Path, published, through_format: str) -> None:
     from transformers import AutoTokenizer

@@ -125,7 +125,6 @@ print(sorted(where))
 """
 
 
-@pytest.mark.guarantee("disk-full")
 @pytest.mark.parametrize("fill", [FILL_BYTES, FILL_INODES], ids=["bytes", "inodes"])
 def test_a_full_disk_at_every_write_of_a_save(in_own_mounts, fill):
     out = in_own_mounts('mount("size=4m,nr_inodes=500")' + fill + SAVE_ON_A_FULL_DISK)

@@ -116,7 +116,6 @@ def test_copies_on_other_ranks_hold_the_same_bytes(case, part, cut):
                 assert copy.tobytes() == reader.read(group, name, box).tobytes()
 
 
-@pytest.mark.guarantee("nxd-fidelity")
 @pytest.mark.parametrize(("case", "part", "cut"), CASES)
 def test_we_write_what_nxd_wrote_key_for_key_and_bit_for_bit(case, part, cut, tmp_path):
     out = convert(*(lambda s: (s, nxd_target(s, cut)))(open_hf(case / "hf")), tmp_path / "out")
@@ -140,7 +139,6 @@ def folder_of(folder):
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.guarantee("nxd-fidelity")
 @pytest.mark.parametrize(("case", "part", "cut"), CASES)
 def test_back_to_hugging_face_bit_for_bit(case, part, cut, tmp_path):
     opened = open_nxd(case / part, config=config_of(case))

@@ -225,7 +225,6 @@ def of_torch(group: str, key: str, tensor: Any, shape: tuple[int, ...], first: i
     return shard(group, key, dtype, shape, first, raw)
 
 
-@pytest.mark.guarantee("nxd-checkpoints")
 @pytest.mark.parametrize("xser", [False, True], ids=["plain", "xser"])
 @pytest.mark.parametrize("name", ["nxd-plain", "nxd-plain-fp32"])
 def test_our_checkpoint_holds_the_files_that_nxd_itself_writes(name, xser, tmp_path):
@@ -283,7 +282,6 @@ def runs(draw: Callable[..., Any]) -> tuple[LlamaConfig, NxdOptions, int, dict[s
     return config, options, draw(st.sampled_from([1, 2, 3, 7])), flags
 
 
-@pytest.mark.guarantee("nxd-checkpoints")
 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(run=runs())
 def test_any_cut_of_any_model_comes_back_bit_for_bit(run, fast_path):
@@ -409,7 +407,6 @@ def saved(memory, models):
     return save(memory / "damaged", parts_of(config, NxdOptions(tp=2, xser=True), 1), state)
 
 
-@pytest.mark.guarantee("nxd-checkpoint-safety")
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(data=st.data())
 def test_any_bit_and_any_file_is_missed(saved, data):

@@ -156,7 +156,6 @@ def test_copies_show_ranks_that_went_apart():
     assert "model.layers.0.input_layernorm.weight" in unlike_copies(opened, "exp_avg")
 
 
-@pytest.mark.guarantee("nxd-zero1")
 @pytest.mark.parametrize("folder", CASES)
 def test_masters_cast_to_the_weights_dtype_are_the_weights(folder, tmp_path):
     saved, masters = open_nxd(folder, config=CONFIG), open_nxd(folder, config=CONFIG, master_weights=True)
@@ -206,7 +205,6 @@ def resplit_of(folder, work, dp, **options):
     return whole
 
 
-@pytest.mark.guarantee("nxd-zero1")
 @pytest.mark.parametrize("folder", [case.values[0] for case in CASES])
 def test_dp_2_to_1_to_4_to_2_ends_with_nxds_own_files(folder, tmp_path):
     original = open_nxd(folder, config=CONFIG).root
@@ -554,7 +552,6 @@ def test_hugging_face_is_made_of_a_step(tmp_path):
         assert read(made, "weights", key).tobytes() == tensor.contiguous().numpy().tobytes()
 
 
-@pytest.mark.guarantee("nxd-zero1")
 @pytest.mark.parametrize("folder", CASES)
 def test_a_checkpoint_of_ours_gets_moments_masters_and_step(folder, tmp_path):
     """What a run goes on from: strictly the groups and tensors that a trainer expects, at the step of the optimizer."""

@@ -67,7 +67,6 @@ def everything(source):
         }
 
 
-@pytest.mark.guarantee("nxd-zero1")
 @pytest.mark.parametrize("xser", [False, True], ids=["plain", "xser"])
 @pytest.mark.parametrize("name", ["nxd-plain", "nxd-plain-fp32"])
 def test_through_our_checkpoint_nxds_own_files_come_back(name, xser, tmp_path):
@@ -87,7 +86,6 @@ def test_through_our_checkpoint_nxds_own_files_come_back(name, xser, tmp_path):
     assert (back / "step_3" / "done").is_file()
 
 
-@pytest.mark.guarantee("nxd-zero1")
 @pytest.mark.parametrize(
     ("cut", "dp"),
     [

@@ -89,7 +89,6 @@ def assert_equal(a: Path, b: Path, config: Path) -> None:
     assert list(find_replica_mismatches(right)) == []
 
 
-@pytest.mark.guarantee("convert-round-trip")
 @pytest.mark.parametrize(("first", "second"), list(itertools.permutations(FORMATS, 2)))
 @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(data=st.data())
@@ -109,7 +108,6 @@ def test_there_and_back_is_the_same_bits(first: str, second: str, data: st.DataO
 SHAPE: dict[str, Any] = {"vocab_size": 24, "hidden_size": 24, "intermediate_size": 8, "n_heads": 12, "n_kv_heads": 2}
 
 
-@pytest.mark.guarantee("convert-round-trip")
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("kind", ["hf", "lt", "dcp", "pt"])
 @pytest.mark.parametrize(

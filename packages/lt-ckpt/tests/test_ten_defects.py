@@ -54,7 +54,6 @@ from lt_ckpt.tensorfile import read_header
 MARKERS = {"lt": ["COMMIT"], "dcp": [".metadata"], "nxd gqa": ["checkpoint", "done"]}
 
 
-@pytest.mark.guarantee("known-defects")
 @pytest.mark.parametrize("name", MARKERS)
 def test_01_a_marker_comes_after_its_bytes_and_after_everything_else(fast_path, models, calls, monkeypatch, name):
     source = models.make(fast_path / "src")
@@ -81,7 +80,6 @@ def test_01_a_marker_comes_after_its_bytes_and_after_everything_else(fast_path, 
     ]
 
 
-@pytest.mark.guarantee("known-defects")
 @pytest.mark.parametrize("call", ["pwrite", "fsync"])
 def test_02_an_error_of_a_writing_thread_ends_the_save(fast_path, toy, monkeypatch, writing, call):
     """The thread that writes a big file, and the one that writes while training goes on."""
@@ -126,7 +124,6 @@ def test_02_an_error_of_a_writing_thread_ends_the_save(fast_path, toy, monkeypat
     assert (found.step, rejected) == (1, [])
 
 
-@pytest.mark.guarantee("known-defects")
 def test_03_single_numbers_and_integers_keep_their_bits(tmp_path, toy):
     values = {
         "a": ("F32", np.array(7.0, "<f4")),
@@ -163,7 +160,6 @@ def test_03_single_numbers_and_integers_keep_their_bits(tmp_path, toy):
                 assert theirs.get_tensor(name).shape == array.shape
 
 
-@pytest.mark.guarantee("known-defects")
 def test_04_every_file_is_readable_and_the_index_tells_the_truth(tmp_path, models):
     """Plain values have a place of their own, views are read as what they show, the index counts tensors' bytes."""
     from safetensors import safe_open
@@ -201,7 +197,6 @@ def test_04_every_file_is_readable_and_the_index_tells_the_truth(tmp_path, model
     assert index["weight_map"] == held
 
 
-@pytest.mark.guarantee("known-defects")
 def test_05_a_save_over_an_older_one_is_never_a_mixture(fast_path, toy, calls, monkeypatch):
     def again(root):
         tmp = begin_save(root, step=1, world_size=2)
@@ -238,7 +233,6 @@ class Runs:
         return open, (str(self.path), "w")
 
 
-@pytest.mark.guarantee("known-defects")
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_06_no_code_of_a_checkpoint_is_executed(tmp_path, models):
     source = models.make(tmp_path / "src")
@@ -294,7 +288,6 @@ def with_object(raw: bytes, key: str, file: str, n_bytes: int) -> bytes:
     return first + text("planner_data") + second + text("storage_meta") + third
 
 
-@pytest.mark.guarantee("known-defects")
 def test_07_a_flipped_bit_is_found_wherever_the_format_can_tell(tmp_path, models):
     """In the middle of every tensor of every format; which of them can tell is in `test_every_damage.py`."""
     from lt_ckpt.cli import verify as command
@@ -313,7 +306,6 @@ def test_07_a_flipped_bit_is_found_wherever_the_format_can_tell(tmp_path, models
             command(str(out), source / "config.json")
 
 
-@pytest.mark.guarantee("known-defects")
 def test_08_nothing_is_cast_and_nothing_is_ignored(tmp_path, toy, models):
     made = Checkpoint.open(toy.save(tmp_path, 1))
     wanted = {"weights": made.specs("weights")}
@@ -332,7 +324,6 @@ def test_08_nothing_is_cast_and_nothing_is_ignored(tmp_path, toy, models):
     assert {spec.dtype for spec in specs.values()} == {"BF16"}
 
 
-@pytest.mark.guarantee("known-defects")
 @pytest.mark.parametrize(("umask", "file_mode", "folder_mode"), [(0o022, 0o644, 0o755), (0o007, 0o660, 0o770)])
 def test_09_others_may_read_what_the_umask_lets_them(tmp_path, toy, models, umask, file_mode, folder_mode):
     before = os.umask(umask)
@@ -350,7 +341,6 @@ def test_09_others_may_read_what_the_umask_lets_them(tmp_path, toy, models, umas
     assert n_files > 300
 
 
-@pytest.mark.guarantee("known-defects")
 def test_10_a_script_without_a_main_guard_is_run_once(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(
@@ -378,7 +368,6 @@ def test_10_a_script_without_a_main_guard_is_run_once(tmp_path):
     assert (found.step, rejected) == (2, [])
 
 
-@pytest.mark.guarantee("known-defects")
 def test_11_a_background_save_that_failed_is_not_committed(tmp_path, toy):
     toy.save(tmp_path, 1)
     tmp = begin_save(tmp_path, step=2, world_size=1)
@@ -415,7 +404,6 @@ def test_11_a_background_save_that_failed_is_not_committed(tmp_path, toy):
     assert (found.step, rejected) == (2, [])
 
 
-@pytest.mark.guarantee("known-defects")
 def test_12_crashed_saves_are_not_counted_as_kept(tmp_path, toy):
     good = toy.save(tmp_path, 1)
     for step in range(2, 6):  # four that lost a file each, as a crash of another writer would leave them

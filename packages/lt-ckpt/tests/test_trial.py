@@ -126,7 +126,6 @@ def test_a_rank_that_cannot_write_ends_the_wait_at_once(tmp_path, calls, monkeyp
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.guarantee("save-preflight")
 @pytest.mark.parametrize("position", [20, -1])
 def test_a_file_that_is_seen_otherwise_than_written_is_noticed(tmp_path, position):
     tmp = begin_preflight(tmp_path, world_size=2)

@@ -334,7 +334,6 @@ def try_damages(case: Case, kind: str, n: int, tmp: Path, seed: int) -> Counter[
     return results
 
 
-@pytest.mark.guarantee("verified-reads")
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_damaged_byte_is_refused_or_not_passed_on(cases, name, fast_path, capsys):
     """A seeded sample; all damages are in the slow set."""
@@ -428,7 +427,6 @@ def test_a_flipped_bit_of_a_reference_file_is_found(cases, fast_path):
         case.open(place)
 
 
-@pytest.mark.guarantee("verified-reads")
 def test_a_named_step_is_refused_and_a_run_says_which_step_it_takes(cases, fast_path, main):
     run = fast_path / "run" / "checkpoints"
     step = shutil.copytree(cases["lt"].path, run / cases["lt"].path.name)

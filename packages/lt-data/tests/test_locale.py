@@ -117,7 +117,6 @@ def latin_locale(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"LOCPATH": str(folder)}
 
 
-@pytest.mark.guarantee("locale")
 @pytest.mark.parametrize("name", ENVIRONMENTS)
 def test_the_store_is_the_same_and_every_command_prints(
     reference: Path, inspected: object, name: str, request: pytest.FixtureRequest

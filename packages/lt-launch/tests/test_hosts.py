@@ -22,7 +22,6 @@ def test_a_hostfile_with_everything() -> None:
     )
 
 
-@pytest.mark.guarantee("rank-order")
 def test_rank_order_is_the_order_of_the_lines_for_1_to_256_unpadded_names() -> None:
     """node10 sorts before node2 as text; nothing here sorts."""
     for count in range(1, 257):

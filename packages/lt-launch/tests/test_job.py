@@ -91,7 +91,6 @@ def test_names_that_every_target_takes(name: str) -> None:
     assert job(name).name == name
 
 
-@pytest.mark.guarantee("no-secrets")
 @pytest.mark.parametrize(
     "name",
     [
@@ -122,7 +121,6 @@ def test_variables_that_only_sound_like_secrets_are_taken(name: str) -> None:
     assert job(env={name: "1"}).env == {name: "1"}
 
 
-@pytest.mark.guarantee("no-secrets")
 @pytest.mark.parametrize(
     "line",
     [
@@ -148,7 +146,6 @@ def test_a_secret_in_the_word_after_its_option_is_refused() -> None:
     assert "hush" not in str(caught.value)
 
 
-@pytest.mark.guarantee("no-secrets")
 @pytest.mark.parametrize("value", ["hf_" + "x" * 34, "postgres://me:hush-hush@db/x", "Bearer hush-hush-hush-hush"])
 def test_a_variable_of_any_name_whose_value_is_a_secret_is_refused(value: str) -> None:
     with pytest.raises(RecipeError, match="looks like a secret") as caught:

@@ -62,7 +62,6 @@ def repository(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.guarantee("no-secrets")
 def test_of_untracked_files_name_size_and_hash_are_kept(repository: Path) -> None:
     (repository / "train.py").write_text("one\nchanged\n")
     (repository / "notes").write_text("hush-hush")
@@ -78,7 +77,6 @@ def test_of_untracked_files_name_size_and_hash_are_kept(repository: Path) -> Non
     }
 
 
-@pytest.mark.guarantee("no-secrets")
 def test_the_patch_with_untracked_files_makes_a_clean_clone_what_ran(repository: Path, tmp_path: Path) -> None:
     (repository / "train.py").write_text("one\nchanged\n")
     (repository / "new file.py").write_text("new\n")
@@ -103,7 +101,6 @@ def test_the_patch_with_untracked_files_makes_a_clean_clone_what_ran(repository:
         assert (clone / name).read_bytes() == (repository / name).read_bytes()
 
 
-@pytest.mark.guarantee("no-secrets")
 @pytest.mark.parametrize("line", SECRET_LINES)
 def test_a_tracked_file_into_which_a_secret_was_written_is_left_out(repository: Path, line: str) -> None:
     (repository / "other.py").write_text("old\n")
@@ -117,7 +114,6 @@ def test_a_tracked_file_into_which_a_secret_was_written_is_left_out(repository: 
     assert "+token=self.token" in patch
 
 
-@pytest.mark.guarantee("no-secrets")
 def test_changes_of_private_files_that_git_knows_are_not_kept_either(repository: Path) -> None:
     """Committed once, or on the way to it: what a person puts into .env today is no less a secret."""
     (repository / ".env").write_text("KEY=\n")
@@ -219,7 +215,6 @@ def test_a_launch_is_held_by_one_process(made) -> None:
     assert lock_owner(launch.directory) == ""
 
 
-@pytest.mark.guarantee("no-secrets")
 def test_records_are_for_their_owner_alone(made) -> None:
     launch = save_job_ids(made(), {"x": "42"})
     names = ["launch.json", "events.jsonl", "environment.json", "git.json", "diff.patch", "stages/x/spec.json"]
@@ -238,7 +233,6 @@ def test_a_launch_that_one_may_not_read_is_its_owners(made, monkeypatch: pytest.
         load_launch(launch.directory)
 
 
-@pytest.mark.guarantee("no-secrets")
 @pytest.mark.parametrize("line", SECRET_LINES)
 def test_nothing_that_holds_a_secret_is_written(line: str, tmp_path: Path) -> None:
     """Whatever field it came from: a profile, a recipe, a line of the script."""

@@ -127,7 +127,6 @@ def test_a_run_to_its_end_keeps_what_a_person_may_want_to_know_later(lt: Lt) -> 
     assert lt.attempts() == [("done", 3)]
 
 
-@pytest.mark.guarantee("launch-success")
 def test_success_is_rank_0s_note_and_not_an_exit_code(lt: Lt) -> None:
     lt.trainer(3, env='FAULT = "0:2:quiet"', procs=1)
     shown = lt.run("run", "run.toml", code=70)
@@ -147,7 +146,6 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_from_its_checkpoint(lt: Lt) 
     assert not resumed[1].endswith("step 0")
 
 
-@pytest.mark.guarantee("restart-progress")
 def test_no_restart_loop_when_no_new_checkpoint_comes(lt: Lt) -> None:
     lt.trainer(9, 0.02, env='FAULT_ALWAYS = "0:3:-9"', procs=1, more="[job.restart]\nmax_without_progress = 2")
     shown = lt.run("run", "run.toml", code=137)
@@ -187,7 +185,6 @@ def test_a_signal_to_the_launcher_is_a_saved_stop_with_75(lt: Lt, number: signal
     assert not lt.pids()
 
 
-@pytest.mark.guarantee("no-orphans")
 @on_linux
 def test_nothing_is_left_when_the_launcher_is_killed(lt: Lt) -> None:
     """One rank does not even listen to SIGTERM: it is killed when the grace time is over. The other saves."""
@@ -205,7 +202,6 @@ def test_nothing_is_left_when_the_launcher_is_killed(lt: Lt) -> None:
     assert "the process that ran it is gone" in lt.run("status", "x")
 
 
-@pytest.mark.guarantee("no-orphans")
 @on_linux
 @pytest.mark.parametrize("end", ["kill the launcher", "end the command"])
 def test_what_a_command_started_ends_with_it(lt: Lt, end: str) -> None:
@@ -270,7 +266,6 @@ def ran(lt: Lt) -> dict[str, int]:
     return {path.stem: len(path.read_text().split()) for path in sorted(lt.folder.glob("*.log"))}
 
 
-@pytest.mark.guarantee("pipeline-resume")
 def test_a_pipeline_stops_at_a_failure_goes_on_there_and_skips_what_is_done_by_content(lt: Lt) -> None:
     lt.write(PIPELINE)
     shown = lt.run("run", "run.toml", code=1)
@@ -316,7 +311,6 @@ slots = 2
 """
 
 
-@pytest.mark.guarantee("pipeline-parallel")
 def test_stages_that_do_not_wait_for_each_other_run_side_by_side(lt: Lt) -> None:
     """Each of the two ends only when the other has begun."""
     lt.write(SIDE_BY_SIDE)
@@ -326,7 +320,6 @@ def test_stages_that_do_not_wait_for_each_other_run_side_by_side(lt: Lt) -> None
     assert "both: completed already, skipped" in lt.run("run", "run.toml")
 
 
-@pytest.mark.guarantee("pipeline-parallel")
 @pytest.mark.parametrize(("slots", "more"), [(1, ""), (8, "resources = { gpus_per_node = 1 }")])
 def test_what_there_is_no_room_for_waits(lt: Lt, slots: int, more: str) -> None:
     """By places, or because both use the devices: neither begins while the other runs."""
@@ -336,7 +329,6 @@ def test_what_there_is_no_room_for_waits(lt: Lt, slots: int, more: str) -> None:
     lt.run("run", "run.toml")
 
 
-@pytest.mark.guarantee("pipeline-parallel")
 def test_a_failure_keeps_what_comes_after_it_from_beginning_and_disturbs_no_other(lt: Lt) -> None:
     lt.write(
         """

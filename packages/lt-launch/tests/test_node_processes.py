@@ -103,7 +103,6 @@ def stage(tmp_path: Path) -> Iterator[Callable[..., Stage]]:
         one.stop.number, one.stop.kill = one.stop.number or int(signal.SIGTERM), True
 
 
-@pytest.mark.guarantee("first-failure")
 @pytest.mark.parametrize(
     ("rank", "code"),
     [(0, 1), (1, 2), (2, 7), (3, 64), (0, 70), (1, 85), (2, 127)]
@@ -186,7 +185,6 @@ sys.exit(75)
 IGNORES = f"{WAIT}import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('ready', flush=True)\n"
 
 
-@pytest.mark.guarantee("launch-signals")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_goes_on_once_and_the_ranks_have_the_whole_grace_time(
     stage: Callable[..., Stage], number: int
@@ -202,7 +200,6 @@ def test_a_signal_goes_on_once_and_the_ranks_have_the_whole_grace_time(
     assert [made.log(rank) for rank in range(4)] == [f"ready\n{number}\n"] * 4
 
 
-@pytest.mark.guarantee("launch-signals")
 def test_a_rank_that_does_not_stop_is_killed_when_the_grace_time_is_over(stage: Callable[..., Stage]) -> None:
     made = stage(f"{IGNORES}time.sleep(100)", grace_s=0.5, procs_per_node=2)
     thread = made.start()
@@ -406,7 +403,6 @@ def test_what_is_sent_runs_where_nothing_is_installed(stage: Callable[..., Stage
     assert made.log(1) == f"ready\n{int(signal.SIGUSR1)}\n"
 
 
-@pytest.mark.guarantee("no-orphans")
 @on_linux
 def test_processes_save_and_end_when_the_connection_is_closed(stage: Callable[..., Stage]) -> None:
     """As when the launcher dies."""
@@ -421,7 +417,6 @@ def test_processes_save_and_end_when_the_connection_is_closed(stage: Callable[..
     made.until(lambda: all(made.log(rank) == f"ready\n{int(signal.SIGTERM)}\n" for rank in range(2)))
 
 
-@pytest.mark.guarantee("no-orphans")
 @on_linux
 def test_processes_save_and_end_when_the_connection_is_silent(stage: Callable[..., Stage]) -> None:
     """As behind a cut link: no end of the connection comes, only nothing."""

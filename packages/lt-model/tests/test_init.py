@@ -57,7 +57,6 @@ def test_any_element_equals_integer_arithmetic(seed, name, row, column):
     assert value.item() == _element(seed, name, row * 5 + column, 0.02)
 
 
-@pytest.mark.guarantee("initial-weights")
 @given(data=st.data(), shape=st.lists(st.integers(1, 9), min_size=1, max_size=3))
 @settings(max_examples=100, deadline=None)
 def test_any_slice_equals_that_slice_of_the_whole(data, shape):

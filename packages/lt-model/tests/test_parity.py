@@ -58,7 +58,6 @@ def _loss_and_gradients(model, loss):
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.guarantee("transformers-parity")
 @pytest.mark.parametrize("attention", ["sdpa", "reference"])
 def test_logits_loss_and_every_gradient_match_in_float64(config, make_model, attention):
     ours = make_model(config, attention=attention)

@@ -11,15 +11,16 @@ import pytest
 import torch
 
 from lt_model import LlamaConfig
-from lt_trainer.config.recipe import Recipe, load
+from lt_trainer.config.recipe import load
+from lt_trainer.config.sections.recipe import Recipe
 from lt_trainer.engine import StepBatch, World
 from lt_trainer_gpu.engine import GpuEngine
 
 if torch.cuda.is_available():
     # What the engine's spec asks of deterministic runs is read once, so it must be there before the first product.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-from lt_trainer.testing import RankPool
-from lt_trainer.testing.layouts import step_batch
+from lt_test_helpers.layouts import step_batch
+from lt_test_helpers.pool import RankPool
 
 VOCAB, SEQ_LEN = 64, 24
 FIXED = ("engine.gpu.device=cpu", "engine.gpu.dtype=float64", "engine.gpu.compile=false")

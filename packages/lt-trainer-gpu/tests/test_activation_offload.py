@@ -10,13 +10,13 @@ import torch
 from lt_model import LlamaConfig
 from lt_model.init import init_model
 from lt_model.llama import Llama
+from lt_test_helpers import layouts
+from lt_test_helpers.layouts import TrainResult
 from lt_trainer.config.recipe import load
 from lt_trainer.engine import World
 from lt_trainer.errors import RecipeError
 from lt_trainer.planning.layout import layout_from_recipe
 from lt_trainer.planning.memory import plan_memory
-from lt_trainer.testing import layouts
-from lt_trainer.testing.layouts import TrainResult
 from lt_trainer_gpu import activation_offload
 from lt_trainer_gpu.activation_offload import ActivationOffload, SavedBlock, apply_activation_offload
 from lt_trainer_gpu.checks import check_offload
@@ -67,7 +67,6 @@ LAYOUTS: dict[str, tuple[int, int, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.guarantee("offload-same-bits")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_training_has_the_same_bits(ranks, name: str) -> None:
     """Weights and moments after 3 steps with two micro-batches or more each."""

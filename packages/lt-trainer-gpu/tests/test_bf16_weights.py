@@ -12,14 +12,17 @@ import torch
 from lt_ckpt import Checkpoint
 from lt_model import LlamaConfig, n_parameters, param_specs
 from lt_model.init import init_slice
-from lt_trainer.config import OptimizerOptions, load
+from lt_test_helpers import layouts
+from lt_test_helpers.layouts import StateSlice, TrainResult, assemble, copy_slices
+from lt_trainer.config.recipe import load
+from lt_trainer.config.sections.optimizer import OptimizerOptions
 from lt_trainer.engine import World
 from lt_trainer.errors import RecipeError
-from lt_trainer.optimizers import OPTIMIZERS, ParamSlice
+from lt_trainer.optimizers import OPTIMIZERS
 from lt_trainer.optimizers.driver import OptimizerDriver
-from lt_trainer.planning import layout_from_recipe, plan_memory
-from lt_trainer.testing import layouts
-from lt_trainer.testing.layouts import StateSlice, TrainResult, assemble, copy_slices
+from lt_trainer.optimizers.spec import ParamSlice
+from lt_trainer.planning.layout import layout_from_recipe
+from lt_trainer.planning.memory import plan_memory
 from lt_trainer_gpu.engine import GpuEngine
 from lt_trainer_gpu.optimizer import GpuOptimizer
 from lt_trainer_gpu.spec import SPEC

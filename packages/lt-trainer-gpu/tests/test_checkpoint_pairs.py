@@ -15,10 +15,10 @@ import pytest
 
 from lt_ckpt import Checkpoint, OptimizerRecord
 from lt_model import LlamaConfig
+from lt_test_helpers import layouts
+from lt_test_helpers.layouts import StateSlice, assemble, copy_slices, rank_batch
 from lt_trainer.config.recipe import load
 from lt_trainer.engine import World
-from lt_trainer.testing import layouts
-from lt_trainer.testing.layouts import StateSlice, assemble, copy_slices, rank_batch
 from lt_trainer_gpu.engine import GpuEngine
 from lt_trainer_gpu.spec import SPEC
 
@@ -118,12 +118,10 @@ def prove(ranks, folder: Path, optimizer: str, tied: bool, names: Sequence[str])
             assert [rank[left][2] for rank in taken] == [pytest.approx(saved[left][0][2][2], rel=1e-12)] * n
 
 
-@pytest.mark.guarantee("reshard-checkpoints")
 def test_sampled_meshes_take_over_each_others_checkpoints(ranks, tmp_path: Path) -> None:
     prove(ranks, tmp_path, *SAMPLED_STATE, SAMPLE)
 
 
-@pytest.mark.guarantee("reshard-checkpoints")
 @pytest.mark.slow
 @pytest.mark.parametrize(("optimizer", "tied"), STATES)
 def test_every_mesh_takes_over_every_checkpoint(ranks, tmp_path: Path, optimizer: str, tied: bool) -> None:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from lt_test_helpers.layouts import step_batch
 from lt_trainer.errors import RecipeError
-from lt_trainer.testing.layouts import step_batch
 from lt_trainer_gpu import checks
 from lt_trainer_gpu.checks import parse_torch_version
 from lt_trainer_gpu.compilation import CompileConditions, find_missing_compiler, resolve_compile

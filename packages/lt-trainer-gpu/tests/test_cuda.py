@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from lt_model import LlamaConfig
+from lt_test_helpers.layouts import step_batch
 from lt_trainer.engine import StepBatch, StepMetrics
-from lt_trainer.testing.layouts import step_batch
 from lt_trainer_gpu.engine import GpuEngine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda")]

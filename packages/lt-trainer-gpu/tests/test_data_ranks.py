@@ -62,7 +62,6 @@ def numbers(out: Path, field: str = "loss") -> list[tuple[Any, ...]]:
     return [(r["step"], r.get("val_set"), r[field], r.get("valid_tokens", r.get("val_tokens"))) for r in found]
 
 
-@pytest.mark.guarantee("data-resume")
 @pytest.mark.parametrize(("kind", "cp"), [("buckets", 1), ("ramped mixture", 1), ("synthetic", 1), ("buckets", 2)])
 def test_two_ranks_train_as_one_and_go_on_as_one(ranks, stores: Path, tmp_path: Path, kind: str, cp: int) -> None:
     """Also where both read the same rows, each for its positions."""

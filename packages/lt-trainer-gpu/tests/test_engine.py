@@ -70,7 +70,6 @@ def relative(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.abs(a - b).max() / np.abs(b).max())
 
 
-@pytest.mark.guarantee("loss-normalization")
 @pytest.mark.parametrize(("n_micro", "micro_batch_size"), [(1, 4), (4, 1), (2, 2)])
 def test_steps_equal_plain_torch_with_and_without_accumulation(
     open_engine, device, config, batches, n_micro, micro_batch_size

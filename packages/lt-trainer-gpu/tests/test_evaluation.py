@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from lt_data import Document, RowReader, TokenStore, open_pack, pack, prepare_documents, train_bpe
+from lt_test_helpers.layouts import global_batches, rank_batch
 from lt_trainer.config.recipe import llama_config, load
 from lt_trainer.engine import World
-from lt_trainer.evaluation import BatchShape, GroupLoss, evaluate_store
-from lt_trainer.run_directory import read_jsonl
-from lt_trainer.testing.layouts import global_batches, rank_batch
-from lt_trainer.training import run
+from lt_trainer.evaluation.scorer import BatchShape
+from lt_trainer.evaluation.store_losses import GroupLoss, evaluate_store
+from lt_trainer.run_directory.jsonl import read_jsonl
+from lt_trainer.training.runner import run
 from lt_trainer_gpu.spec import SPEC
 
 SEQ_LEN, MICRO_BATCH_SIZE = 32, 2
@@ -105,7 +106,6 @@ TRAINED: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.guarantee("evaluation-same-bits")
 @pytest.mark.parametrize("name", TRAINED)
 def test_scoring_between_steps_changes_no_bit_of_training(ranks, name: str) -> None:
     n, sets = TRAINED[name]
@@ -129,7 +129,6 @@ def ran(store: str, folder: str, sets: tuple[str, ...], evaluate: bool) -> int:
     return run(load(base=base | ({"evaluation": tasks} if evaluate else {}), overrides=sets))
 
 
-@pytest.mark.guarantee("evaluation-same-bits")
 def test_a_run_evaluates_tasks_on_its_shards_and_trains_the_same(ranks, store: str, tmp_path: Path) -> None:
     """Two ranks of each kind have the scores of one, and the losses that the run has without them."""
     kinds = {"one": (1, ()), "fsdp": (2, ()), "tp": (2, ("parallel.tp=2",)), "plain": (2, ("parallel.tp=2",))}

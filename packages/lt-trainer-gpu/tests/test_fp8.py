@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from lt_model import LlamaConfig
 from lt_model.llama import Llama
+from lt_test_helpers import layouts
+from lt_test_helpers.layouts import TrainResult, assemble, step_batch
 from lt_trainer.config.recipe import load
 from lt_trainer.engine import StepMetrics, World
 from lt_trainer.errors import RecipeError
-from lt_trainer.testing import layouts
-from lt_trainer.testing.layouts import TrainResult, assemble, step_batch
 from lt_trainer_gpu.checks import check_fp8_device
 from lt_trainer_gpu.engine import GpuEngine
 from lt_trainer_gpu.fp8 import E4M3, E5M2, LINEAR_CLASSES, apply_fp8, quantize
@@ -198,7 +198,6 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...], float]] = {
 }
 
 
-@pytest.mark.guarantee("fp8-layouts")
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts_agree_to_the_rounding_of_float8(ranks, name: str, scaling: str) -> None:
@@ -219,7 +218,6 @@ def test_layouts_agree_to_the_rounding_of_float8(ranks, name: str, scaling: str)
     assert found[0].validation == pytest.approx(one.validation, rel=2e-3)
 
 
-@pytest.mark.guarantee("fp8-layouts")
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_context_parallel_ranks_agree_to_the_rounding_of_float8(ranks, scaling: str) -> None:
     """Each rank scales its own positions, of which it has as many as a product needs."""

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lt_model import PRESETS, LlamaConfig, flops_per_token
 from lt_model.llama import Llama
-from lt_trainer.config.sections import MetricsOptions
+from lt_trainer.config.sections.metrics import MetricsOptions
 from lt_trainer.engine import World
 from lt_trainer.errors import RecipeError
 from lt_trainer.planning.layout import PlannedLayout
@@ -64,7 +64,6 @@ def widths(path: Path) -> set[int]:
 # ---- the profiler ----
 
 
-@pytest.mark.guarantee("traces")
 def test_a_window_shows_its_steps_and_no_others(tmp_path: Path) -> None:
     finished = train(instruments(tmp_path, rank=1, profile_steps=2, profile_start_step=3, profile_ranks=(1,)), 6)
     path = tmp_path / "profile" / "steps-00000003-00000004-rank00001.json.gz"
@@ -206,7 +205,6 @@ def test_the_dump_of_a_gpu_is_that_of_nccl(tmp_path: Path, monkeypatch: pytest.M
 # ---- HFU ----
 
 
-@pytest.mark.guarantee("rates")
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_what_is_computed_again_is_what_torch_counts(mode: str) -> None:
     def two_products(q_BHTD: torch.Size, k_BHSD: torch.Size, *_args: object, **_kwargs: object) -> int:

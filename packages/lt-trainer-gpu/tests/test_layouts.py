@@ -18,10 +18,8 @@ import pytest
 
 from lt_ckpt import Checkpoint, Shard
 from lt_model import LlamaConfig
-from lt_trainer.config.recipe import load
-from lt_trainer.engine import StepBatch, StepMetrics, World
-from lt_trainer.testing import layouts
-from lt_trainer.testing.layouts import (
+from lt_test_helpers import layouts
+from lt_test_helpers.layouts import (
     NamedTensors,
     StateSlice,
     TrainResult,
@@ -30,6 +28,8 @@ from lt_trainer.testing.layouts import (
     assert_near,
     rank_batch,
 )
+from lt_trainer.config.recipe import load
+from lt_trainer.engine import StepBatch, StepMetrics, World
 from lt_trainer_gpu import checks
 from lt_trainer_gpu.engine import GpuEngine
 from lt_trainer_gpu.spec import SPEC
@@ -157,14 +157,12 @@ PIPELINES: dict[str, tuple[int, int, bool, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.guarantee("layout-parity")
 @pytest.mark.parametrize("name", PIPELINES)
 def test_a_pipeline_trains_as_one_process(ranks, alone, name: str) -> None:
     n, micro_batch_size, tied, sets = PIPELINES[name]
     compare(alone(tied, FIVE_LAYERS), ranks.run(train, (FIVE_LAYERS, *sets), tied, micro_batch_size, ranks=n))
 
 
-@pytest.mark.guarantee("layout-parity")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_trains_as_one_process(ranks, alone, name: str) -> None:
     n, micro_batch_size, tied, sets = LAYOUTS[name]
@@ -202,7 +200,6 @@ def compare_scores(one: TrainResult, found: list[TrainResult]) -> None:
     assert np.count_nonzero(scores) == found[0].validation[1]
 
 
-@pytest.mark.guarantee("layout-parity")
 def test_a_z_loss_is_the_same_on_every_layout_and_stays_out_of_the_loss_that_is_told(ranks, alone) -> None:
     one = alone(False, "optimizer.z_loss=0.02")
     compare(one, ranks.run(train, (TP2, SP, "optimizer.z_loss=0.02"), False, 4, ranks=4))
@@ -316,7 +313,6 @@ def resumed(sets: tuple[str, ...], tied: bool, path: str) -> tuple[list[StateSli
 BF16 = ("engine.gpu.dtype=float32", "optimizer.moments_dtype=bfloat16")
 
 
-@pytest.mark.guarantee("reshard-checkpoints")
 @pytest.mark.parametrize(
     ("tied", "first", "second"),
     [
@@ -352,7 +348,6 @@ def with_a_bad_step(sets: tuple[str, ...]) -> tuple[list[StepMetrics], list[list
     return layouts.train_with_nonfinite_step(engine, global_batches(3), boxes_of(engine))[:2]
 
 
-@pytest.mark.guarantee("skip-on-all-ranks")
 @pytest.mark.parametrize(
     ("n", "sets"),
     [(4, (TP2, HSDP)), (4, (TP2, SP, *BF16)), (2, (HSDP,)), (4, (PP2,)), (4, (CP2,))],
@@ -415,7 +410,6 @@ def traffic(sets: tuple[str, ...]) -> dict[str, int]:
     return counted
 
 
-@pytest.mark.guarantee("reduce-once-per-step")
 @pytest.mark.parametrize(
     ("n", "sets", "wanted"),
     [
@@ -433,7 +427,6 @@ def test_accumulation_reduces_no_more_than_it_must(ranks, n: int, sets: tuple[st
     assert ranks.run(traffic, sets, ranks=n) == [wanted] * n
 
 
-@pytest.mark.guarantee("layout-parity")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "sets",
@@ -452,7 +445,6 @@ def test_eight_ranks_in_several_axes_train_as_one_process(ranks, alone, sets: tu
     compare(alone(True), ranks.run(train, sets, True, 1, ranks=8, timeout_s=300))
 
 
-@pytest.mark.guarantee("layout-parity")
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", [(), (FULL,), (SELECTIVE,)], ids=["keep", "full", "selective"])
 @pytest.mark.parametrize("reduce", [(), (KEEP,), (EACH,)], ids=["once", "keep-weights", "reduce-each"])
@@ -502,7 +494,6 @@ def train_compiled(sets: tuple[str, ...]) -> tuple[TrainResult, int]:
     return found, int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
-@pytest.mark.guarantee("compile-parity")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_blocks_train_as_eager_ones(ranks, name: str) -> None:

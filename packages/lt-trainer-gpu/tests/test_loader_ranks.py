@@ -76,7 +76,6 @@ def records(out: Path) -> dict[int, tuple[float, int]]:
     return {r["step"]: (r["loss"], r["valid_tokens"]) for r in read_jsonl(out / "metrics.jsonl") if "loss" in r}
 
 
-@pytest.mark.guarantee("custom-loader")
 @pytest.mark.parametrize("cp", [1, 2])
 def test_two_ranks_train_as_one_and_go_on_with_both_states(ranks, tmp_path: Path, cp: int) -> None:
     """A step of two ranks has the rows of a step of one, in another order: the same sums.
@@ -98,7 +97,6 @@ def test_two_ranks_train_as_one_and_go_on_with_both_states(ranks, tmp_path: Path
         assert two[step][0] == pytest.approx(loss, rel=1e-12)
 
 
-@pytest.mark.guarantee("custom-loader")
 def test_a_bad_row_of_one_rank_ends_both_with_its_reason(ranks, tmp_path: Path) -> None:
     """Row 13 is the seventh of rank 1, which finds it; rank 0 says what it has heard."""
     with pytest.raises(LoaderError, match=r"row 6, position 3: input_ids = 64 is not in 0\.\.63") as caught:

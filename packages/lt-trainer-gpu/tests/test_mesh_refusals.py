@@ -14,11 +14,12 @@ from dataclasses import dataclass
 import pytest
 
 from lt_model import LlamaConfig
+from lt_test_helpers import layouts
 from lt_test_helpers.meshes import CONTEXTS, DATA, DATA_RANKS, MAX_RANKS, PIPELINES, TENSORS
-from lt_trainer.config.recipe import Recipe, load
+from lt_trainer.config.recipe import load
+from lt_trainer.config.sections.recipe import Recipe
 from lt_trainer.engine import World
 from lt_trainer.errors import RecipeError
-from lt_trainer.testing import layouts
 from lt_trainer_gpu.spec import SPEC
 
 SEQ_LEN, ROWS, VOCAB = 32, 8, 61
@@ -157,7 +158,6 @@ RANDOM = random.Random(int(os.environ.get("LT_SEED", "20")))
 SOME_MESHES = RANDOM.sample(list(MESHES), N_CHECKED)
 
 
-@pytest.mark.guarantee("mesh-refusals")
 @pytest.mark.parametrize(
     "names", [SOME_MESHES, pytest.param(list(MESHES), marks=pytest.mark.slow)], ids=["some", "all"]
 )
@@ -175,7 +175,6 @@ def test_each_mesh_is_accepted_or_refused_for_the_field_that_is_wrong(change: st
         assert caught.value.remedy, mesh.name
 
 
-@pytest.mark.guarantee("mesh-refusals")
 def test_tensor_parallel_ranks_are_on_one_node() -> None:
     for mesh in MESHES.values():
         recipe = load(
@@ -212,7 +211,6 @@ def train(name: str, change: str) -> tuple[list[float], int]:
     return [one.loss for one in losses], world.size
 
 
-@pytest.mark.guarantee("mesh-refusals")
 @pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "change"), SAMPLE)
 def test_what_is_accepted_trains(ranks, mesh: str, change: str) -> None:

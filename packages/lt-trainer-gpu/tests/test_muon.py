@@ -13,13 +13,17 @@ import pytest
 import torch
 
 from lt_model import LlamaConfig, n_parameters, param_specs
-from lt_trainer.config import OptimizerOptions, load
+from lt_test_helpers import layouts
+from lt_test_helpers.layouts import StateSlice, TrainResult, assemble, assert_near
+from lt_trainer.config.recipe import load
+from lt_trainer.config.sections.optimizer import OptimizerOptions
 from lt_trainer.engine import StepBatch, StepMetrics, World
-from lt_trainer.optimizers import MUON, ParamSlice, lr_scale
 from lt_trainer.optimizers.driver import OptimizerDriver
-from lt_trainer.planning import layout_from_recipe, plan_memory
-from lt_trainer.testing import layouts
-from lt_trainer.testing.layouts import StateSlice, TrainResult, assemble, assert_near
+from lt_trainer.optimizers.lr_scale import lr_scale
+from lt_trainer.optimizers.muon import MUON
+from lt_trainer.optimizers.spec import ParamSlice
+from lt_trainer.planning.layout import layout_from_recipe
+from lt_trainer.planning.memory import plan_memory
 from lt_trainer_gpu.engine import GpuEngine
 from lt_trainer_gpu.matrix_exchange import ShardedMatrices
 from lt_trainer_gpu.mesh_layout import MeshLayout
@@ -195,7 +199,6 @@ SLOW = {"pp", "cp-tp", "fsdp2", "fsdp4", "ddp", "tp", "tp4", "fsdp-tp"}
 """Left out of the test command: other layouts cover what is special about them."""
 
 
-@pytest.mark.guarantee("layout-parity")
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LAYOUTS])
 def test_a_layout_trains_as_one_process(ranks: Callable[..., list[TrainResult]], alone: TrainResult, name: str) -> None:
     n, sets = LAYOUTS[name]
@@ -214,7 +217,6 @@ def train_badly(sets: tuple[str, ...]) -> tuple[list[StepMetrics], list[list[Sta
     return layouts.train_with_nonfinite_step(engine, global_batches(3), lambda: engine.state().shards)
 
 
-@pytest.mark.guarantee("non-finite-steps")
 def test_a_step_that_is_not_finite_changes_nothing(ranks: Callable[..., list[tuple]]) -> None:
     found = ranks.run(train_badly, ("batch.micro_batch_size=2",), ranks=2)
     assert [[one.is_finite for one in metrics] for metrics, _, _ in found] == [[True, False, True]] * 2

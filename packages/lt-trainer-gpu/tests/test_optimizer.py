@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from lt_model import LlamaConfig, param_specs
-from lt_trainer.config import OptimizerOptions, load
+from lt_trainer.config.recipe import load
+from lt_trainer.config.sections.optimizer import OptimizerOptions
 from lt_trainer.engine import World
-from lt_trainer.optimizers import ADAMW, ParamSlice
-from lt_trainer.optimizers.adamw import FIRST_MOMENT, SECOND_MOMENT
+from lt_trainer.optimizers.adamw import ADAMW, FIRST_MOMENT, SECOND_MOMENT
 from lt_trainer.optimizers.driver import OptimizerDriver
+from lt_trainer.optimizers.spec import ParamSlice
 from lt_trainer_gpu import gradients as gradients_module
 from lt_trainer_gpu import optimizer
 from lt_trainer_gpu.engine import GpuEngine

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from lt_model import LlamaConfig, n_parameters
+from lt_test_helpers import layouts
+from lt_test_helpers.layouts import StateSlice
 from lt_trainer.config.recipe import load
 from lt_trainer.engine import World
 from lt_trainer.errors import RecipeError
 from lt_trainer.planning.layout import layout_from_recipe
 from lt_trainer.planning.memory import plan_memory
-from lt_trainer.testing import layouts
-from lt_trainer.testing.layouts import StateSlice
 from lt_trainer_gpu import optimizer_offload
 from lt_trainer_gpu.checks import check_offload
 from lt_trainer_gpu.engine import GpuEngine
@@ -93,7 +93,6 @@ SLOW_LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.guarantee("optimizer-offload-same-bits")
 @pytest.mark.parametrize("name", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_LAYOUTS)])
 def test_training_has_the_same_bits(ranks: Callable[..., Any], name: str) -> None:
     """Weights and moments after each of three steps, clipped, the second skipped."""
@@ -121,7 +120,6 @@ def resumed_by(sets: tuple[str, ...], path: str) -> tuple[list[StateSlice], list
     return layouts.restore_and_train(engine, global_batches()[2], path, lambda: engine.state().shards)
 
 
-@pytest.mark.guarantee("optimizer-offload-same-bits")
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize(("before", "after"), [((OFFLOAD,), ()), ((), (OFFLOAD,))])
 def test_a_run_goes_on_with_and_without_it(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lt_trainer.testing import RankPool
+from lt_test_helpers.pool import RankPool
 
 
 @pytest.fixture(scope="session")

@@ -5,10 +5,12 @@ from dataclasses import replace
 import pytest
 
 from lt_model import preset
-from lt_trainer.config.recipe import Recipe, llama_config, load
+from lt_trainer.config.recipe import llama_config, load
+from lt_trainer.config.sections.recipe import Recipe
 from lt_trainer.engine import World
 from lt_trainer.errors import RecipeError
-from lt_trainer.optimizers import OPTIMIZERS, StateSlot
+from lt_trainer.optimizers import OPTIMIZERS
+from lt_trainer.optimizers.spec import StateSlot
 from lt_trainer_neuron import SPEC, check_model, check_recipe
 from lt_trainer_neuron.sdk import NotInstalledError
 

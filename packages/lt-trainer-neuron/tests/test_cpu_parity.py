@@ -16,10 +16,8 @@ import pytest
 import torch
 
 from lt_model import LlamaConfig
-from lt_trainer.config.recipe import load
-from lt_trainer.engine import StepBatch, StepMetrics, World
-from lt_trainer.testing import layouts
-from lt_trainer.testing.layouts import (
+from lt_test_helpers import layouts
+from lt_test_helpers.layouts import (
     NamedTensors,
     StateSlice,
     TrainResult,
@@ -28,6 +26,8 @@ from lt_trainer.testing.layouts import (
     assert_near,
     learning_rate_at,
 )
+from lt_trainer.config.recipe import load
+from lt_trainer.engine import StepBatch, StepMetrics, World
 from lt_trainer_neuron.engine import NeuronEngine
 from lt_trainer_neuron.spec import SPEC
 
@@ -231,7 +231,6 @@ WIDE: dict[str, tuple[int, int, Shape, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.guarantee("neuron-layout-parity")
 @pytest.mark.parametrize("name", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.slow) for name in WIDE)])
 def test_a_layout_trains_as_one_process_of_lt_model(ranks, alone, name: str) -> None:
     n, micro_batch_size, shape, sets = (LAYOUTS | WIDE)[name]
@@ -245,7 +244,6 @@ def test_a_z_loss_is_in_the_gradient_and_not_in_the_loss_that_is_told(ranks, alo
     assert abs(one.norms[0] / alone(shape).norms[0] - 1) > 1e-3, "the z-loss must be at work"
 
 
-@pytest.mark.guarantee("neuron-layout-parity")
 @pytest.mark.parametrize("fused", [False, True])
 def test_the_norm_counts_copies_of_heads_only_where_nxd_is_to_be_followed(ranks, alone, fused: bool) -> None:
     """NxD counts the gradient of each copy: with m copies the squares of k and v are in its norm m times."""

@@ -7,8 +7,8 @@ import pytest
 
 from lt_trainer.control import SoloControl
 from lt_trainer.engine import StepBatch, Topology
-from lt_trainer.training import RunSetup
 from lt_trainer.training.benchmark import resolve_bench_recipe
+from lt_trainer.training.run_setup import RunSetup
 from lt_trainer_neuron.graph_extraction import extract_graphs
 
 RECIPE = """

@@ -18,7 +18,7 @@ from lt_test_helpers.hostile import (
     unusable_paths,
 )
 from lt_trainer.__main__ import main
-from lt_trainer.config import dump
+from lt_trainer.config.toml import dump
 
 NAME = ANSI.replace("/", "")
 COMMANDS: dict[str, list[str]] = {

@@ -42,7 +42,6 @@ def run_ranks(node: dict[str, str]) -> None:
     assert [rank.returncode for rank in ranks] == [0] * RANKS, told
 
 
-@pytest.mark.guarantee("neuron-cores")
 @pytest.mark.parametrize("visible", ["", "4-5"])
 def test_ranks_that_torchrun_did_not_start_have_a_core_each(node: dict[str, str], visible: str) -> None:
     run_ranks(node | ({"NEURON_RT_VISIBLE_CORES": visible} if visible else {}))
@@ -50,7 +49,6 @@ def test_ranks_that_torchrun_did_not_start_have_a_core_each(node: dict[str, str]
     assert reserved(node) == {f"core-{first + rank}": f"{rank} of {RANKS}" for rank in range(RANKS)}
 
 
-@pytest.mark.guarantee("neuron-cores")
 @pytest.mark.slow
 def test_ranks_of_torchrun_have_a_core_each(node: dict[str, str]) -> None:
     command = [sys.executable, "-m", "lt_trainer", "torchrun", "run.toml", "--nproc-per-node", str(RANKS)]

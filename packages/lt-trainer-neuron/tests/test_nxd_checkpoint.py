@@ -25,12 +25,14 @@ from lt_ckpt.nxd.format import open_nxd
 from lt_ckpt.source import Source, TensorReader
 from lt_ckpt.torchfile.file import load_pt
 from lt_model import LlamaConfig, config_from_hf
-from lt_trainer.checkpointing import PretrainedWeights
-from lt_trainer.config import OptimizerOptions, load
+from lt_test_helpers.layouts import step_batch
+from lt_trainer.checkpointing.pretrained import PretrainedWeights
+from lt_trainer.config.recipe import load
+from lt_trainer.config.sections.optimizer import OptimizerOptions
 from lt_trainer.engine import StepBatch, World
 from lt_trainer.errors import RecipeError
-from lt_trainer.optimizers import OPTIMIZERS, OptimizerSpec, ParamSlice, StateSlot, UpdateFn
-from lt_trainer.testing.layouts import step_batch
+from lt_trainer.optimizers import OPTIMIZERS
+from lt_trainer.optimizers.spec import OptimizerSpec, ParamSlice, StateSlot, UpdateFn
 from lt_trainer_neuron.engine import NeuronEngine
 from lt_trainer_neuron.spec import SPEC
 
@@ -128,7 +130,6 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.guarantee("nxd-checkpoints")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_folder_holds_what_the_ranks_hold_for_us_and_for_nxd(ranks, tmp_path, name: str) -> None:
     n, model, sets = LAYOUTS[name]
@@ -210,7 +211,6 @@ def resumed_by_sgd(model: LlamaConfig, sets: tuple[str, ...], path: str) -> Boxe
     return held
 
 
-@pytest.mark.guarantee("nxd-checkpoints")
 def test_another_optimizers_slots_are_saved_and_resharded(ranks, tmp_path: Path) -> None:
     model, sgd = config(4, False), "optimizer.name=sgd"
     found = ranks.run(saved_by_sgd, model, (TP2, BF16, sgd), str(tmp_path), ranks=4)

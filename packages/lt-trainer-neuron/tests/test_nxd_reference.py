@@ -19,10 +19,10 @@ from torch.nn import functional as F
 
 from lt_ckpt import open_source
 from lt_model import LlamaConfig, config_from_hf
+from lt_test_helpers.layouts import step_batch
 from lt_trainer.checkpointing.pretrained import PretrainedWeights
 from lt_trainer.config.recipe import load
 from lt_trainer.engine import StepBatch, World
-from lt_trainer.testing.layouts import step_batch
 from lt_trainer_neuron.cpu.backend import CpuBackend
 from lt_trainer_neuron.cpu.collectives import all_gather
 from lt_trainer_neuron.engine import NeuronEngine
@@ -233,7 +233,6 @@ def changes(found: Steps) -> list[tuple[np.ndarray, np.ndarray]]:
     ]
 
 
-@pytest.mark.guarantee("nxd-optimizer-parity")
 def test_three_steps_of_nxds_zero1_in_fp32(ranks) -> None:
     said = json.loads((DATA / "llama2-mha-tp2-dp2-zero1-steps" / "steps-fp32.json").read_text())["steps"]
     for found in ranks.run(repeat, "steps-fp32.json", "nxd-plain-fp32/step_3", "float32", ranks=4):
@@ -249,7 +248,6 @@ def test_three_steps_of_nxds_zero1_in_fp32(ranks) -> None:
             assert relative(list(found.rows[moment].values())) <= 5e-6
 
 
-@pytest.mark.guarantee("nxd-optimizer-parity")
 def test_three_steps_of_nxds_zero1_in_bf16_with_fp32_masters(ranks) -> None:
     """Within what two independent bf16 runs agree to."""
     said = json.loads((DATA / "llama2-mha-tp2-dp2-zero1-steps" / "steps.json").read_text())["steps"]

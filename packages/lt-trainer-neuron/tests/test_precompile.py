@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 
 from lt_model import preset
 from lt_trainer.config.fields import leaves
-from lt_trainer.config.recipe import Recipe, load
-from lt_trainer.config.sections import OptimizerOptions
+from lt_trainer.config.recipe import load
+from lt_trainer.config.sections.optimizer import OptimizerOptions
+from lt_trainer.config.sections.recipe import Recipe
 from lt_trainer.engine import World
 from lt_trainer.errors import RecipeError
 from lt_trainer_neuron import check_recipe

@@ -57,7 +57,6 @@ def assert_played_to_the_end(schedule: Schedule, n_stages: int, n_micro: int) ->
     return done
 
 
-@pytest.mark.guarantee("pipeline-no-deadlock")
 @pytest.mark.parametrize("n_stages", range(1, 9))
 def test_training_comes_to_its_end_where_transfers_block(n_stages: int) -> None:
     for n_micro in range(1, 17):
@@ -77,7 +76,6 @@ def test_training_comes_to_its_end_where_transfers_block(n_stages: int) -> None:
             assert max(held) == min(n_stages - stage, n_micro)
 
 
-@pytest.mark.guarantee("pipeline-no-deadlock")
 def test_evaluation_comes_to_its_end_where_transfers_block() -> None:
     for n_stages, n_micro in SIZES:
         for stage, turns in enumerate(assert_played_to_the_end(forward_only, n_stages, n_micro)):

@@ -38,7 +38,6 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {name: json.loads((folder / f"{name}.json").read_text()) for name in NAMES}
 
 
-@pytest.mark.guarantee("precompiled-graphs")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_run_compiles_nothing_that_precompile_has_not(counted: dict[str, Any], name: str) -> None:
     found = counted[name]

@@ -93,7 +93,6 @@ def wide_share(values: list[float]) -> float:
     return sum(struct.unpack("<I", struct.pack("<f", value))[0] % 2**16 != 0 for value in values) / len(values)
 
 
-@pytest.mark.guarantee("xla-step-parity")
 def test_micro_batch_graphs_give_what_the_cpu_backend_gives(found: dict[str, Any]) -> None:
     mine = found["micro-batch"]
     assert_graphs(mine, marks=MICROS + 1)
@@ -102,7 +101,6 @@ def test_micro_batch_graphs_give_what_the_cpu_backend_gives(found: dict[str, Any
     assert_alike(mine, found["cpu"])
 
 
-@pytest.mark.guarantee("xla-step-parity")
 def test_a_step_is_one_graph_and_a_bad_one_has_no_effect(found: dict[str, Any]) -> None:
     mine = found["step"]
     assert_graphs(mine, marks=1)
@@ -112,7 +110,6 @@ def test_a_step_is_one_graph_and_a_bad_one_has_no_effect(found: dict[str, Any]) 
     assert_alike(mine, found["cpu-tied"])
 
 
-@pytest.mark.guarantee("xla-step-parity")
 @pytest.mark.parametrize(
     ("name", "plain", "marks"),
     [("fp32_master_weights", "cpu", 1), ("downcast", "cpu-long", 4), ("bf16_sr", "cpu-long", 4)],
@@ -131,7 +128,6 @@ def test_each_precision_is_what_it_says_on_graphs_that_stay(
     assert wide_share(kept) > 0.9 if name != "bf16_sr" else wide_share(kept) == 0
 
 
-@pytest.mark.guarantee("xla-step-parity")
 @pytest.mark.parametrize("name", ["downcast", "bf16_sr"])
 def test_rotary_positions_are_told_apart_where_fp32_is_bf16(found: dict[str, Any], name: str) -> None:
     """Angles that the device computed would have 8 bits, at position 511 an error of a radian."""

@@ -16,11 +16,11 @@ from lt_data import TokenStore, pack, prepare, read_documents, train_bpe
 from lt_model import LlamaConfig, config_to_hf, param_specs
 from lt_trainer import engine as engine_module
 from lt_trainer.checkpointing.pretrained import PretrainedWeights
-from lt_trainer.config.recipe import Recipe
+from lt_trainer.config.sections.recipe import Recipe
 from lt_trainer.control import SoloControl
 from lt_trainer.engine import Device, Snapshot, StepBatch, StepMetrics, Topology, World
-from lt_trainer.evaluation import PositionScores
-from lt_trainer.resilience import read_on_all_ranks
+from lt_trainer.evaluation.position_scores import PositionScores
+from lt_trainer.resilience.rank_sync import read_on_all_ranks
 from lt_trainer.timing import HostStopwatch
 
 WIDTH = 16

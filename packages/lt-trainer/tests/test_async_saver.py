@@ -183,7 +183,6 @@ def test_retention_after_each_save(recipe_base, fake_engine) -> None:
     assert steps_saved(recipe_base) == [8, 16, 18, 20]
 
 
-@pytest.mark.guarantee("background-save-failure")
 def test_a_failure_ends_the_run_at_the_next_step(recipe_base, fake_engine, monkeypatch) -> None:
     def fill() -> None:
         disk.error = errno.ENOSPC
@@ -213,7 +212,6 @@ def test_a_commit_that_fails_ends_the_run_too(recipe_base, fake_engine, monkeypa
     assert start(recipe_base) == 0
 
 
-@pytest.mark.guarantee("background-save-failure")
 def test_a_stop_waits_for_the_save_in_flight(recipe_base, fake_engine, monkeypatch) -> None:
     def stop() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -248,7 +246,6 @@ def test_the_end_waits_for_the_save_in_flight(recipe_base, fake_engine, monkeypa
     assert events(recipe_base, "checkpoint", "completed") == [("checkpoint", 19), ("checkpoint", 20), ("completed", 20)]
 
 
-@pytest.mark.guarantee("background-save-failure")
 def test_a_way_back_waits_for_the_save_in_flight(recipe_base, fake_engine, monkeypatch) -> None:
     """Else there would be nothing to go back to."""
     fake_engine.poison = lambda call, batch: call in (8, 9, 10)

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from lt_trainer.__main__ import main
 from lt_trainer.cli import commands
-from lt_trainer.resilience import STOP_SIGNALS
+from lt_trainer.resilience.stop_signals import STOP_SIGNALS
 
 
 def test_help_loads_nothing_heavy() -> None:

@@ -12,7 +12,8 @@ import pytest
 
 from lt_ckpt import find_latest_valid
 from lt_data import DataError
-from lt_trainer.config.recipe import Recipe, load
+from lt_trainer.config.recipe import load
+from lt_trainer.config.sections.recipe import Recipe
 from lt_trainer.control import SoloControl
 from lt_trainer.data.custom_loader import LoaderBatches
 from lt_trainer.engine import Topology
@@ -136,7 +137,6 @@ def test_without_the_document_mask_rows_are_one_document_each(base, give) -> Non
     assert batches(base).next_batch().cu_seqlens.tolist() == [[0, 8, 16]]
 
 
-@pytest.mark.guarantee("custom-loader")
 def test_a_stop_goes_on_exactly_with_a_state(base, fake_engine, give, tmp_path) -> None:
     made = give(Stateful)
     assert start(base) == 0
@@ -260,7 +260,6 @@ BAD = [
 ]
 
 
-@pytest.mark.guarantee("custom-loader")
 @pytest.mark.parametrize(("item", "message"), BAD, ids=[message[:40] for _, message in BAD])
 def test_bad_rows_are_named(base, fake_engine, give, item: Any, message: str) -> None:
     give(lambda **facts: [*map(row, range(3)), item])

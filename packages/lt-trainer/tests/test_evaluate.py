@@ -17,15 +17,17 @@ from lt_model import LlamaConfig
 from lt_trainer.config.recipe import from_dict
 from lt_trainer.engine import StepBatch, Topology, World
 from lt_trainer.errors import RunDirError
-from lt_trainer.evaluation import BatchShape, EvaluationError, PositionScores, evaluate_store
-from lt_trainer.run_directory import find_results, read_results
+from lt_trainer.evaluation.position_scores import PositionScores
+from lt_trainer.evaluation.scorer import BatchShape, EvaluationError
+from lt_trainer.evaluation.store_losses import evaluate_store
+from lt_trainer.run_directory.evaluation_results import find_results, read_results
 from lt_trainer.run_directory.jsonl import read_jsonl
 
 torch = pytest.importorskip("torch")
 
 from lt_trainer.cli.evaluate import EvaluateOptions, evaluate  # noqa: E402
 from lt_trainer.cli.sample import generate_text  # noqa: E402
-from lt_trainer.evaluation import load_model  # noqa: E402
+from lt_trainer.evaluation.local_model import load_model  # noqa: E402
 
 SEQ_LEN = 32
 

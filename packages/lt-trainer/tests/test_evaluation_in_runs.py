@@ -37,7 +37,6 @@ def records(base: dict[str, Any], key: str) -> list[dict[str, Any]]:
     return [r for r in read_jsonl(Path(base["run"]["dir"]) / "metrics.jsonl") if key in r]
 
 
-@pytest.mark.guarantee("evaluation-same-bits")
 def test_tasks_are_evaluated_every_n_steps_and_training_is_the_same(
     recipe_base, fake_engine, tasks: Path, tmp_path: Path
 ) -> None:
@@ -57,7 +56,6 @@ def test_tasks_are_evaluated_every_n_steps_and_training_is_the_same(
     assert not (tmp_path / "without" / "evaluation").exists()
 
 
-@pytest.mark.guarantee("evaluation-same-bits")
 def test_validation_sets_are_evaluated_by_source_and_length(recipe_base, fake_engine, tmp_path: Path) -> None:
     """The groups add up to the whole, which has the validation's tokens; training does not notice."""
     from lt_trainer.observability.report.page import report_html
@@ -160,7 +158,7 @@ def test_tasks_without_a_tokenizer_are_refused(recipe_base) -> None:
 
 
 def test_a_benchmark_of_the_recipe_leaves_the_tasks_out(recipe_base, tasks: Path, tmp_path: Path) -> None:
-    from lt_trainer.config import to_toml
+    from lt_trainer.config.recipe import to_toml
 
     (tmp_path / "run.toml").write_text(to_toml(load(base=recipe_base).recipe))
     resolved = resolve_bench_recipe(str(tmp_path / "run.toml"), "", overrides=[], hyperparameters=None)
@@ -187,7 +185,7 @@ def test_the_report_has_the_accuracy_of_each_task(recipe_base, fake_engine, task
 def test_the_report_has_the_results_of_the_command(recipe_base, fake_engine, tmp_path: Path) -> None:
     from lt_trainer.observability.report.page import report_html
     from lt_trainer.observability.report.run_history import read_run
-    from lt_trainer.run_directory import EvaluationResults
+    from lt_trainer.run_directory.evaluation_results import EvaluationResults
 
     assert start(recipe_base) == 0
     folder = Path(recipe_base["run"]["dir"])

@@ -84,7 +84,6 @@ def losses(base) -> dict[int, float]:
     return {r["step"]: r["loss"] for r in read_jsonl(Path(base["run"]["dir"]) / "metrics.jsonl") if "loss" in r}
 
 
-@pytest.mark.guarantee("nxd-checkpoint-safety")
 @pytest.mark.parametrize(
     "background", [pytest.param(False, marks=pytest.mark.slow), True], ids=["foreground", "background"]
 )
@@ -125,7 +124,6 @@ def test_the_rehearsal_asks_for_as_much_as_is_saved(recipe_base, nxd_engine, tmp
     assert nxd_engine.opened[-1].state_bytes() == n_bytes
 
 
-@pytest.mark.guarantee("verified-reads")
 def test_a_flipped_bit_of_its_tensors_is_not_converted(recipe_base, nxd_engine, tmp_path) -> None:
     """Their files are hashed as wholes; on the way out each tensor is compared with its CRC."""
     assert start(recipe_base, "schedule.max_steps=1", "schedule.warmup_steps=0") == 0

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from lt_data import DataError, TokenStore, append, inspect_step, pack
-from lt_trainer.config import load
+from lt_trainer.config.recipe import load
 from lt_trainer.run_directory.jsonl import read_jsonl
 from lt_trainer.training.preflight import run_preflight
 from lt_trainer.training.runner import run
@@ -52,7 +52,6 @@ def stores(recipe_base, fake_engine, little_data, tmp_path: Path) -> SimpleNames
     return SimpleNamespace(**copies)
 
 
-@pytest.mark.guarantee("append-resume")
 def test_a_run_goes_on_with_the_generation_that_it_has_read(recipe_base, stores, grow, tmp_path: Path) -> None:
     whole = recipe_base | {"run": recipe_base["run"] | {"dir": str(tmp_path / "whole")}}
     assert start(whole) == 0

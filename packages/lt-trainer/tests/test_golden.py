@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-import pytest
-
 from lt_trainer.config.fields import leaf_values, leaves
-from lt_trainer.config.recipe import Recipe, load, to_toml
+from lt_trainer.config.recipe import load, to_toml
+from lt_trainer.config.sections.recipe import Recipe
 
 DATA = Path(__file__).parent / "data"
 
@@ -81,7 +80,6 @@ EVERY_FIELD = {
 }
 
 
-@pytest.mark.guarantee("format-v1")
 def test_a_recipe_with_every_field_is_read_to_the_same_values() -> None:
     path = DATA / "recipe-every-field.toml"
     resolved = load(path)

@@ -31,14 +31,16 @@ from lt_test_helpers.hostile import (
     unusable_paths,
 )
 from lt_trainer.__main__ import main
-from lt_trainer.config import dump, flatten
+from lt_trainer.config.fields import flatten
 from lt_trainer.config.recipe import load, to_dict, to_toml
+from lt_trainer.config.toml import dump
 from lt_trainer.errors import RunDirError, TrainerError
 from lt_trainer.files import write_atomic
 from lt_trainer.quickstart import training as quickstart
 from lt_trainer.quickstart.settings import QuickstartFolder, QuickstartSettings
 from lt_trainer.training.runner import run as train
-from lt_trainer.tuning import ProbeJournal, TunedSetting
+from lt_trainer.tuning.journal import ProbeJournal
+from lt_trainer.tuning.settings import TunedSetting
 
 MANY = int(os.environ.get("LT_FUZZ", "3000"))
 SEED = int(os.environ.get("LT_SEED", "0"))

@@ -7,7 +7,8 @@ import pytest
 
 from lt_trainer.config.fields import leaves
 from lt_trainer.config.hyperparameters import hyperparameter_leaves, read_hyperparameters
-from lt_trainer.config.recipe import Recipe, load, to_dict
+from lt_trainer.config.recipe import load, to_dict
+from lt_trainer.config.sections.recipe import Recipe
 from lt_trainer.config.sources import Assignment, hyperparameter_assignments
 from lt_trainer.errors import RecipeError
 

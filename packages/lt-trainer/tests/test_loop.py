@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 
 from lt_data import StreamState
-from lt_trainer.config.recipe import Recipe, load
+from lt_test_helpers.layouts import step_batch
+from lt_trainer.config.recipe import load
+from lt_trainer.config.sections.recipe import Recipe
 from lt_trainer.control import SoloControl
 from lt_trainer.engine import StepBatch, StepMetrics, Topology
 from lt_trainer.resilience.stop_signals import StopSignals
-from lt_trainer.testing.layouts import step_batch
+from lt_trainer.run_directory.records import StepRecord
 from lt_trainer.timing import HostStopwatch
-from lt_trainer.training.loop import StepRecord, TrainingLoop
+from lt_trainer.training.loop import TrainingLoop
 
 SEQ_LEN, GLOBAL_BATCH = 32, 8
 

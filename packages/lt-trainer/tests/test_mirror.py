@@ -129,7 +129,6 @@ def whole(recipe_base, fake_engine, tmp_path) -> dict[int, float]:
     return WHOLE
 
 
-@pytest.mark.guarantee("mirror-complete")
 @pytest.mark.parametrize("background", ["true", "false"])
 def test_every_checkpoint_gets_there_and_an_empty_machine_goes_on_bit_equal(
     bucket, url, recipe_base, whole, capsys, background
@@ -153,7 +152,6 @@ def test_every_checkpoint_gets_there_and_an_empty_machine_goes_on_bit_equal(
         assert verify(path).is_loadable
 
 
-@pytest.mark.guarantee("mirror-restore")
 def test_a_damaged_one_there_is_passed_over_and_sent_anew_when_its_step_comes_again(
     bucket, url, recipe_base, whole, capsys, tmp_path
 ) -> None:
@@ -168,7 +166,6 @@ def test_a_damaged_one_there_is_passed_over_and_sent_anew_when_its_step_comes_ag
     assert download(f"{url}/step-00000012", tmp_path / "back").path.exists(), "verified"
 
 
-@pytest.mark.guarantee("mirror-restore")
 def test_a_damaged_one_here_is_fetched_from_there(bucket, url, recipe_base, whole, capsys) -> None:
     assert start(recipe_base, stop_after_step=9) == 75
     file = out(recipe_base) / "checkpoints" / "step-00000009" / "weights-00000.safetensors"
@@ -180,7 +177,6 @@ def test_a_damaged_one_here_is_fetched_from_there(bucket, url, recipe_base, whol
     assert verify(file.parent).is_loadable
 
 
-@pytest.mark.guarantee("mirror-ownership")
 def test_the_bucket_of_another_run_is_refused(bucket, url, recipe_base, fake_engine, tmp_path) -> None:
     assert start(recipe_base, stop_after_step=6) == 75
     before, first = bucket.object_names(url), recipe_base["run"]["dir"]
@@ -267,7 +263,6 @@ def test_a_stop_while_a_checkpoint_is_fetched_takes_no_step(bucket, url, recipe_
     assert losses(recipe_base) == {step: whole[step] for step in range(10, 21)}
 
 
-@pytest.mark.guarantee("mirror-outage")
 def test_without_a_checkpoint_here_the_bucket_has_to_be_asked(bucket, url, recipe_base, fake_engine) -> None:
     bucket.relay.down()
     with pytest.raises(MirrorError, match="the mirror may have one") as caught:
@@ -281,7 +276,6 @@ def test_without_a_checkpoint_here_the_bucket_has_to_be_asked(bucket, url, recip
     assert start(recipe_base) == 0
 
 
-@pytest.mark.guarantee("mirror-outage")
 def test_a_run_that_can_go_on_does_while_the_bucket_is_away(
     bucket, url, recipe_base, whole, fake_engine, capsys
 ) -> None:
@@ -294,7 +288,6 @@ def test_a_run_that_can_go_on_does_while_the_bucket_is_away(
     assert bucket.steps(url) == [6, 12, 18, 20]
 
 
-@pytest.mark.guarantee("mirror-outage")
 def test_a_line_that_is_cut_in_the_middle_is_told_and_waited_for(
     bucket, url, recipe_base, whole, fake_engine, capsys
 ) -> None:
@@ -317,7 +310,6 @@ def test_a_line_that_is_cut_in_the_middle_is_told_and_waited_for(
     assert bucket.steps(url) == [6, 12, 18, 20]
 
 
-@pytest.mark.guarantee("mirror-exit-code")
 def test_a_run_is_not_done_before_its_last_checkpoint_is_there(
     bucket, url, recipe_base, whole, fake_engine, capsys
 ) -> None:
@@ -334,7 +326,6 @@ def test_a_run_is_not_done_before_its_last_checkpoint_is_there(
     assert bucket.steps(url) == [6, 12, 18, 20]
 
 
-@pytest.mark.guarantee("mirror-exit-code")
 def test_what_a_person_has_to_mend_ends_with_64(bucket, url, recipe_base, whole, fake_engine) -> None:
     """Another process of the same run takes the folder over: nothing of this one goes there any more."""
 
@@ -355,7 +346,6 @@ def test_what_a_person_has_to_mend_ends_with_64(bucket, url, recipe_base, whole,
     assert bucket.steps(url) == [6, 12, 18, 20]
 
 
-@pytest.mark.guarantee("mirror-exit-code")
 def test_a_stop_while_something_is_sent_leaves_in_time(bucket, url, recipe_base, whole, fake_engine, capsys) -> None:
     bucket.relay.hold_request("PUT", "step-00000006/weights")
 
@@ -378,7 +368,6 @@ def test_a_stop_while_something_is_sent_leaves_in_time(bucket, url, recipe_base,
     assert bucket.steps(url) == [6, 9, 12, 18, 20]
 
 
-@pytest.mark.guarantee("mirror-retention")
 def test_retention_here_spares_what_is_being_sent(bucket, url, recipe_base, fake_engine) -> None:
     bucket.relay.hold_request("PUT", "step-00000003/weights")
     seen = []
@@ -404,7 +393,6 @@ def test_retention_here_spares_what_is_being_sent(bucket, url, recipe_base, fake
     assert next(step for step, _ in list_steps(out(recipe_base) / "checkpoints")) == 20
 
 
-@pytest.mark.guarantee("mirror-retention")
 def test_retention_there_keeps_the_last_and_the_multiples(bucket, url, recipe_base, fake_engine) -> None:
     overrides = ["checkpoint.interval=2", "checkpoint.mirror_keep_last=2", "checkpoint.mirror_keep_every=8"]
     mine = {"Bucket": url.split("/")[2], "Key": "run/step-00000004/notes.txt"}

@@ -17,14 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lt_trainer.engine import World
-from lt_trainer.observability.monitor import NodeMonitor, node_paths
 from lt_trainer.observability.monitor.energy import EnergyMeter
 from lt_trainer.observability.monitor.host import HostSampler, block_device
+from lt_trainer.observability.monitor.node import NodeMonitor, node_paths
 from lt_trainer.observability.monitor.nvml import GpuSample, GpuSampler, GpusUnavailableError, visible_gpus
 from lt_trainer.resilience.heartbeat import Heartbeat
 from lt_trainer.resilience.watchdog import heartbeat_path
-from lt_trainer.run_directory import RankLog
 from lt_trainer.run_directory.jsonl import JsonlWriter, read_jsonl, read_last_object
+from lt_trainer.run_directory.rank_log import RankLog
 
 GIB = 2**30
 
@@ -61,7 +61,6 @@ def test_without_both_nothing_is_known_and_a_gap_is_bridged() -> None:
     assert meter.update(9.0, 160.0, None) == 60.0
 
 
-@pytest.mark.guarantee("energy")
 @given(st.lists(st.floats(0, 1e6), min_size=2, max_size=20))
 def test_a_counter_is_never_lost_or_counted_twice(steps: list[float]) -> None:
     meter, total = EnergyMeter(), 1000.0
@@ -350,7 +349,6 @@ def test_it_samples_every_interval(tmp_path: Path, log: RankLog) -> None:
         until(lambda: node_paths(tmp_path) and len(read_jsonl(node_paths(tmp_path)[0])) >= 5)
 
 
-@pytest.mark.guarantee("energy")
 def test_energy_of_all_gpus_nodes_and_starts_is_added_up(tmp_path: Path, log: RankLog) -> None:
     nvml, clock = FakeNvml(), Clock()
     (tmp_path / "monitor").mkdir()
@@ -400,7 +398,6 @@ def test_the_real_library_without_a_driver_is_a_reason_and_no_error() -> None:
         assert hasattr(load_nvml(), "nvmlDeviceGetCount")
 
 
-@pytest.mark.guarantee("sink-failure")
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 def test_a_full_disk_is_told_once_and_sampling_goes_on(tmp_path: Path, log: RankLog) -> None:
     with monitor(tmp_path, log, interval_s=0.01) as one:
@@ -424,7 +421,6 @@ def test_a_file_that_cannot_be_opened_is_told(tmp_path: Path, log: RankLog) -> N
     assert "samples of this node are not saved: cannot open" in problem
 
 
-@pytest.mark.guarantee("sink-failure")
 def test_a_driver_that_hangs_does_not_keep_the_run_from_ending(
     tmp_path: Path, log: RankLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:

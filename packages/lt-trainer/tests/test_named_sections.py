@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from lt_trainer.config.recipe import Recipe, from_dict, load, to_dict, to_toml
+from lt_trainer.config.recipe import from_dict, load, to_dict, to_toml
+from lt_trainer.config.sections.recipe import Recipe
 from lt_trainer.errors import RecipeError
 
 STORE = {"data": {"store": "stores/train"}}

@@ -6,10 +6,12 @@ import sys
 import pytest
 import torch
 
-from lt_trainer.config import OptimizerOptions
+from lt_trainer.config.sections.optimizer import OptimizerOptions
 from lt_trainer.errors import RecipeError
-from lt_trainer.optimizers import ADAMW, OPTIMIZERS, ParamSlice, StateSlot
+from lt_trainer.optimizers import OPTIMIZERS
+from lt_trainer.optimizers.adamw import ADAMW
 from lt_trainer.optimizers.driver import OptimizerDriver
+from lt_trainer.optimizers.spec import ParamSlice, StateSlot
 
 TRUE, ONE = torch.tensor(True), torch.tensor(1.0, dtype=torch.float64)
 

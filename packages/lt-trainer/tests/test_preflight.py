@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from lt_ckpt import CheckpointError, files, list_steps
-from lt_trainer.checkpointing import async_saver, max_checkpoints_on_disk
+from lt_trainer.checkpointing import async_saver
+from lt_trainer.checkpointing.checkpoint_manager import max_checkpoints_on_disk
 from lt_trainer.config.recipe import load
 from lt_trainer.errors import RecipeError, RunDirError
-from lt_trainer.resilience import STOP_SIGNALS
+from lt_trainer.resilience.stop_signals import STOP_SIGNALS
 from lt_trainer.run_directory.run_dir import RunDir
 from lt_trainer.training.preflight import PreflightError, run_preflight
 from lt_trainer.training.runner import run
@@ -27,7 +28,6 @@ def everything(folder: Path) -> dict[str, int]:
     return {str(path): path.stat().st_mtime_ns if path.is_file() else 0 for path in folder.rglob("*")}
 
 
-@pytest.mark.guarantee("preflight")
 def test_shows_every_stage_and_leaves_nothing(recipe_base, fake_engine, tmp_path, capsys) -> None:
     before = everything(tmp_path)
     lines = checked(recipe_base)

@@ -20,7 +20,8 @@ from lt_ckpt.torchfile.file import write_pt
 from lt_data import TokenStore
 from lt_model import LlamaConfig, RopeScaling, config_to_hf, param_specs
 from lt_trainer.checkpointing.pretrained import open_pretrained
-from lt_trainer.config.recipe import ModelOptions, load, to_toml
+from lt_trainer.config.recipe import load, to_toml
+from lt_trainer.config.sections.model import ModelOptions
 from lt_trainer.control import SoloControl
 from lt_trainer.errors import RecipeError
 from lt_trainer.run_directory.jsonl import read_jsonl
@@ -196,7 +197,6 @@ def test_a_format_without_a_configuration_takes_the_recipes(model, tmp_path) -> 
         assert (found == weights["model.norm.weight"]).all()
 
 
-@pytest.mark.guarantee("verified-reads")
 def test_damaged_weights_are_no_start(model, tmp_path) -> None:
     """A file that is named is refused; of a run whose newest checkpoint is damaged, the older one is taken, as said."""
     source = open_source(model)

@@ -10,16 +10,10 @@ import pytest
 from lt_model import PRESETS, LlamaConfig, RopeScaling
 from lt_trainer import engine as engine_module
 from lt_trainer.config.fields import leaves, option
-from lt_trainer.config.recipe import (
-    ModelOptions,
-    OptimizerOptions,
-    Recipe,
-    engine_options,
-    from_dict,
-    llama_config,
-    load,
-    to_dict,
-)
+from lt_trainer.config.recipe import engine_options, from_dict, llama_config, load, to_dict
+from lt_trainer.config.sections.model import ModelOptions
+from lt_trainer.config.sections.optimizer import OptimizerOptions
+from lt_trainer.config.sections.recipe import Recipe
 from lt_trainer.errors import RecipeError
 
 STORE = {"data": {"store": "stores/train"}}

@@ -13,24 +13,17 @@ from hypothesis import strategies as st
 
 from lt_trainer import engine as engine_module
 from lt_trainer.config.fields import option
-from lt_trainer.config.recipe import (
-    BatchOptions,
-    CheckpointOptions,
-    DataOptions,
-    MetricsOptions,
-    ModelOptions,
-    OptimizerOptions,
-    ParallelOptions,
-    Recipe,
-    RopeScalingOptions,
-    RunOptions,
-    ScheduleOptions,
-    from_dict,
-    load,
-    to_dict,
-    to_toml,
-)
-from lt_trainer.config.sections import RampOptions, SourceOptions, ValidationOptions
+from lt_trainer.config.recipe import from_dict, load, to_dict, to_toml
+from lt_trainer.config.sections.batch import BatchOptions, RampOptions
+from lt_trainer.config.sections.checkpoint import CheckpointOptions
+from lt_trainer.config.sections.data import DataOptions, SourceOptions, ValidationOptions
+from lt_trainer.config.sections.metrics import MetricsOptions
+from lt_trainer.config.sections.model import ModelOptions, RopeScalingOptions
+from lt_trainer.config.sections.optimizer import OptimizerOptions
+from lt_trainer.config.sections.parallel import ParallelOptions
+from lt_trainer.config.sections.recipe import Recipe
+from lt_trainer.config.sections.run import RunOptions
+from lt_trainer.config.sections.schedule import ScheduleOptions
 from lt_trainer.errors import RecipeError
 
 STORE = {"data": {"store": "stores/train"}}

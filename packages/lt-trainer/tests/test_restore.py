@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from lt_ckpt import Checkpoint, CheckpointMetadata, Shard, begin_save, commit_save, find_latest_valid, write_rank_files
+from lt_test_helpers.pool import RankPool
 from lt_trainer.checkpointing import checkpoint_manager
 from lt_trainer.config.recipe import load
 from lt_trainer.errors import RestoreError
-from lt_trainer.resilience import read_on_all_ranks
+from lt_trainer.resilience.rank_sync import read_on_all_ranks
 from lt_trainer.run_directory.jsonl import read_jsonl
-from lt_trainer.testing import RankPool
 from lt_trainer.training.runner import run
 
 
@@ -40,7 +40,6 @@ def damage(folder: Path) -> None:
     file.write_bytes(content)
 
 
-@pytest.mark.guarantee("checkpoint-hashes")
 def test_damage_found_while_reading_leads_to_the_older_one(recipe_base, fake_engine, unseen, capsys) -> None:
     assert start(recipe_base, stop_after_step=9) == 75
     folder = Path(recipe_base["run"]["dir"]) / "checkpoints"
@@ -124,7 +123,6 @@ def load_rows(path: str) -> str:
         dist.destroy_process_group()
 
 
-@pytest.mark.guarantee("checkpoint-hashes")
 def test_all_ranks_raise_where_one_finds_damage(pool: RankPool, tmp_path: Path) -> None:
     path = save_rows(tmp_path)
     assert pool.run(load_rows, str(path)) == ["", ""]

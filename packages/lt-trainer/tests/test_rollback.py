@@ -53,7 +53,6 @@ def test_a_few_are_skipped_and_said(recipe_base, fake_engine, capsys, bad) -> No
     assert find_latest_valid(Path(recipe_base["run"]["dir"]) / "checkpoints")[0].step == 20
 
 
-@pytest.mark.guarantee("non-finite-steps")
 def test_too_many_lead_back_to_the_checkpoint_past_the_rows(recipe_base, fake_engine, little_data, capsys) -> None:
     """With bound 2, steps 8, 9 and 10 are skipped, then the run goes back to step 6."""
     fake_engine.poison = lambda call, batch: call in (8, 9, 10)

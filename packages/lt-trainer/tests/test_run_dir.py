@@ -124,7 +124,6 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.guarantee("run-lock")
 def test_a_second_process_is_refused_and_told_who_holds_it(tmp_path: Path) -> None:
     command = [sys.executable, "-c", HOLDER, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:

@@ -20,13 +20,19 @@ from lt_trainer.data.batches import StreamBatches
 from lt_trainer.engine import Device, World
 from lt_trainer.errors import RecipeError
 from lt_trainer.observability.run_logger import ComputeCost, Rank0Logger
-from lt_trainer.run_directory import RankLog, StepRecord
 from lt_trainer.run_directory.jsonl import read_jsonl
-from lt_trainer.run_directory.records import METRIC_DEFINITIONS, MetricsRecord, drop_superseded_records, format_record
+from lt_trainer.run_directory.rank_log import RankLog
+from lt_trainer.run_directory.records import (
+    METRIC_DEFINITIONS,
+    MetricsRecord,
+    StepRecord,
+    drop_superseded_records,
+    format_record,
+)
 from lt_trainer.run_directory.run_dir import RunDir
 from lt_trainer.timing import STEP_PARTS, HostStopwatch
-from lt_trainer.training import run
 from lt_trainer.training.run_setup import compute_cost
+from lt_trainer.training.runner import run
 
 
 class Clock:
@@ -78,7 +84,6 @@ def records(folder: Path) -> list[dict[str, Any]]:
 # ---- rows, rates, recomputation ----
 
 
-@pytest.mark.guarantee("rates")
 def test_the_rows_that_each_step_really_has_are_counted(tmp_path: Path) -> None:
     clock = Clock()
     with journal(tmp_path, clock) as one:
@@ -95,7 +100,6 @@ def test_the_rows_that_each_step_really_has_are_counted(tmp_path: Path) -> None:
     assert second["samples_per_sec"] == 64 / 10 / 2
 
 
-@pytest.mark.guarantee("rates")
 def test_attention_within_documents_is_a_second_mfu(tmp_path: Path) -> None:
     """Of 3 FLOPs per token, 2 are attention over 10 positions; positions see 4 and 8 of them on average."""
     clock = Clock()
@@ -239,7 +243,6 @@ def test_rows_of_each_length_cost_what_their_attention_sees(fake_engine) -> None
 # ---- where the time goes ----
 
 
-@pytest.mark.guarantee("time-parts")
 @given(st.lists(st.tuples(st.sampled_from(STEP_PARTS), st.floats(0, 100)), max_size=30))
 def test_laps_add_up_to_the_time_between(laps: list[tuple[str, float]]) -> None:
     clock = Clock()
@@ -255,7 +258,6 @@ def test_laps_add_up_to_the_time_between(laps: list[tuple[str, float]]) -> None:
     assert sum(stopwatch.pop_times().values()) == 0
 
 
-@pytest.mark.guarantee("time-parts")
 def test_the_parts_of_a_run_are_told_apart(recipe_base, fake_engine, monkeypatch) -> None:
     """Batches take 2 s, steps 3 s, validations 5 s and saves 7 s of a clock that nothing else moves."""
     clock = Clock()

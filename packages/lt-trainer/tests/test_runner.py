@@ -88,7 +88,6 @@ def test_without_shuffling_rows_come_in_the_order_of_the_pack(recipe_base, fake_
     assert fake_engine.opened[-1].rows == [row.tobytes() for row in rows]
 
 
-@pytest.mark.guarantee("stop-resume")
 def test_stop_and_resume_equal_the_uninterrupted_run(recipe_base, fake_engine, tmp_path) -> None:
     assert start(recipe_base) == 0
     whole = losses(recipe_base)
@@ -122,7 +121,6 @@ def hangup() -> Iterator[Callable[[Any], None]]:
     signal.signal(signal.SIGHUP, before)
 
 
-@pytest.mark.guarantee("stop-signals")
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_every_stop_signal_finishes_the_step_and_saves(recipe_base, fake_engine, hangup, number) -> None:
     hangup(signal.SIG_DFL)
@@ -148,7 +146,6 @@ def test_a_signal_in_the_last_step_is_not_a_stop(recipe_base, fake_engine) -> No
     assert start(recipe_base) == 0
 
 
-@pytest.mark.guarantee("stop-signals")
 def test_a_signal_to_a_finished_run_that_is_started_again_is_not_a_stop(recipe_base, fake_engine) -> None:
     assert start(recipe_base) == 0
     with StopSignals() as stop:
@@ -240,7 +237,6 @@ def test_goes_on_when_max_steps_grows_and_says_what_changed(recipe_base, fake_en
     assert max(losses(recipe_base)) == 24
 
 
-@pytest.mark.guarantee("checkpoint-hashes")
 def test_falls_back_to_an_older_checkpoint_and_says_so(recipe_base, fake_engine, capsys) -> None:
     assert start(recipe_base, stop_after_step=9) == 75
     newest = Path(recipe_base["run"]["dir"]) / "checkpoints" / "step-00000009"

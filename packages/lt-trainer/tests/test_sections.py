@@ -5,21 +5,17 @@ from typing import Any
 
 import pytest
 
-from lt_trainer.config.recipe import (
-    BatchOptions,
-    CheckpointOptions,
-    DataOptions,
-    MetricsOptions,
-    ModelOptions,
-    OptimizerOptions,
-    ParallelOptions,
-    Recipe,
-    RopeScalingOptions,
-    RunOptions,
-    ScheduleOptions,
-    load,
-)
-from lt_trainer.config.sections import BucketOptions, RampOptions, SourceOptions
+from lt_trainer.config.recipe import load
+from lt_trainer.config.sections.batch import BatchOptions, RampOptions
+from lt_trainer.config.sections.checkpoint import CheckpointOptions
+from lt_trainer.config.sections.data import BucketOptions, DataOptions, SourceOptions
+from lt_trainer.config.sections.metrics import MetricsOptions
+from lt_trainer.config.sections.model import ModelOptions, RopeScalingOptions
+from lt_trainer.config.sections.optimizer import OptimizerOptions
+from lt_trainer.config.sections.parallel import ParallelOptions
+from lt_trainer.config.sections.recipe import Recipe
+from lt_trainer.config.sections.run import RunOptions
+from lt_trainer.config.sections.schedule import ScheduleOptions
 from lt_trainer.data.training_data import data_event_fields
 from lt_trainer.errors import RecipeError
 

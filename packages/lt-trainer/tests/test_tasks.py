@@ -14,19 +14,12 @@ from lt_data import TokenStore
 from lt_model import LlamaConfig
 from lt_trainer.config.recipe import from_dict
 from lt_trainer.engine import StepBatch, Topology, World
-from lt_trainer.evaluation import (
-    GENERATED_TASKS,
-    BatchShape,
-    EncodedTask,
-    EvaluationError,
-    PairEncoder,
-    PositionScores,
-    ScoreRequest,
-    check_requests,
-    evaluate_task,
-    find_tasks,
-    score_requests,
-)
+from lt_trainer.evaluation.encoding import PairEncoder
+from lt_trainer.evaluation.generated_tasks import GENERATED_TASKS
+from lt_trainer.evaluation.position_scores import PositionScores
+from lt_trainer.evaluation.requests import ScoreRequest, check_requests, score_requests
+from lt_trainer.evaluation.scorer import BatchShape, EvaluationError
+from lt_trainer.evaluation.tasks import EncodedTask, evaluate_task, find_tasks
 
 SEQ_LEN = 24
 CONFIG = LlamaConfig(

@@ -84,7 +84,6 @@ each_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name_
 Kind = Callable[[Base, Path], None]
 
 
-@pytest.mark.guarantee("data-resume")
 @each_kind
 def test_a_stop_and_a_kill_change_nothing(recipe_base, fake_engine, little_data, tmp_path, kind: Kind) -> None:
     kind(recipe_base, little_data)
@@ -113,7 +112,6 @@ def test_check_tries_a_start(recipe_base, fake_engine, little_data, kind: Kind) 
     assert wanted.get(kind.__name__, "(buckets)") in said
 
 
-@pytest.mark.guarantee("data-resume")
 @each_kind
 def test_rows_are_those_of_the_library_whatever_the_ranks(recipe_base, little_data, kind: Kind) -> None:
     """Two ranks read the two halves of each step that one rank reads, and the position is the same."""
@@ -141,7 +139,6 @@ def test_rows_are_those_of_the_library_whatever_the_ranks(recipe_base, little_da
         opened.close()
 
 
-@pytest.mark.guarantee("provenance")
 @pytest.mark.parametrize("kind", [mixture, buckets, weighted_buckets, ramp, ramped_mixture], ids=lambda k: k.__name__)
 def test_inspect_names_the_rows_of_every_step_also_after_a_way_back(
     recipe_base, fake_engine, little_data, kind: Kind

@@ -14,11 +14,12 @@ import pytest
 
 from lt_ckpt import Checkpoint, find_latest_valid
 from lt_data import Mixture, Phase, RowReader, Stream, TokenStore, open_pack
-from lt_trainer.config import dump, flatten
+from lt_trainer.config.fields import flatten
 from lt_trainer.config.recipe import load
+from lt_trainer.config.toml import dump
 from lt_trainer.observability.run_logger import Rank0Logger
 from lt_trainer.observability.throughput import Throughput
-from lt_trainer.resilience import STOP_SIGNALS
+from lt_trainer.resilience.stop_signals import STOP_SIGNALS
 from lt_trainer.run_directory.jsonl import read_jsonl
 from lt_trainer.timing import HostStopwatch
 from lt_trainer.training.runner import run

@@ -70,7 +70,6 @@ def test_named_sets_need_no_unnamed_one(recipe_base, fake_engine, little_data) -
     assert [(r["step"], r["val_set"]) for r in validations(recipe_base)] == [(20, "web")]
 
 
-@pytest.mark.guarantee("validation-complete")
 @pytest.mark.parametrize("dp_size", [1, 2, 3, 7])
 @pytest.mark.parametrize("micro_batch_size", [1, 4])
 def test_every_row_once_over_any_number_of_ranks(recipe_base, dp_size: int, micro_batch_size: int) -> None:

@@ -15,7 +15,7 @@ from lt_trainer.config.recipe import load
 from lt_trainer.errors import RunDirError
 from lt_trainer.observability.watch.follower import JsonlFollower, RunView, RunWatcher
 from lt_trainer.observability.watch.terminal import _duration, render, watch_run
-from lt_trainer.run_directory import read_jsonl
+from lt_trainer.run_directory.jsonl import read_jsonl
 from lt_trainer.training.runner import run
 
 

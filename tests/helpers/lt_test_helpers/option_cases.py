@@ -21,8 +21,6 @@ import pytest
 from lt_data import TokenStore
 from lt_launch.__main__ import main
 
-__all__ = ["Call", "OptionCase"]
-
 RATES_AND_TIMES = re.compile(r"[\d.]+ ?([kMG] )?(\w+/s|s|ms|min)\b")
 WORDS = [
     "the", "loss", "of", "a", "model", "falls", "when", "its", "data", "is", "read", "in", "order", "and",

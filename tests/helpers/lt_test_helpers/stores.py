@@ -7,8 +7,6 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["make_stores"]
-
 SENTENCE = "the loss of a model falls when its data is read in order and its state is kept"
 
 

@@ -14,7 +14,6 @@ SOON = 120.0
 A, B = "a" * 16, "b" * 16
 
 
-@pytest.mark.guarantee("mirror-ownership")
 def test_the_first_takes_it_and_a_new_start_of_the_same_run_takes_it_over(store, bucket):
     root = S3Folder(f"s3://{bucket}/run")
     assert read_owner(root) is None
@@ -43,7 +42,6 @@ def test_what_is_not_an_owner_is_an_error(store, bucket, raw):
         Owner(run="x", holder=A)
 
 
-@pytest.mark.guarantee("mirror-ownership")
 def test_nothing_goes_where_another_run_is_and_it_is_told_once_for_each(store, bucket, toy, tmp_path):
     root = S3Folder(f"s3://{bucket}/run")
     claim(root, Owner(run=B, holder=B))
@@ -66,7 +64,6 @@ def test_parts_that_a_killed_process_left_are_given_up_and_those_of_others_stay(
     assert sorted(store.unfinished(bucket)) == ["elsewhere/step-00000001/weights-00000.safetensors", foreign]
 
 
-@pytest.mark.guarantee("mirror-retention")
 def test_no_upload_begins_while_retention_works(store, bucket, toy, tmp_path):
     """Else what retention has just chosen could be removed under the upload."""
     reached = threading.Event()

@@ -111,7 +111,6 @@ def test_what_was_found_damaged_is_sent_anew(store, bucket, toy, tmp_path):
     assert verify(download(f"s3://{bucket}/x", tmp_path / "back").path).is_ok
 
 
-@pytest.mark.guarantee("mirror-retention")
 def test_retention_keeps_multiples_and_the_newest_that_is_as_it_was_uploaded(store, bucket, toy, tmp_path):
     root = S3Folder(f"s3://{bucket}/run")
     for step in (0, 1, 2, 3, 4, 5):

@@ -79,7 +79,6 @@ def test_there_and_back_bit_for_bit(store, bucket, toy, tmp_path):
         download(f"s3://{bucket}/run/step-00000007", there)
 
 
-@pytest.mark.guarantee("nxd-checkpoint-safety")
 def test_files_of_nxd_there_and_back(store, bucket, tmp_path):
     config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, n_heads=2, n_kv_heads=2, n_layers=1)
     part = NxdRankWriter(
@@ -154,7 +153,6 @@ def test_the_order_of_an_upload(store, bucket, toy, tmp_path):
     assert {name.removeprefix("x/"): data for name, data in store.objects(bucket).items()} == tree(path)
 
 
-@pytest.mark.guarantee("mirror-complete")
 def test_an_upload_that_fails_at_any_request_is_no_checkpoint_and_is_continued(store, bucket, toy, tmp_path):
     path = toy.save(tmp_path, 3, world=1)
     root = S3Folder(f"s3://{bucket}")

@@ -114,7 +114,6 @@ def run(tmp_path: Path, reader: RowReader) -> Run:
     return Run(tmp_path / "run", reader, reader.store.path)
 
 
-@pytest.mark.guarantee("provenance")
 def test_every_step_of_a_run_that_was_stopped_rewound_and_resumed(run: Run, reader: RowReader) -> None:
     start = run.train(None, 3, batch=8, dp_size=2)
     run.check()

@@ -40,7 +40,6 @@ def test_a_whole_store_has_no_problems(whole: Path) -> None:
     assert found(whole) == []
 
 
-@pytest.mark.guarantee("data-verify")
 @settings(max_examples=150)
 @given(st.data())
 def test_each_flipped_bit_is_found(whole: Path, data: st.DataObject) -> None:
@@ -103,7 +102,6 @@ def test_ids_beyond_the_vocabulary(whole: Path, tmp_path: Path) -> None:
     assert f"has id {highest}, the tokenizer's highest is {highest - 1}" in told[0]
 
 
-@pytest.mark.guarantee("data-verify")
 @pytest.mark.parametrize("mode", ["bfd", "concat", "buckets"])
 @pytest.mark.parametrize(
     "change", ["lost slice", "twice", "labels", "counted labels", "moved", "document", "rows joined", "valid"]

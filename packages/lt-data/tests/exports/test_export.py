@@ -103,7 +103,6 @@ def test_room_is_asked_for_first(
     export(store, out=tmp_path / "deep" / "out", options=ExportOptions(**shape))
 
 
-@pytest.mark.guarantee("export-atomic")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_full_disk_leaves_nothing(
     shape: dict[str, Any], store: TokenStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -273,7 +272,6 @@ def test_a_long_document_is_exported_in_bounded_memory(tmp_path: Path, tokenizer
     shutil.rmtree(tmp_path / "b")
 
 
-@pytest.mark.guarantee("export-atomic")
 @pytest.mark.parametrize("shape", [{"to": "hf"}, {"to": "litespark", "seq_len": 64}])
 @pytest.mark.parametrize("at", [1, -1])
 def test_kill_9_leaves_no_export_and_the_next_run_makes_it(

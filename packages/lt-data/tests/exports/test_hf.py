@@ -30,7 +30,6 @@ def loaded(path: Path) -> datasets.Dataset:
     return found
 
 
-@pytest.mark.guarantee("export-round-trip")
 @pytest.mark.parametrize("name", ["store", "wide_store"])
 def test_documents_are_those_of_the_store(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     store: TokenStore = request.getfixturevalue(name)

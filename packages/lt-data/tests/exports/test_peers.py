@@ -11,7 +11,6 @@ SCRIPT = Path(__file__).resolve().parents[4] / "tools" / "interop_exports.py"
 NOT_INSTALLED = 3
 
 
-@pytest.mark.guarantee("export-round-trip")
 @pytest.mark.slow
 @pytest.mark.parametrize("peer", ["mds", "megatron", "hf"])
 def test_the_real_reader_finds_what_was_exported(peer: str) -> None:

@@ -45,7 +45,6 @@ def shards(store: TokenStore) -> list[bytes]:
     return [path.read_bytes() for path in files]
 
 
-@pytest.mark.guarantee("export-round-trip")
 @pytest.mark.parametrize("to", FORMATS)
 @settings(max_examples=6)
 @given(

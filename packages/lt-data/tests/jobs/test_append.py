@@ -50,7 +50,6 @@ def is_indexed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     return request.param == "indexed"
 
 
-@pytest.mark.guarantee("append")
 @pytest.mark.usefixtures("is_indexed")
 def test_generations(base: Path, fast_path: Path, texts: list[str], tokenizer: Tokenizer, contents: Contents) -> None:
     before, first = contents(base), TokenStore.open(base).manifest
@@ -173,7 +172,6 @@ def _check_kills(base: Path, fast_path: Path, texts: list[str], contents: Conten
     return kills
 
 
-@pytest.mark.guarantee("append")
 @pytest.mark.usefixtures("is_indexed")
 def test_a_killed_append_is_finished_by_the_same_command(
     base: Path, fast_path: Path, texts: list[str], contents: Contents
@@ -183,7 +181,6 @@ def test_a_killed_append_is_finished_by_the_same_command(
 
 
 @pytest.mark.slow
-@pytest.mark.guarantee("append")
 @pytest.mark.usefixtures("is_indexed")
 def test_append_killed_at_every_call(base: Path, fast_path: Path, texts: list[str], contents: Contents) -> None:
     kills = _check_kills(base, fast_path, texts, contents, [*range(1, 120)])
@@ -229,7 +226,6 @@ def test_a_joined_store_can_be_appended_to(base: Path, fast_path: Path, texts: l
     assert TokenStore.open(moved).manifest == manifest
 
 
-@pytest.mark.guarantee("append")
 def test_a_large_generation_is_read_by_its_index(
     base: Path, fast_path: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,7 +260,6 @@ def test_a_large_generation_is_read_by_its_index(
     assert lt_data.verify(by_index) == lt_data.verify(older) == []
 
 
-@pytest.mark.guarantee("append")
 def test_a_damaged_or_missing_index_of_a_generation_is_one_error(
     base: Path, fast_path: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

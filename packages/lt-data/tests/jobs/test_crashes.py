@@ -169,7 +169,6 @@ def few(options: dict[str, Any]) -> dict[str, Any]:
     return {**options, "shard_tokens": 600}
 
 
-@pytest.mark.guarantee("prepare-crash-safe")
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc to name what is synced")
 @pytest.mark.usefixtures("small_batches")
 def test_prepare(
@@ -205,7 +204,6 @@ def test_prepare(
     assert gone_on > 20
 
 
-@pytest.mark.guarantee("prepare-crash-safe")
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc to name what is synced")
 @pytest.mark.usefixtures("small_batches")
 def test_prepare_over_an_older_store(
@@ -290,7 +288,6 @@ def test_what_was_moved_aside_comes_back_when_the_work_is_thrown_away(
     assert not (fast_path / "store.building").exists()
 
 
-@pytest.mark.guarantee("prepare-crash-safe")
 @pytest.mark.usefixtures("small_batches")
 def test_a_full_disk_at_every_call(
     fast_path: Path, corpus: Path, few: dict[str, Any], contents: Contents, monkeypatch: pytest.MonkeyPatch

@@ -153,7 +153,6 @@ def check_random(
 
 @given(files=FILES, drop=st.booleans(), parts=st.integers(2, 3), shard_tokens=st.sampled_from([7, 10_000]))
 @settings(max_examples=8)
-@pytest.mark.guarantee("document-source")
 def test_any_document_is_the_text_at_its_source(
     memory: Path,
     tokenizer: Tokenizer,
@@ -165,7 +164,6 @@ def test_any_document_is_the_text_at_its_source(
     check_random(memory, tokenizer, files, workers=1, drop=drop, parts=parts, shard_tokens=shard_tokens)
 
 
-@pytest.mark.guarantee("document-source")
 @pytest.mark.slow
 @given(
     files=FILES,

@@ -74,7 +74,6 @@ def _flat_copy(joined: TokenStore, out: Path) -> TokenStore:
     return TokenStore.open(out)
 
 
-@pytest.mark.guarantee("joined-stores")
 def test_a_joined_store_is_read_as_the_flat_store_of_its_shards(stores: Path, tmp_path: Path, is_indexed: bool) -> None:
     before = {path: path.read_bytes() for path in stores.rglob("*") if path.is_file()}
     manifest = lt_data.join(stores, _paths(stores))
@@ -107,7 +106,6 @@ def test_a_joined_store_is_read_as_the_flat_store_of_its_shards(stores: Path, tm
         assert (tmp_path / "from joined" / name).read_bytes() == (tmp_path / "from flat" / name).read_bytes()
 
 
-@pytest.mark.guarantee("joined-stores")
 @pytest.mark.parametrize(("kind", "size"), [("bin", 1), ("idx", 1), ("bin", 0)])
 def test_a_shard_cut_short_is_named_at_its_first_use(indexed: Path, kind: str, size: int) -> None:
     path = indexed / f"b/c/shards/00000.{kind}"
@@ -119,7 +117,6 @@ def test_a_shard_cut_short_is_named_at_its_first_use(indexed: Path, kind: str, s
     assert any(f"b/c/shards/00000.{kind}" in problem for problem in lt_data.verify(store))
 
 
-@pytest.mark.guarantee("joined-stores")
 def test_a_folder_of_shards_that_leads_out_is_refused_at_its_first_use(indexed: Path, tmp_path: Path) -> None:
     (indexed / "d/shards").rename(tmp_path / "secret")
     (indexed / "d/shards").symlink_to(tmp_path / "secret")
@@ -130,7 +127,6 @@ def test_a_folder_of_shards_that_leads_out_is_refused_at_its_first_use(indexed: 
         store.read_shard(len(store.manifest.shards) - 1)
 
 
-@pytest.mark.guarantee("joined-stores")
 def test_a_damaged_or_missing_index_is_one_error(indexed: Path) -> None:
     path = indexed / "joined.index"
     content = path.read_bytes()
@@ -187,7 +183,6 @@ def _sha256(folder: Path) -> str:
     return hashlib.sha256((folder / "manifest.json").read_bytes()).hexdigest()
 
 
-@pytest.mark.guarantee("joined-stores")
 def test_a_part_that_changed_is_named(stores: Path, texts: list[str], tokenizer: Tokenizer, is_indexed: bool) -> None:
     lt_data.join(stores, _paths(stores))
     shutil.rmtree(stores / "b/c")
@@ -212,7 +207,6 @@ def test_damage_in_a_part_is_found_by_verify(stores: Path) -> None:
     ]
 
 
-@pytest.mark.guarantee("joined-stores")
 @pytest.mark.parametrize("path", ["../secret", "a/../../secret", "/", "", "a//b", "./a", "..", "a/."])
 def test_a_strangers_manifest_reads_nothing_outside(stores: Path, tmp_path: Path, path: str) -> None:
     (stores / "d").rename(tmp_path / "secret")
@@ -223,7 +217,6 @@ def test_a_strangers_manifest_reads_nothing_outside(stores: Path, tmp_path: Path
         TokenStore.open(stores)
 
 
-@pytest.mark.guarantee("joined-stores")
 def test_parts_elsewhere_are_opened_only_where_the_person_allows_it(
     stores: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,7 +72,6 @@ def check_store(folder: Path) -> TokenStore:
     shard_tokens=st.sampled_from([9, 10_000]),
 )
 @settings(max_examples=20)
-@pytest.mark.guarantee("document-columns")
 def test_columns_are_those_of_the_records(
     tmp_path_factory: pytest.TempPathFactory,
     memory: Path,
@@ -168,7 +167,6 @@ def test_columns_after_a_map_and_of_documents_of_the_caller(
     assert kept(check_store(tmp_path / "given")) == [{"url": "a"}, {"url": None}]
 
 
-@pytest.mark.guarantee("document-columns")
 def test_split_and_join_keep_the_columns(tmp_path: Path, tokenizer: Tokenizer) -> None:
     records = [{"text": f"text {n}", "n": n if n % 3 else None} for n in range(60)]
     for name, some in (("a", records[:30]), ("b", records[30:])):
@@ -221,7 +219,6 @@ def test_parts_of_other_columns_do_not_merge(tmp_path: Path, tokenizer: Tokenize
         lt_data.merge(tmp_path / "out")
 
 
-@pytest.mark.guarantee("document-columns")
 def test_a_resumed_job_keeps_the_same_columns(
     fast_path: Path, corpus: Path, options: dict[str, Any], small_batches: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -131,14 +131,12 @@ def check_kills(
     return kills
 
 
-@pytest.mark.guarantee("prepare-crash-safe")
 def test_kill_9_at_random_moments(
     fast_path: Path, sources: Path, whole: dict[str, bytes], contents: Contents, wait_for: WaitFor
 ) -> None:
     assert check_kills(sources, whole, fast_path, contents, wait_for, least=3, seed=1) >= 3
 
 
-@pytest.mark.guarantee("prepare-crash-safe")
 @pytest.mark.slow
 def test_a_hundred_kills(
     fast_path: Path, sources: Path, whole: dict[str, bytes], contents: Contents, wait_for: WaitFor
@@ -193,7 +191,6 @@ def holder(fast_path: Path, sources: Path) -> Iterator[subprocess.Popen[bytes]]:
     child.stdout.close()
 
 
-@pytest.mark.guarantee("prepare-lock")
 def test_two_processes_with_one_folder(
     fast_path: Path, sources: Path, whole: dict[str, bytes], contents: Contents, holder: subprocess.Popen[bytes]
 ) -> None:

@@ -30,7 +30,6 @@ def same_but_for(one: bytes, two: bytes, names: set[str]) -> bool:
     return json.dumps(a, indent=2).encode() + b"\n" == two
 
 
-@pytest.mark.guarantee("merge-parity")
 @pytest.mark.parametrize("num_parts", [2, 4, 13])
 @pytest.mark.parametrize("drop", [False, True])
 @pytest.mark.usefixtures("small_batches")

@@ -72,7 +72,6 @@ def texts_of(path: Path) -> list[str]:
 
 
 @pytest.mark.usefixtures("small_batches")
-@pytest.mark.guarantee("record-map")
 def test_selects_and_changes_with_any_number_of_workers(
     fast_path: Path, module: str, rows: list[dict[str, Any]], tokenizer: Tokenizer, contents: Contents
 ) -> None:
@@ -155,7 +154,6 @@ def test_ids_and_documents_of_the_caller(fast_path: Path, module: str, tokenizer
 
 
 @pytest.mark.usefixtures("small_batches", "rows")
-@pytest.mark.guarantee("record-map")
 def test_a_changed_function_never_resumes(
     fast_path: Path, module: str, tokenizer: Tokenizer, contents: Contents, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,7 +52,6 @@ def test_the_corpus_has_everything(whole_manifest: StoreManifest) -> None:
     assert whole_manifest.is_consistent
 
 
-@pytest.mark.guarantee("prepare-crash-safe")
 @pytest.mark.usefixtures("small_batches")
 @pytest.mark.parametrize("batch_bytes", [100, 4000])
 def test_goes_on_to_the_same_bytes_wherever_it_was_cut(
@@ -281,7 +280,6 @@ def test_a_finished_shard_that_is_gone_is_noticed(fast_path: Path, corpus: Path,
     prepare([corpus], out=out, no_resume=True, **options)
 
 
-@pytest.mark.guarantee("sources-truncated")
 @pytest.mark.usefixtures("small_batches")
 @pytest.mark.parametrize("edited", [0, 1, 2])
 def test_sources_that_were_edited_since_the_interruption_are_an_error(

@@ -90,7 +90,6 @@ def check(store: TokenStore, given: list[str], tokenizer: Tokenizer, selection: 
     assert manifest.selection == selection
 
 
-@pytest.mark.guarantee("prepare-accounting")
 @given(given=texts, selection=selections(), shard_tokens=st.integers(1, 60), batch=st.integers(1, 40))
 def test_any_documents_and_selection(
     tokenizer: Tokenizer, memory: Path, given: list[str], selection: Selection, shard_tokens: int, batch: int
@@ -109,7 +108,6 @@ def test_any_documents_and_selection(
                 prepare_documents(documents, out=out, shard_tokens=shard_tokens, **options)
 
 
-@pytest.mark.guarantee("prepare-accounting")
 @given(
     given=st.lists(texts, max_size=4),
     selection=selections(),

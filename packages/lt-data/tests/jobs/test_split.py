@@ -40,7 +40,6 @@ def expected_side(ids: list[int], share: Fraction) -> bool:
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "big") < share * 2**64
 
 
-@pytest.mark.guarantee("split-by-hash")
 def test_two_stores_that_are_the_whole(base: TokenStore) -> None:
     train, validation = split(base, holdout="20%", train="train", validation="validation")
     stores = {name: TokenStore.open(name) for name in ("train", "validation")}
@@ -63,7 +62,6 @@ def test_two_stores_that_are_the_whole(base: TokenStore) -> None:
     assert list(validation.left_out) == ["not held out"]
 
 
-@pytest.mark.guarantee("split-by-hash")
 @pytest.mark.parametrize("options", [{}, {"bos": False, "eos": False}, {"shard_tokens": 50}])
 def test_stable_when_documents_are_added(base: TokenStore, tokenizer: Tokenizer, options: dict[str, Any]) -> None:
     split(base, holdout=0.1, train="train", validation="validation")

@@ -71,7 +71,6 @@ def test_one_unit_is_enough(folder: Path, tmp_path: Path) -> None:
     assert TokenStore.open(tmp_path / "store").n_tokens == TokenStore.open(tmp_path / "flat").n_tokens
 
 
-@pytest.mark.guarantee("data-units")
 def test_a_file_system_without_locks(
     folder: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, contents: Contents
 ) -> None:
@@ -153,14 +152,12 @@ def test_a_slow_start_beside_a_process_that_ends_the_job(
     assert contents(out) == contents(undisturbed)
 
 
-@pytest.mark.guarantee("data-units")
 def test_some_kills(folder: Path, undisturbed: Path, tmp_path: Path, contents: Contents) -> None:
     expected = contents(undisturbed)
     kill_at_random(folder, tmp_path / "store", expected, contents, workers=3, kills=4, seed=SEED)
 
 
 @pytest.mark.slow
-@pytest.mark.guarantee("data-units")
 def test_many_kills(folder: Path, undisturbed: Path, tmp_path: Path, contents: Contents) -> None:
     expected = contents(undisturbed)
     kill_at_random(folder, tmp_path / "store", expected, contents, workers=8, kills=KILLS, seed=SEED + 1)

@@ -33,7 +33,6 @@ def test_without_ray(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-@pytest.mark.guarantee("data-units")
 def test_workers_of_a_cluster_are_killed(
     tmp_path: Path, tokenizer: Tokenizer, contents: Callable[[Path], dict[str, bytes]]
 ) -> None:

@@ -371,7 +371,6 @@ def kill_at_random(command: list[str], out: Path, expected: dict[str, bytes], co
 
 
 @pytest.mark.parametrize("kills", [3, pytest.param(KILLS, marks=pytest.mark.slow)])
-@pytest.mark.guarantee("data-units")
 def test_kills(kills: int, sources: Path, options: dict[str, Any], tmp_path: Path, contents: Contents) -> None:
     options["tokenizer"].save(tmp_path / "tok")
     run = command(sources, tmp_path / "tok", tmp_path / "undisturbed")

@@ -22,7 +22,6 @@ def slices(index: PackIndex) -> list[list[tuple[int, int, int, int]]]:
     return [flat[a:b] for a, b in zip(index.row_offsets[:-1], index.row_offsets[1:], strict=True)]
 
 
-@pytest.mark.guarantee("packing-complete")
 @pytest.mark.parametrize("mode", ["bfd", "concat"])
 @given(LENGTHS, st.integers(1, 24))
 def test_every_token_stands_in_exactly_one_row(mode: str, lengths: list[int], seq_len: int) -> None:

@@ -39,7 +39,6 @@ def test_what_dead_processes_had_claimed_is_done_by_all_workers(functions: Modul
     assert str(os.getpid()) not in done_by
 
 
-@pytest.mark.guarantee("data-units")
 def test_a_task_that_ends_its_process_again_and_again_is_named(functions: ModuleType, tmp_path: Path) -> None:
     tasks = make_tasks(tmp_path / "tasks", functions.die)
     expected = rf"1 of 6 tasks failed, the others are finished; task-3: its process ended {MAX_LOST} times .*SIGKILL"

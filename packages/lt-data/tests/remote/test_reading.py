@@ -35,7 +35,6 @@ def big(tmp_path: Path, counting_store: Callable[..., TokenStore]) -> TokenStore
     return made
 
 
-@pytest.mark.guarantee("s3-streaming")
 def test_a_stream_from_s3_is_that_from_the_disk(store: TokenStore, bucket: Any, tmp_path: Path) -> None:
     local = RowReader(store, pack(store, seq_len=64))
     upload(store.path, bucket.url)
@@ -102,7 +101,6 @@ def test_prefetch_brings_all_blocks_at_once(big: TokenStore, bucket: Any, proxy:
     assert proxy.log == []
 
 
-@pytest.mark.guarantee("s3-streaming")
 def test_wrong_bytes_are_never_given(big: TokenStore, bucket: Any, proxy: Any, tmp_path: Path) -> None:
     upload(big.path, bucket.url)
     shards = RemoteShards(bucket.url, cache=tmp_path / "cache")
@@ -298,7 +296,6 @@ for _ in range(rounds):
 """
 
 
-@pytest.mark.guarantee("s3-streaming")
 def test_processes_share_a_cache_and_may_be_killed(tmp_path: Path) -> None:
     cache = BlockCache(tmp_path, LEAST_BYTES + 4 * BLOCK_BYTES)
     rng = random.Random(0)

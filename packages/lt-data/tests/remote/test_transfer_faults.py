@@ -82,7 +82,6 @@ def check_upload(folder: Path, bucket: Any, proxy: Any, seed: int) -> Counter[st
     return done
 
 
-@pytest.mark.guarantee("s3-transfer")
 @pytest.mark.parametrize("seed", range(SEED, SEED + 3))
 def test_uploads_in_trouble(seed: int, folder: Path, bucket: Any, proxy: Any) -> None:
     assert sum(check_upload(folder, bucket, proxy, seed).values()) > 3
@@ -98,7 +97,6 @@ def test_many_uploads_in_trouble(folder: Path, bucket: Any, proxy: Any) -> None:
     assert set(done) == {"status", "reset", "lost", "etag", "spoil"}
 
 
-@pytest.mark.guarantee("s3-transfer")
 @pytest.mark.parametrize("seed", range(SEED, SEED + 3))
 def test_downloads_in_trouble(seed: int, folder: Path, bucket: Any, proxy: Any, tmp_path: Path) -> None:
     upload(folder, bucket.url, options=OPTIONS)
@@ -142,7 +140,6 @@ def test_parts_that_are_always_spoiled_end_the_upload(folder: Path, bucket: Any,
     assert bucket.objects()["large.bin"] == (folder / "large.bin").read_bytes()
 
 
-@pytest.mark.guarantee("s3-transfer")
 def test_a_spoiled_object_that_a_killed_upload_left_is_not_kept(folder: Path, bucket: Any, proxy: Any) -> None:
     proxy.fault = lambda r: ("spoil", 9) if r.key.endswith("00000.bin") and r.method == "PUT" else None
     with pytest.raises(RemoteError):

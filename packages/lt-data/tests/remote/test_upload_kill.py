@@ -98,7 +98,6 @@ def check(folder: Path, bucket: Any, upload: Upload, rng: random.Random) -> int:
     return kills
 
 
-@pytest.mark.guarantee("s3-transfer")
 def test_some_kills(folder: Path, bucket: Any, killed_upload: Upload, tmp_path: Path) -> None:
     assert killed_upload(folder, bucket.url, 0) == 0
     listing = bucket.objects()[LISTING]
@@ -110,7 +109,6 @@ def test_some_kills(folder: Path, bucket: Any, killed_upload: Upload, tmp_path: 
     assert tree(tmp_path / "copy") == tree(folder)
 
 
-@pytest.mark.guarantee("s3-transfer")
 @pytest.mark.slow
 def test_many_kills(folder: Path, bucket: Any, killed_upload: Upload) -> None:
     rng = random.Random(SEED + 1)

@@ -44,7 +44,6 @@ def confirmation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr("lt_data.sources.gzip_members._CHUNK_BYTES", 900)
 
 
-@pytest.mark.guarantee("sources-confirmed")
 @pytest.mark.usefixtures("confirmation")
 @pytest.mark.parametrize(("suffix", "compress"), [(".gz", gzip.compress), (".zst", zstd)])
 def test_members_before_damage_stay_and_nothing_else(
@@ -182,7 +181,6 @@ def parquet(texts: Any, **options: Any) -> bytes:
     return out.getvalue()
 
 
-@pytest.mark.guarantee("sources-confirmed")
 @pytest.mark.parametrize("version", ["1.0", "2.0"])
 def test_rows_of_a_damaged_page_are_never_read(tmp_path: Path, version: str) -> None:
     path = tmp_path / "x.parquet"

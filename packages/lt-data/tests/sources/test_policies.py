@@ -40,7 +40,6 @@ def stream_of(texts: list[str], rows: int) -> bytes:
     return out.getvalue()
 
 
-@pytest.mark.guarantee("sources-complete")
 @pytest.mark.parametrize(
     ("line", "reason", "message"),
     [
@@ -174,7 +173,6 @@ def packed_kinds() -> dict[str, tuple[bytes, str]]:
     }
 
 
-@pytest.mark.guarantee("sources-truncated")
 @pytest.mark.parametrize("kind", ["x.jsonl.gz", "x.jsonl.zst", "x.txt.gz", "x.parquet", "x.arrow"])
 def test_a_file_that_is_cut_off_anywhere_is_an_error(tmp_path: Path, kind: str) -> None:
     whole, message = packed_kinds()[kind]

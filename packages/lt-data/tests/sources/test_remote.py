@@ -133,7 +133,6 @@ def test_http_faults(web: Web) -> None:
         assert "secret" not in str(caught.value)
 
 
-@pytest.mark.guarantee("sources-truncated")
 @pytest.mark.parametrize("name", ["x.jsonl", "x.parquet", "x.jsonl.gz"])
 @pytest.mark.parametrize("cut", [0, 1, 2000])
 @pytest.mark.parametrize("ranges", [True, False])

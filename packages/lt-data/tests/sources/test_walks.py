@@ -53,7 +53,6 @@ def write_files(folder: Path, files: list[tuple[str, list[str | None]]]) -> tupl
     return texts, bad
 
 
-@pytest.mark.guarantee("sources-complete")
 @settings(max_examples=120)
 @given(FILES, st.integers(1, 5))
 def test_nothing_is_lost_from_any_point_and_in_any_parts(

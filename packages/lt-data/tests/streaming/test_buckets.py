@@ -29,7 +29,6 @@ def buckets_of(store: TokenStore, seq_len: int, shortest: int, **options: object
     return Buckets(store, index, **{"global_batch_size": 2, **options})  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.guarantee("packing-complete")
 @settings(max_examples=60)
 @given(LENGTHS, SHAPES)
 def test_every_token_stands_in_exactly_one_row(
@@ -104,7 +103,6 @@ def test_exact_rows() -> None:
         index.bucket(16)
 
 
-@pytest.mark.guarantee("packing-complete")
 @settings(max_examples=25)
 @given(LENGTHS, st.integers(1, 3), st.integers(0, 2**40))
 def test_each_step_has_one_length_and_as_many_tokens(

@@ -17,7 +17,6 @@ def names_of(weights: list) -> list[str]:
     return [f"s{i}" for i in range(len(weights))]
 
 
-@pytest.mark.guarantee("mixture-shares")
 @given(SHARES)
 def test_no_count_is_ever_off_by_one(weights: list[int]) -> None:
     shares = quantize_weights(weights, names=names_of(weights))

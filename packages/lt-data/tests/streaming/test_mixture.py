@@ -46,7 +46,6 @@ def mixture_of(make: Callable[..., RowReader], sizes: list[int], phases: list[tu
     return Mixture({f"s{j}": make(size) for j, size in enumerate(sizes)}, made)
 
 
-@pytest.mark.guarantee("mixture-shares")
 @settings(max_examples=60)
 @given(SIZES, PHASES, st.integers(0, 2**40), st.booleans())
 def test_each_source_gives_its_own_sequence_and_exact_counts(
@@ -102,7 +101,6 @@ def test_a_start_far_away_is_that_of_the_whole(make: Callable[..., RowReader]) -
     assert row == int(expected[0]) + (7 if name == "b" else 0)
 
 
-@pytest.mark.guarantee("mixture-shares")
 @settings(max_examples=40)
 @given(st.lists(st.tuples(st.sampled_from([1, 2, 3]), st.integers(1, 3), st.integers(1, 3)), min_size=1, max_size=5))
 def test_any_ranks_batches_and_stops_give_one_sequence(

@@ -23,7 +23,6 @@ def no_thread_left() -> object:
     assert [thread.name for thread in threading.enumerate() if thread.name == "lt-data prefetch"] == []
 
 
-@pytest.mark.guarantee("prefetch-parity")
 @pytest.mark.parametrize("depth", [1, 2, 7])
 def test_the_same_batches_and_states(reader: RowReader, depth: int) -> None:
     plain = Stream(reader, global_batch_size=4, seed=1)

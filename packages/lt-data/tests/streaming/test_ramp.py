@@ -79,7 +79,6 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> RowReader:
     return RowReader(store, open_pack(store, seq_len=16))
 
 
-@pytest.mark.guarantee("data-resume")
 @given(
     ramp=ramps(),
     stop=st.integers(0, 12),

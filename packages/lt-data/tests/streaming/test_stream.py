@@ -66,7 +66,6 @@ def global_batch_size(reader: RowReader, state: StreamState | None, batch: int, 
     return ids, batches[0].state
 
 
-@pytest.mark.guarantee("row-order")
 @settings(max_examples=40)
 @given(
     n_rows=st.integers(3, 30),
@@ -107,7 +106,6 @@ def mixed_reader(counting_store: Callable[..., TokenStore]) -> RowReader:
 ARRAYS = ("input_ids", "labels", "position_ids", "doc_ids")
 
 
-@pytest.mark.guarantee("row-order")
 @settings(max_examples=60)
 @given(
     dp_sizes=st.permutations([4, 2, 1, 8]),
@@ -265,7 +263,6 @@ def parts_named(error: DataError) -> set[str]:
     return {part.partition(":")[0] for part in listed.split("; ")}
 
 
-@pytest.mark.guarantee("changed-data-refused")
 def test_each_change_of_a_real_store_is_refused_by_its_name(
     tmp_path: Path, documents: list[Document], tokenizer: Tokenizer
 ) -> None:

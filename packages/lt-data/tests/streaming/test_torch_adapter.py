@@ -80,7 +80,6 @@ def mixture(counting_store: Callable[..., TokenStore]) -> Mixture:
     return Mixture(sources, {"a": 2, "b": 1})
 
 
-@pytest.mark.guarantee("prefetch-parity")
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")  # where there are fewer cores
 def test_any_number_of_workers_gives_the_sequence_of_the_stream(mixture: Mixture) -> None:
     stream = Stream(mixture, global_batch_size=6, dp_rank=1, dp_size=2, seed=4)

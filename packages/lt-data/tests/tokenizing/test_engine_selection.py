@@ -66,7 +66,6 @@ def test_difficult_texts_give_equal_ids(tokenizer: Tokenizer, mode: SpecialToken
     assert describe_difference(fast, HfEngine(tokenizer, special_tokens_as=mode), texts) == ""
 
 
-@pytest.mark.guarantee("tokenizer-engine-parity")
 @settings(max_examples=60)
 @given(
     st.lists(
@@ -90,7 +89,6 @@ def _engine(tokenizer: Tokenizer, mode: SpecialTokensAs) -> HfEngine:
     return _engines[mode]  # type: ignore[return-value]
 
 
-@pytest.mark.guarantee("tokenizer-engine-parity")
 def test_code_points_that_the_engines_see_differently_go_to_the_reference(telling: Tokenizer) -> None:
     texts = ["plain", f"{NEW_LETTERS}\n", "\u00e9t\u00e9 \u6771", "", NEW_LETTERS[0]]
     right = [ids.tolist() for ids in telling.encode_batch(texts)]
@@ -103,7 +101,6 @@ def test_code_points_that_the_engines_see_differently_go_to_the_reference(tellin
     assert getattr(engine, "n_fallback_texts") == 2  # noqa: B009
 
 
-@pytest.mark.guarantee("tokenizer-engine-parity")
 def test_special_strings_are_text_or_ids(tokenizer: Tokenizer) -> None:
     texts = ["a<|eos|>b", "<|bos|>", "<|bos|>x<|eos|>"]
     for engine in ("hf", "gigatoken"):
@@ -185,7 +182,6 @@ def test_every_difference_is_seen(ids: list[int], place: int | None) -> None:
     assert found == ("" if place is None else f"id {place} of 3 of the text 'last'")
 
 
-@pytest.mark.guarantee("tokenizer-engine-parity")
 def test_a_difference_that_comes_later_is_an_error(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lt_data.tokenizing.engine_selection.GigatokenEngine", Wrong)
     monkeypatch.setattr(Wrong, "word", "later")

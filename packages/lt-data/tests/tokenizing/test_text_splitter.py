@@ -86,7 +86,6 @@ def kinds(tokenizer: Tokenizer, llama2: Tokenizer) -> dict[str, Tokenizer]:
 KINDS = [*(f"split {i}" for i in range(len(KNOWN_SPLITS))), "gpt2", "nfc", "llama2", "always", "first", "never"]
 
 
-@pytest.mark.guarantee("tokenizer-engine-parity")
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=60)
 @given(text=some_text, characters=st.integers(1, 20))
@@ -169,7 +168,6 @@ def test_sentencepiece_with_both_engines(llama2: Tokenizer, texts: list[str]) ->
     assert encoded.tokens.tolist() == [i for e in llama2.encode_batch(texts) for i in e.tolist()]
 
 
-@pytest.mark.guarantee("tokenizer-fidelity")
 def test_transformers_gives_the_same_ids(llama2: Tokenizer, texts: list[str], tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     llama2.save(tmp_path / "made")

@@ -140,7 +140,6 @@ def hub(hub_process: Hub, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     renew_session()
 
 
-@pytest.mark.guarantee("tokenizer-fidelity")
 @pytest.mark.parametrize("address", ["org/tok", "hf://org/tok", "org/tok@v1", f"hf://org/tok@{COMMIT}"])
 def test_from_the_hub(hub: Hub, tokenizer: Tokenizer, address: str, tmp_path: Path) -> None:
     loaded = Tokenizer.load(address)
@@ -179,7 +178,6 @@ def test_a_folder_here_goes_before_the_hub(
         Tokenizer.load("org/empty")
 
 
-@pytest.mark.guarantee("tokenizer-fidelity")
 def test_the_token_goes_to_the_hub_alone(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DataError, match=r"gated/tok@main: it is private, gated, or not there, and no token was sent"):
         hub.fetch("gated/tok")
@@ -202,7 +200,6 @@ def test_the_token_goes_to_the_hub_alone(hub: Hub, monkeypatch: pytest.MonkeyPat
     assert hub.log()[-1].endswith("tokenizer_config.json ")
 
 
-@pytest.mark.guarantee("tokenizer-fidelity")
 @pytest.mark.parametrize("endpoint", ["http://localhost:1", "http://hub.example"])
 def test_no_token_goes_to_a_proxy(hub: Hub, endpoint: str) -> None:
     proxy = {"http_proxy": hub.environ["HF_ENDPOINT"], "no_proxy": "", "HF_TOKEN": "hf_right"}
@@ -315,7 +312,6 @@ def test_offline_reads_hugging_faces_cache(
     assert hub.log() == []
 
 
-@pytest.mark.guarantee("tokenizer-fidelity")
 def test_from_a_signed_web_address(hub: Hub, tokenizer: Tokenizer, tmp_path: Path) -> None:
     """The signature goes with each request; neither it nor the password stands in a name, a manifest or an error."""
     address = hub.environ["HF_ENDPOINT"].replace("//", "//user:geheim@")
@@ -357,7 +353,6 @@ print("done")
 """
 
 
-@pytest.mark.guarantee("tokenizer-fidelity")
 def test_from_s3(moto: int, aws: dict[str, str], tokenizer: Tokenizer, tmp_path: Path) -> None:
     pytest.importorskip("s3fs")
     # In a process of its own: s3fs keeps a thread and its connections.

@@ -37,7 +37,7 @@ def _is_training(given: list[str]) -> bool:
 def _with_stop_signals(given: list[str], *, ends_process: bool) -> int:
     """Run a command that stop signals must not end; they are recorded before anything slow is imported."""
     try:
-        from lt_trainer.resilience import ignore_stop_signals, process_stop_signals, release_stop_signals
+        from lt_trainer.resilience.stop_signals import ignore_stop_signals, process_stop_signals, release_stop_signals
     except ModuleNotFoundError:
         return _run(given)  # names the package to install
     process_stop_signals()

@@ -116,9 +116,10 @@ def _plan_findings(job: Job, price: float, prices: Prices) -> Iterator[Finding]:
     device = prices.device_of(job.resources.instance_type)
     if not device or not job.recipe:
         return
-    from lt_trainer.config import ResolvedRecipe, from_dict
+    from lt_trainer.config.recipe import ResolvedRecipe, from_dict
     from lt_trainer.errors import RecipeError
-    from lt_trainer.planning import find_device, make_plan
+    from lt_trainer.planning.devices import find_device
+    from lt_trainer.planning.plan import make_plan
 
     recipe = from_dict(tomllib.loads(job.recipe), source=f"the recipe of {job.name}")
     try:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lt_launch.secrets import find_secret_in_command, find_secret_value, is_secret_name
-from lt_trainer.config import check_types, option
+from lt_trainer.config.fields import check_types, option
 from lt_trainer.errors import RecipeError
 
 __all__ = [

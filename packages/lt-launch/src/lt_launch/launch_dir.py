@@ -40,7 +40,7 @@ from lt_launch.profile import Profile, load_profile
 from lt_launch.secrets import find_secret
 from lt_launch.spec import launch_files
 from lt_launch.target import Launch, RenderedLaunch
-from lt_trainer.config import Assignment
+from lt_trainer.config.sources import Assignment
 from lt_trainer.files import open_for_appending, open_lock_file, open_regular, read_json, read_text
 
 __all__ = [
@@ -347,14 +347,14 @@ def _check_no_secrets(files: Mapping[str, str]) -> None:
 def _create_run_dir(root: Path, pipeline: Pipeline) -> None:
     """Initialize the folder of a training launch as a run directory, as lt-trainer requires."""
     if any(stage.job.is_training and Path(stage.job.run_dir).absolute() == root for stage in pipeline.stages):
-        from lt_trainer.run_directory import RunDir
+        from lt_trainer.run_directory.run_dir import RunDir
 
         if not (root / "launch").exists():
             RunDir.open(root).close()
 
 
 def _write_environment(directory: Path, *, include_untracked: bool) -> None:
-    from lt_trainer.run_directory import describe_environment
+    from lt_trainer.run_directory.environment import describe_environment
 
     _write(directory / "environment.json", json.dumps(describe_environment(), indent=1, ensure_ascii=False) + "\n")
     state, patch = git_state(Path.cwd(), include_untracked=include_untracked)

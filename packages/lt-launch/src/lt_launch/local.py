@@ -24,7 +24,7 @@ from lt_launch.policy import Place
 from lt_launch.profile import Profile
 from lt_launch.spec import stage_spec
 from lt_launch.target import Finding, Launch, RenderedLaunch, StageStatus, TargetNode
-from lt_trainer.config import check_types, option
+from lt_trainer.config.fields import check_types, option
 from lt_trainer.errors import RecipeError
 
 __all__ = ["LocalOptions", "LocalTarget", "LocalTransport", "count_devices", "make_target"]

@@ -29,7 +29,8 @@ from typing import Any, TypeVar
 from lt_launch.errors import LaunchError
 from lt_launch.job import check_env, check_shell_lines
 from lt_launch.target_registry import TARGETS
-from lt_trainer.config import Assignment, build, coerce_assignments, leaves, read_toml, suggest
+from lt_trainer.config.fields import build, leaves, suggest
+from lt_trainer.config.sources import Assignment, coerce_assignments, read_toml
 from lt_trainer.errors import RecipeError
 
 __all__ = ["Profile", "load_profile"]

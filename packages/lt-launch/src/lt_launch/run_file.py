@@ -38,7 +38,8 @@ from typing import Any
 from lt_launch.errors import LaunchError
 from lt_launch.job import Job, Pipeline, Stage
 from lt_launch.profile import Profile, check_profile_keys
-from lt_trainer.config import Assignment, build, coerce_assignments, flatten, leaves, read_toml, suggest
+from lt_trainer.config.fields import build, flatten, leaves, suggest
+from lt_trainer.config.sources import Assignment, coerce_assignments, read_toml
 from lt_trainer.errors import RecipeError
 
 __all__ = ["RunFile", "RunOverrides", "read_run_file"]
@@ -228,7 +229,7 @@ def _training_fields(
 
     The launcher decides the number of nodes and writes it into the recipe that is sent.
     """
-    from lt_trainer.config import load, to_toml
+    from lt_trainer.config.recipe import load, to_toml
 
     if "job.argv" in plain:
         problem, remedy = "a training job has its own command", "leave out argv or recipe"

@@ -12,7 +12,7 @@ from lt_launch.errors import LaunchError
 from lt_launch.hosts import Host, parse_hostfile, read_hostfile
 from lt_launch.policy import Place
 from lt_launch.ssh_connection import BOOT, SshConnection
-from lt_trainer.config import check_types, option
+from lt_trainer.config.fields import check_types, option
 from lt_trainer.errors import RecipeError
 
 __all__ = ["SshOptions", "SshTransport", "resolve_hosts"]

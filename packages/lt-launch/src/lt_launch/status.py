@@ -104,7 +104,7 @@ def _run_dir(launch: Launch, cwd: str, run_dir: str) -> Path:
 def _run_dir_status(path: Path) -> StageStatus:
     """Return the status of a run started without lt-launch."""
     from lt_trainer.errors import RunDirError
-    from lt_trainer.run_directory import RunDir
+    from lt_trainer.run_directory.run_dir import RunDir
 
     try:
         RunDir.describe(path)

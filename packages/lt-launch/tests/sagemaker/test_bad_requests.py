@@ -726,7 +726,6 @@ def test_a_good_job_is_accepted() -> None:
     make({})
 
 
-@pytest.mark.guarantee("sagemaker-constraints")
 @pytest.mark.parametrize("case", JOBS, ids=lambda case: case.id)
 def test_a_bad_job_is_refused_with_field_value_and_remedy(case: Case) -> None:
     with pytest.raises((SageMakerError, RecipeError)) as caught:
@@ -818,7 +817,6 @@ REQUESTS = {
 }
 
 
-@pytest.mark.guarantee("sagemaker-constraints")
 @pytest.mark.parametrize("name", REQUESTS)
 def test_a_bad_request_is_refused_with_field_and_value(name: str) -> None:
     path, value, named = REQUESTS[name]

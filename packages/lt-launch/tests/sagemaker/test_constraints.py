@@ -129,7 +129,6 @@ def test_the_valid_request_is_accepted() -> None:
     check_request(SHAPE, VALID)
 
 
-@pytest.mark.guarantee("sagemaker-constraints")
 def test_each_broken_constraint_is_refused_with_field_and_limit() -> None:
     cases = list(breaks(SHAPE, VALID))
     assert len(cases) > 150
@@ -150,7 +149,6 @@ def test_no_constraint_is_found_where_a_limit_is_just_kept() -> None:
     check_request(SHAPE, {**VALID, "ResourceConfig": resources})
 
 
-@pytest.mark.guarantee("sagemaker-constraints")
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -148,7 +148,6 @@ with handle_stop_signals(stop):
 """
 
 
-@pytest.mark.guarantee("sagemaker-grace")
 @pytest.mark.parametrize("seconds", [1, pytest.param(110, marks=pytest.mark.slow)])
 def test_a_save_may_take_110_of_the_120_seconds(tmp_path: Path, seconds: int) -> None:
     """Through all of it: the service's signal, the container's first process, the process that saves."""

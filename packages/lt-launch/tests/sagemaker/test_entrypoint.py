@@ -126,7 +126,6 @@ def test_what_does_not_fit_is_the_failure_reason(opt_ml: Callable[..., Path], na
     assert not (root / "model").exists()
 
 
-@pytest.mark.guarantee("sagemaker-grace")
 def test_hyperparameters_variables_and_the_container_make_the_recipe(opt_ml: Callable[..., Path], data: Path) -> None:
     hyperparameters = {**SMALL, "sagemaker_job_name": '"x"', "LEARNING_RATE": '"2e-3"', "TOKENIZER": "org/mine"}
     root = opt_ml(hyperparameters, channels={"train": data, "tokenizer": data / "tokenizer", "validation": data})
@@ -166,7 +165,6 @@ def test_what_the_container_says_itself_cannot_be_set(opt_ml: Callable[..., Path
             resolve_recipe(read_contract(root, {}), {"LT_SET_00": f"{name}=x"})
 
 
-@pytest.mark.guarantee("tokenizer-mismatch")
 def test_another_tokenizer_is_refused_file_by_file(opt_ml: Callable[..., Path], data: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()

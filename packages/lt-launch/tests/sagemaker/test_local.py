@@ -106,7 +106,6 @@ def losses(folder: Path) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in rows if "loss" in row}
 
 
-@pytest.mark.guarantee("sagemaker-resume")
 def test_two_hosts_are_stopped_restored_and_finish(submit: Callable[..., Launch]) -> None:
     pytest.importorskip("lt_trainer_gpu", reason="needs an engine: pip install lt-trainer-gpu")
     made = submit(nodes=2, steps=60)

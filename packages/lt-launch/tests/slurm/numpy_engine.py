@@ -22,10 +22,10 @@ import numpy as np
 from lt_ckpt import Checkpoint, Shard
 from lt_model import LlamaConfig
 from lt_trainer.checkpointing.pretrained import PretrainedWeights
-from lt_trainer.config.recipe import Recipe
+from lt_trainer.config.sections.recipe import Recipe
 from lt_trainer.engine import Device, Snapshot, StepBatch, StepMetrics, Topology, World
 from lt_trainer.errors import PeerError
-from lt_trainer.evaluation import PositionScores
+from lt_trainer.evaluation.position_scores import PositionScores
 from lt_trainer.timing import HostStopwatch
 
 STEP_S = 0.05

@@ -63,7 +63,6 @@ def start_at_once(cluster: Any, id_: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.guarantee("data-units")
 def test_killed_elements_cost_units_alone(
     cluster: Any, python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

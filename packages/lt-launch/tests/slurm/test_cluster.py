@@ -260,7 +260,6 @@ python = "PYTHON"
 """
 
 
-@pytest.mark.guarantee("slurm-status")
 def test_cancelled_and_then_forgotten_by_the_controller(cluster: Any, submit: Submit) -> None:
     made = submit(WAITS)
     id_ = made.job_ids["waits"]
@@ -311,7 +310,6 @@ python = "PYTHON"
 """
 
 
-@pytest.mark.guarantee("slurm-lost-node")
 def test_a_node_that_was_lost_is_left_out_while_others_are_enough(cluster: Any, submit: Submit, tmp_path: Path) -> None:
     """The second node's task dies, twice: of three nodes two are needed, so only the newest loss is left out."""
     made = submit(LOSES)
@@ -346,7 +344,6 @@ exit 1
 """
 
 
-@pytest.mark.guarantee("slurm-requeue")
 def test_a_job_whose_step_slurm_never_makes_is_started_again(
     cluster: Any, submit: Submit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -394,7 +391,6 @@ def test_a_step_that_srun_restarts_by_itself_has_the_time_it_needs(
     assert cluster.job(made.job_ids["again"])["Restarts"] == "0"
 
 
-@pytest.mark.guarantee("slurm-standalone")
 def test_the_script_stands_alone(cluster: Any, submit: Submit, tmp_path: Path) -> None:
     """Submitted by hand with the system's own python: nothing of lt-launch is installed there."""
     made = submit('[job]\nname = "alone"\nargv = ["bash", "-c", "echo here >>ran"]\n[profile]\npython = "python3"\n')

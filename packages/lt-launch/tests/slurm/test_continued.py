@@ -154,8 +154,7 @@ def loss_of_the_released_model(base: Path) -> float:
 
 def check_products(base: Path) -> None:
     from lt_ckpt import open_source
-    from lt_trainer.config import llama_config
-    from lt_trainer.config.recipe import load
+    from lt_trainer.config.recipe import llama_config, load
     from lt_trainer.run_directory.jsonl import read_jsonl
     from lt_trainer.training.runner import run
     from lt_trainer_neuron.compile_key import check_compiled

@@ -28,7 +28,6 @@ setup = [
 """
 
 
-@pytest.mark.guarantee("neuron-cores")
 def test_each_rank_has_its_own_core_of_its_node(
     cluster: Any, python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

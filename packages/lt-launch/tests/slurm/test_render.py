@@ -212,7 +212,6 @@ def ended(kind: str, before: int, step: int, **more: Any) -> dict[str, Any]:
     return {"kind": kind, "step_before": before, "step": step, **more}
 
 
-@pytest.mark.guarantee("restart-progress")
 @pytest.mark.parametrize(
     ("results", "wise", "words"),
     [
@@ -274,7 +273,6 @@ def test_lost_nodes_are_those_that_others_outlived() -> None:
 # --- what must not be taken for a success, and what a person's own start begins anew
 
 
-@pytest.mark.guarantee("slurm-no-false-success")
 def test_an_attempt_that_was_cut_short_before_any_process_began_is_no_success(tmp_path: Path) -> None:
     """Of a job without a run directory nothing but its exit codes can prove that it has run."""
     place = attempts(tmp_path)
@@ -286,7 +284,6 @@ def test_an_attempt_that_was_cut_short_before_any_process_began_is_no_success(tm
     assert not place.stamp.exists()
 
 
-@pytest.mark.guarantee("slurm-no-false-success")
 def test_processes_that_nobody_started_are_no_success(tmp_path: Path) -> None:
     """As srun ends with 0 when a node was lost and the others had finished."""
     place = attempts(tmp_path)
@@ -302,7 +299,6 @@ def test_processes_that_nobody_started_are_no_success(tmp_path: Path) -> None:
     assert place.stamp.exists()
 
 
-@pytest.mark.guarantee("launch-success")
 def test_training_is_done_when_rank_0_noted_so_in_this_attempt(tmp_path: Path) -> None:
     wanted = spec(run_dir="run", cwd=str(tmp_path), nodes=1)
     place = attempts(tmp_path)
@@ -317,7 +313,6 @@ def test_training_is_done_when_rank_0_noted_so_in_this_attempt(tmp_path: Path) -
         assert policy.conclude(wanted, place, number, 0)["kind"] == ("done" if number else "failed")
 
 
-@pytest.mark.guarantee("first-failure")
 @pytest.mark.parametrize(
     ("codes", "code", "asked", "killed", "ending"),
     [

@@ -248,13 +248,11 @@ def check(cluster: Any, submit: Callable[..., Any], engine: str, count: int, ste
     assert (status.state, status.attempt, status.job_id) == ("completed", len(ended) - 1, made.job_ids["train"])
 
 
-@pytest.mark.guarantee("slurm-disturbances")
 def test_five_disturbances_leave_every_loss_as_it_was(cluster: Any, submit: Callable[..., Any]) -> None:
     """With an engine that starts in no time: all but the arithmetic is what trains elsewhere."""
     check(cluster, submit, "numpy", 5, 120)
 
 
-@pytest.mark.guarantee("slurm-disturbances")
 @pytest.mark.slow
 @pytest.mark.parametrize(("engine", "steps"), [("numpy", 700), ("gpu", 800)])
 def test_twenty_disturbances_leave_every_loss_as_it_was(
@@ -282,7 +280,6 @@ def test_training_is_saved_when_it_is_cancelled(cluster: Any, submit: Callable[.
 
 
 @pytest.mark.slow
-@pytest.mark.guarantee("slurm-lost-node")
 def test_ranks_whose_step_daemon_is_killed_leave_and_the_run_goes_on(cluster: Any, submit: Callable[..., Any]) -> None:
     """Slurm no longer knows of them: by themselves they would train on beside the next attempt."""
     made, id_ = submit("orphans", 100, engine="numpy")
@@ -310,7 +307,6 @@ exec REAL "$@"
 
 
 @pytest.mark.slow
-@pytest.mark.guarantee("slurm-disturbances")
 def test_a_step_that_begins_anew_on_a_replaced_node_goes_on_in_the_same_attempt(
     cluster: Any, submit: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -349,7 +345,6 @@ def parent_of(pid: int) -> int:
     return 0 if state in "ZX" else int(parent)
 
 
-@pytest.mark.guarantee("slurm-disturbances")
 def test_training_that_goes_nowhere_is_not_started_for_ever(cluster: Any, submit: Callable[..., Any]) -> None:
     """A rank that is killed again and again before a checkpoint: three attempts, then it ends with the reason."""
     made, id_ = submit("stuck", 100000, interval=50000)

@@ -11,7 +11,6 @@ PROCESSES = f"argv = {json.dumps([sys.executable, '-m', 'lt_trainer', 'run', 're
 
 
 @pytest.mark.slow
-@pytest.mark.guarantee("neuron-cores")
 @pytest.mark.parametrize(("what", "code"), [(PROCESSES, 0), ('recipe = "recipe.toml"', 70)])
 def test_each_rank_has_its_own_core_of_its_host(net, what: str, code: int) -> None:
     """As plain processes, and under torchrun, where the end of a run that has not trained is a failure."""

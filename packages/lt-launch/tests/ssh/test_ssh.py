@@ -50,7 +50,6 @@ def checkpoint(net, step: int) -> Path:
     return net.folder / f"runs/x/checkpoints/step-{step:08}/COMMIT"
 
 
-@pytest.mark.guarantee("rank-order", "no-secrets")
 def test_ranks_follow_the_hostfile_and_variables_arrive(net) -> None:
     """The hosts stand in the file against the order of their names."""
     names = "RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR FROM_JOB FROM_LINE FROM_FILE MY_TOKEN HOME_OF_LAUNCHER"
@@ -78,7 +77,6 @@ def test_a_run_that_is_done(net) -> None:
     assert (row["state"], row["nodes"], row["on"]) == ("completed", ["a", "b"], "ssh")
 
 
-@pytest.mark.guarantee("first-failure")
 @pytest.mark.parametrize(("rank", "what", "code"), [(3, "9", 9), (0, "64", 64), (2, "-9", 137), (1, "-11", 139)])
 def test_the_first_failure_is_named_across_hosts(net, rank: int, what: str, code: int) -> None:
     trainer(net, 1000, env=f'FAULT_ALWAYS = "{rank}:3:{what}"', more="[job.restart]\nmax_restarts = 0")
@@ -90,7 +88,6 @@ def test_the_first_failure_is_named_across_hosts(net, rank: int, what: str, code
     assert not training(net)
 
 
-@pytest.mark.guarantee("no-orphans")
 def test_nothing_is_left_on_any_host_when_the_launcher_is_killed(net, until) -> None:
     """One rank does not even listen to SIGTERM; the others save."""
     trainer(net, 1000, env='FAULT = "3:2:hang"', more=f"grace_period_s = {GRACE_S}.0")
@@ -103,7 +100,6 @@ def test_nothing_is_left_on_any_host_when_the_launcher_is_killed(net, until) -> 
     assert [logged(net, rank).endswith(f"rank {rank} stopped\n") for rank in range(4)] == [True, True, True, False]
 
 
-@pytest.mark.guarantee("no-orphans")
 def test_nothing_is_left_on_a_host_where_the_end_of_the_connection_is_killed(net, until) -> None:
     """Nobody there obeys the launcher any more: the guard beside the processes ends them, the launcher the others."""
     trainer(net, 1000, more=f"grace_period_s = {GRACE_S}.0\n[job.restart]\nmax_restarts = 0")
@@ -117,7 +113,6 @@ def test_nothing_is_left_on_a_host_where_the_end_of_the_connection_is_killed(net
     until(lambda: not training(net) and not net.machines["b"].processes("lt_launch"), GRACE_S + ORPHANS_S)
 
 
-@pytest.mark.guarantee("no-orphans")
 def test_a_cut_link_ends_the_run_on_both_sides_and_names_the_host(net, until) -> None:
     more = f"grace_period_s = {GRACE_S}.0\n[job.restart]\nmax_restarts = 0"
     trainer(net, 1000, env='FAULT = "3:2:hang"', more=more)
@@ -244,7 +239,6 @@ def steps_of(net) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.guarantee("no-orphans")
 @pytest.mark.parametrize("how", ["cut the link", "kill the launcher", "kill the end of the connection"])
 def test_training_whose_launcher_is_gone_saves_its_last_step(net, until, how: str) -> None:
     """Two ranks of a real run on one host, whose interval of checkpoints is never reached."""

@@ -13,7 +13,9 @@ from lt_trainer_gpu.options import GpuOptions
 
 if TYPE_CHECKING:
     from lt_model import LlamaConfig
-    from lt_trainer.config import MetricsOptions, ParallelOptions, Recipe
+    from lt_trainer.config.sections.metrics import MetricsOptions
+    from lt_trainer.config.sections.parallel import ParallelOptions
+    from lt_trainer.config.sections.recipe import Recipe
     from lt_trainer.engine import World
 
 CONTEXT_PARALLEL_ATTENTION = ("auto", "varlen", "sdpa", "split", "reference")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lt_trainer.config import Recipe
+from lt_trainer.config.sections.recipe import Recipe
 from lt_trainer.engine import World
 from lt_trainer_gpu.checks import check_bf16_weights, check_fp8_device, check_offload
 from lt_trainer_gpu.compilation import (

@@ -23,11 +23,11 @@ from torch import Tensor
 
 from lt_ckpt import Checkpoint
 from lt_model import LlamaConfig
-from lt_trainer.checkpointing import PretrainedWeights
-from lt_trainer.config import Recipe
+from lt_trainer.checkpointing.pretrained import PretrainedWeights
+from lt_trainer.config.sections.recipe import Recipe
 from lt_trainer.control import Control, SoloControl
 from lt_trainer.engine import Device, Snapshot, StepBatch, StepMetrics, World
-from lt_trainer.evaluation import PositionScores
+from lt_trainer.evaluation.position_scores import PositionScores
 from lt_trainer.torch import GlooControl, PendingStep, allocate_host_memory, translate_dist_errors
 from lt_trainer_gpu import flight_recorder
 from lt_trainer_gpu.computation import Computation, choose_computation

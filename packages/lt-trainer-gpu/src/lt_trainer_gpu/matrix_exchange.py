@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lt_model import ParamSpec
-from lt_trainer.optimizers import MatrixExchange, OptimizerSpec, WholeMatrices
+from lt_trainer.optimizers.matrices import MatrixExchange, WholeMatrices
+from lt_trainer.optimizers.spec import OptimizerSpec
 from lt_trainer.torch import LocalShard
 from lt_trainer_gpu.mesh_layout import MeshLayout
 

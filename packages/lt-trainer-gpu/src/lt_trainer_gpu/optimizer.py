@@ -25,8 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lt_trainer.optimizers import ADAMW
-from lt_trainer.optimizers.adamw import FIRST_MOMENT, SECOND_MOMENT
+from lt_trainer.optimizers.adamw import ADAMW, FIRST_MOMENT, SECOND_MOMENT
 from lt_trainer.optimizers.driver import OptimizerDriver
 
 _torch: Any = torch  # its functions on lists of tensors have no types

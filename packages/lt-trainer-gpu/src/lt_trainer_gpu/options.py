@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from lt_trainer.config import check_types, field_error, option, require_at_least
+from lt_trainer.config.fields import check_types, option
+from lt_trainer.config.sections.validators import field_error, require_at_least
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from lt_trainer.config import MetricsOptions
+from lt_trainer.config.sections.metrics import MetricsOptions
 from lt_trainer_gpu.checks import check_memory_history
 
 MEMORY_HISTORY_ENTRIES = 200_000

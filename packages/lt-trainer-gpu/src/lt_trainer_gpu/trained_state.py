@@ -14,13 +14,15 @@ from torch import Tensor
 
 from lt_ckpt import Checkpoint, Shard, TensorSpec
 from lt_model import LlamaConfig, param_specs
-from lt_trainer.checkpointing import PretrainedWeights
-from lt_trainer.config import Recipe
+from lt_trainer.checkpointing.pretrained import PretrainedWeights
+from lt_trainer.config.sections.recipe import Recipe
 from lt_trainer.control import Control
 from lt_trainer.engine import Snapshot
-from lt_trainer.optimizers import ParamSlice, lr_scale, optimizer_spec
+from lt_trainer.optimizers import optimizer_spec
 from lt_trainer.optimizers.driver import check_optimizer, optimizer_record, slot_shard
-from lt_trainer.resilience import read_on_all_ranks
+from lt_trainer.optimizers.lr_scale import lr_scale
+from lt_trainer.optimizers.spec import ParamSlice
+from lt_trainer.resilience.rank_sync import read_on_all_ranks
 from lt_trainer.torch import (
     DTYPE_CODES,
     LocalShard,

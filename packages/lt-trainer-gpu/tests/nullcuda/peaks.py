@@ -11,7 +11,8 @@ from null_device.ranks import Job, RankResult
 
 from lt_model import LlamaConfig
 from lt_trainer.config.recipe import load
-from lt_trainer.planning import PlannedMemory, layout_from_recipe, plan_memory
+from lt_trainer.planning.layout import layout_from_recipe
+from lt_trainer.planning.memory import PlannedMemory, plan_memory
 
 NEAR = 0.03
 SHAPE = {"hidden_size": 2048, "intermediate_size": 5632, "n_heads": 16, "n_kv_heads": 4, "n_layers": 8}

@@ -82,7 +82,6 @@ def steps_of(run_job) -> Callable[[Job], Steps]:
     return steps
 
 
-@pytest.mark.guarantee("cuda-step-without-sync")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_step_waits_for_nothing_and_its_metrics_once(run_job, name: str) -> None:
     _, logs = run_job(LAYOUTS[name])
@@ -92,7 +91,6 @@ def test_a_step_waits_for_nothing_and_its_metrics_once(run_job, name: str) -> No
             assert sorted(log[f"fetch {step}"].waits) == ["cudaStreamSynchronize", "device to host 16"]
 
 
-@pytest.mark.guarantee("cuda-step-without-sync")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_products_are_in_bfloat16_and_memory_is_reused(run_job, steps_of, name: str) -> None:
     steps = steps_of(LAYOUTS[name])
@@ -104,7 +102,6 @@ def test_products_are_in_bfloat16_and_memory_is_reused(run_job, steps_of, name: 
     assert all(result.expandable for result in run_job(LAYOUTS[name])[0])
 
 
-@pytest.mark.guarantee("cuda-step-without-sync")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_collectives_and_kernels_are_the_stored_ones(steps_of, name: str) -> None:
     steps = steps_of(LAYOUTS[name])

@@ -20,7 +20,6 @@ def copied(copies: list[str], what: str) -> int:
     return sum(size for size in sizes if size >= 1 << 20)
 
 
-@pytest.mark.guarantee("cuda-step-without-sync")
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_with_offload_does_not_wait(run_job: Callable[[Job], Any], case: str) -> None:
     for log in run_job(CASES[case])[1]:
@@ -29,7 +28,6 @@ def test_a_step_with_offload_does_not_wait(run_job: Callable[[Job], Any], case: 
         assert copied(part.of("copy"), "to host") == copied(part.of("copy"), "pinned to device") > 1 << 30
 
 
-@pytest.mark.guarantee("plan-peak")
 @pytest.mark.parametrize("case", CASES)
 def test_the_device_holds_what_the_plan_says(run_job: Callable[[Job], Any], case: str) -> None:
     check_peak(CASES[case], run_job(CASES[case])[0])

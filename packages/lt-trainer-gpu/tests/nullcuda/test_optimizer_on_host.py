@@ -32,7 +32,6 @@ def slot_bytes(asked: Job) -> tuple[int, int]:
     return found[True], found[False]
 
 
-@pytest.mark.guarantee("cuda-step-without-sync")
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_does_not_wait(run_job: Callable[[Job], Any], case: str) -> None:
     """State goes once over the bus each way; Muon's momentum twice to the device."""
@@ -49,7 +48,6 @@ def test_a_step_does_not_wait(run_job: Callable[[Job], Any], case: str) -> None:
         assert 0 <= to_device - (2 * momentum + moments) < 1 << 20, "the batch too"
 
 
-@pytest.mark.guarantee("plan-peak")
 @pytest.mark.parametrize("case", CASES)
 def test_the_device_holds_what_the_plan_says(run_job: Callable[[Job], Any], case: str) -> None:
     check_peak(CASES[case], run_job(CASES[case])[0])

@@ -29,7 +29,8 @@ import torch
 from lt_ckpt import Shard
 from lt_ckpt.nxd.rank_writer import WEIGHTS, NxdRankWriter, optimizer_state_keys
 from lt_ckpt.nxd.zero1 import MASTER_WEIGHTS as NXD_MASTER_WEIGHTS
-from lt_trainer.config import engine_options, learning_rate
+from lt_trainer.config.lr_schedule import learning_rate
+from lt_trainer.config.recipe import engine_options
 from lt_trainer.engine import Snapshot
 from lt_trainer.optimizers import optimizer_spec
 from lt_trainer.optimizers.driver import optimizer_record
@@ -40,7 +41,7 @@ from lt_trainer_neuron.options import NeuronOptions
 
 if TYPE_CHECKING:
     from lt_model import LlamaConfig
-    from lt_trainer.config import Recipe
+    from lt_trainer.config.sections.recipe import Recipe
 
 __all__ = ["nxd_snapshot", "nxd_state_bytes"]
 

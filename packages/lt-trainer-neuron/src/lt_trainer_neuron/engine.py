@@ -25,13 +25,14 @@ from torch import Tensor
 
 from lt_ckpt import Checkpoint, Shard, TensorSpec
 from lt_model import LlamaConfig, param_specs
-from lt_trainer.checkpointing import PretrainedWeights
-from lt_trainer.config import Recipe, engine_options
+from lt_trainer.checkpointing.pretrained import PretrainedWeights
+from lt_trainer.config.recipe import engine_options
+from lt_trainer.config.sections.recipe import Recipe
 from lt_trainer.engine import Snapshot, StepBatch, StepMetrics
-from lt_trainer.evaluation import PositionScores
+from lt_trainer.evaluation.position_scores import PositionScores
 from lt_trainer.optimizers import optimizer_spec
 from lt_trainer.optimizers.driver import check_optimizer
-from lt_trainer.resilience import read_on_all_ranks
+from lt_trainer.resilience.rank_sync import read_on_all_ranks
 from lt_trainer.torch import (
     DTYPE_CODES,
     READ_BATCH_BYTES,

@@ -19,10 +19,12 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 
-from lt_trainer.config import ResolvedRecipe, read_hyperparameters
-from lt_trainer.data import open_batches
+from lt_trainer.config.hyperparameters import read_hyperparameters
+from lt_trainer.config.recipe import ResolvedRecipe
+from lt_trainer.data.batches import open_batches
 from lt_trainer.engine import StepBatch
-from lt_trainer.training import RunSetup, resolve_bench_recipe
+from lt_trainer.training.benchmark import resolve_bench_recipe
+from lt_trainer.training.run_setup import RunSetup
 
 __all__ = ["extract_graphs", "main"]
 

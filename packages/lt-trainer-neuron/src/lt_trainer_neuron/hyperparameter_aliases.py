@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from lt_trainer.config import hyperparameter_leaves, leaves
+from lt_trainer.config.fields import leaves
+from lt_trainer.config.hyperparameters import hyperparameter_leaves
 from lt_trainer.errors import RecipeError
 from lt_trainer_neuron.options import SECTION, NeuronOptions
 

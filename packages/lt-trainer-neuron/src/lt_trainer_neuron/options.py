@@ -7,7 +7,8 @@ projections, the Llama-3 recipes `qkv_linear` with a kv replicator of 4.
 from dataclasses import dataclass
 from typing import Literal
 
-from lt_trainer.config import check_types, field_error, option, require_at_least
+from lt_trainer.config.fields import check_types, option
+from lt_trainer.config.sections.validators import field_error, require_at_least
 from lt_trainer.errors import RecipeError
 
 __all__ = ["SECTION", "NeuronOptions"]

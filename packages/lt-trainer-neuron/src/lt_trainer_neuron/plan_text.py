@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from lt_ckpt.nxd.layout import layers_per_stage
 from lt_model import n_parameters
-from lt_trainer.planning import format_count, format_duration
+from lt_trainer.planning.plan_text import format_count, format_duration
 from lt_trainer_neuron.planning import GIB, NeuronPlan
 
 __all__ = ["format_plan"]

@@ -26,11 +26,13 @@ from typing import Any
 from lt_ckpt.nxd.layout import layers_per_stage, rank_tensors
 from lt_model import LlamaConfig, flops_per_token, n_parameters
 from lt_model.activation_memory import activation_bytes_per_token, block_backward_bytes_per_token
-from lt_trainer.config import Recipe, ResolvedRecipe, engine_options, llama_config, suggest
+from lt_trainer.config.fields import suggest
+from lt_trainer.config.recipe import ResolvedRecipe, engine_options, llama_config
+from lt_trainer.config.sections.recipe import Recipe
 from lt_trainer.engine import World
 from lt_trainer.errors import RecipeError
 from lt_trainer.optimizers import optimizer_spec
-from lt_trainer.planning import vocab_size_and_source
+from lt_trainer.planning.plan import vocab_size_and_source
 from lt_trainer_neuron.checks import check_model, check_recipe
 from lt_trainer_neuron.grid import build_nxd_options
 from lt_trainer_neuron.options import SECTION, NeuronOptions

@@ -18,10 +18,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lt_trainer.config import ResolvedRecipe, engine_options, llama_config
+from lt_trainer.config.recipe import ResolvedRecipe, engine_options, llama_config
 from lt_trainer.engine import World
 from lt_trainer.errors import RecipeError
-from lt_trainer.planning import vocab_size_and_source
+from lt_trainer.planning.plan import vocab_size_and_source
 from lt_trainer_neuron.checks import check_model, check_recipe
 from lt_trainer_neuron.compile_cache import CompileCacheError, cache_url, local_cache_folder, scan_cache
 from lt_trainer_neuron.compile_key import build_rank_env, compile_key, keys_folder, write_key

@@ -5,7 +5,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lt_trainer.config import Recipe, ResolvedRecipe, engine_options
+from lt_trainer.config.recipe import ResolvedRecipe, engine_options
+from lt_trainer.config.sections.recipe import Recipe
 from lt_trainer.errors import RecipeError
 from lt_trainer_neuron.checks import check_model, check_recipe
 from lt_trainer_neuron.environment import (
@@ -23,7 +24,7 @@ from lt_trainer_neuron.sdk import detect_packages, require_installed
 if TYPE_CHECKING:
     from lt_model import LlamaConfig
     from lt_trainer.engine import Engine, World
-    from lt_trainer.planning import PlanResult
+    from lt_trainer.planning.result import PlanResult
 
 __all__ = ["SPEC", "NeuronSpec"]
 
@@ -57,7 +58,7 @@ class NeuronSpec:
         self, resolved: ResolvedRecipe, *, device: str, devices: int, nodes: int | None, mfu: float | None
     ) -> "PlanResult":
         """Return memory of a core by part, steps of an epoch and time, for `lt train plan`."""
-        from lt_trainer.planning import PlanResult
+        from lt_trainer.planning.result import PlanResult
         from lt_trainer_neuron.plan_text import format_plan
         from lt_trainer_neuron.planning import make_plan
 

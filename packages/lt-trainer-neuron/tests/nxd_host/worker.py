@@ -25,9 +25,9 @@ from neuronx_distributed.trainer import checkpoint as nxd_checkpoint  # noqa: E4
 
 from lt_ckpt import CheckpointMetadata, begin_save, commit_save, write_rank_files  # noqa: E402
 from lt_model import LlamaConfig  # noqa: E402
+from lt_test_helpers.layouts import step_batch  # noqa: E402
 from lt_trainer.config.recipe import load  # noqa: E402
 from lt_trainer.engine import StepBatch, World  # noqa: E402
-from lt_trainer.testing.layouts import step_batch  # noqa: E402
 from lt_trainer_neuron.engine import NeuronEngine  # noqa: E402
 from lt_trainer_neuron.nxd.backend import NxdBackend  # noqa: E402
 from lt_trainer_neuron.spec import SPEC  # noqa: E402

@@ -19,9 +19,9 @@ import torch_xla.debug.metrics as met
 
 from lt_model import LlamaConfig
 from lt_model.rope import rope_tables
+from lt_test_helpers.layouts import step_batch
 from lt_trainer.config.recipe import load
 from lt_trainer.engine import StepBatch, World
-from lt_trainer.testing.layouts import step_batch
 from lt_trainer_neuron.engine import NeuronEngine
 from lt_trainer_neuron.environment import build_env
 from lt_trainer_neuron.nxd.backend import NxdBackend

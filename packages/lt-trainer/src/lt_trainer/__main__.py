@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from lt_trainer.constants import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_USER
-from lt_trainer.resilience import ignore_stop_signals, process_stop_signals, release_stop_signals
+from lt_trainer.resilience.stop_signals import ignore_stop_signals, process_stop_signals, release_stop_signals
 
 TRAINING_COMMANDS = ("run", "torchrun")
 """Commands that stop signals must not end before they can save or stop their ranks."""
@@ -44,7 +44,7 @@ def _main(given: list[str]) -> int:
     import os
 
     from lt_trainer.cli.torchrun import redirect_output, write_exit_code
-    from lt_trainer.resilience import LAUNCHED_VARIABLE, stop_when_launcher_dies
+    from lt_trainer.resilience.launcher_watch import LAUNCHED_VARIABLE, stop_when_launcher_dies
 
     is_rank = given[:1] != ["torchrun"]
     if is_rank:

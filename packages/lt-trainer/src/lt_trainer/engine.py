@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from lt_ckpt import Checkpoint, OptimizerRecord, Shard
     from lt_ckpt.save import RankFileWriter
     from lt_model import LlamaConfig
-    from lt_trainer.checkpointing import PretrainedWeights
-    from lt_trainer.config import Recipe
-    from lt_trainer.evaluation import PositionScores
+    from lt_trainer.checkpointing.pretrained import PretrainedWeights
+    from lt_trainer.config.sections.recipe import Recipe
+    from lt_trainer.evaluation.position_scores import PositionScores
 
 ENGINE_ENTRY_POINTS = "lt.engines"
 

@@ -7,17 +7,6 @@ from collections.abc import Mapping
 
 from lt_trainer.constants import EXIT_REQUEUE, EXIT_USER
 
-__all__ = [
-    "LoaderError",
-    "MirrorError",
-    "NoCheckpointError",
-    "PeerError",
-    "RecipeError",
-    "RestoreError",
-    "RunDirError",
-    "TrainerError",
-]
-
 
 class TrainerError(ValueError):
     """Error that the user can fix; the message says how. Commands exit with `exit_code`."""

@@ -21,20 +21,6 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "MAX_JSON_BYTES",
-    "MAX_JSON_DEPTH",
-    "open_for_appending",
-    "open_lock_file",
-    "open_regular",
-    "parse_json",
-    "parse_toml",
-    "read_bytes",
-    "read_json",
-    "read_text",
-    "write_atomic",
-]
-
 MAX_JSON_DEPTH = 64
 """Lists and objects inside each other."""
 MAX_JSON_BYTES = 2**28

@@ -27,7 +27,7 @@ from lt_trainer.errors import PeerError
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-    from lt_trainer.checkpointing import PretrainedWeights
+    from lt_trainer.checkpointing.pretrained import PretrainedWeights
 
 DTYPE_CODES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """Safetensors codes of the dtypes that checkpoints may hold."""

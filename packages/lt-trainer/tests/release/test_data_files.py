@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lt_data import DataError, Selection, TokenStore, append, merge, pack, prepare, split, train_bpe, verify
-from lt_trainer.config import DataOptions, SourceOptions
+from lt_trainer.config.sections.data import DataOptions, SourceOptions
 from lt_trainer.release.data_files import ReleasedStore, describe_store, hash_file, release_store, store_names
 from lt_trainer.release.facts import StoreFacts
 from lt_trainer.release.filtering import TextFilter

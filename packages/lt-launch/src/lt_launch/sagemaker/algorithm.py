@@ -12,8 +12,9 @@ from typing import Any
 from lt_launch.sagemaker.constraints import check_request
 from lt_launch.sagemaker.errors import SageMakerError
 from lt_launch.sagemaker.instances import PUBLISHED_INSTANCE_TYPES
-from lt_trainer.config import Leaf, hyperparameter_leaves
-from lt_trainer.run_directory import METRIC_DEFINITIONS
+from lt_trainer.config.fields import Leaf
+from lt_trainer.config.hyperparameters import hyperparameter_leaves
+from lt_trainer.run_directory.records import METRIC_DEFINITIONS
 
 __all__ = ["HYPERPARAMETER_RANGES", "create_algorithm_request", "hyperparameter_specifications"]
 

@@ -20,7 +20,7 @@ from lt_launch.sagemaker.request import VALIDATION_CHANNEL_PREFIX, channel_for_f
 from lt_launch.sagemaker.toolkit import count_gpus
 
 if TYPE_CHECKING:
-    from lt_trainer.config import ResolvedRecipe
+    from lt_trainer.config.recipe import ResolvedRecipe
 
 __all__ = ["check_tokenizer", "find_store", "procs_per_node", "resolve_recipe", "run_dir"]
 
@@ -33,7 +33,7 @@ def resolve_recipe(contract: Contract, environ: Mapping[str, str]) -> ResolvedRe
     Raises:
         SageMakerError: a channel or the number of hosts is invalid; RecipeError and DataError for their content.
     """
-    from lt_trainer.config import load
+    from lt_trainer.config.recipe import load
 
     if "train" not in contract.channels:
         raise SageMakerError("channel train is missing; add it with a token store made by lt data prepare")

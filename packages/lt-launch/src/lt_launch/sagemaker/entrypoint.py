@@ -77,7 +77,7 @@ def run_entrypoint(root: Path, environ: Mapping[str, str], log: Callable[[str], 
 
 
 def _train(contract: Contract, environ: Mapping[str, str], stop: Stop, log: Callable[[str], None]) -> int:
-    from lt_trainer.config import to_toml
+    from lt_trainer.config.recipe import to_toml
 
     cluster, procs = contract.cluster, procs_per_node(contract, environ)
     resolved = resolve_recipe(contract, environ)

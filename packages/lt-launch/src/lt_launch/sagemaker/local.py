@@ -31,7 +31,7 @@ from lt_launch.sagemaker.options import SageMakerOptions, parse_pairs
 from lt_launch.sagemaker.request import channel_for_field, create_training_job_request
 from lt_launch.sagemaker.target import REQUEST_FILE, to_stage_status, unique_job_name
 from lt_launch.target import Finding, Launch, RenderedLaunch, StageStatus, TargetNode
-from lt_trainer.config import flatten
+from lt_trainer.config.fields import flatten
 
 __all__ = ["SageMakerLocalTarget"]
 

@@ -6,7 +6,7 @@ from typing import Literal
 from lt_launch.job import check_one_line
 from lt_launch.sagemaker.aws_names import region_problem
 from lt_launch.sagemaker.errors import SageMakerError
-from lt_trainer.config import check_types, option
+from lt_trainer.config.fields import check_types, option
 from lt_trainer.errors import RecipeError
 
 __all__ = ["SageMakerOptions", "parse_pairs"]

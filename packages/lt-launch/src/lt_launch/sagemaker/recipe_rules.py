@@ -20,7 +20,8 @@ from lt_launch.sagemaker.contract import GRACE_PERIOD_S, PROCS_PER_NODE_VARIABLE
 from lt_launch.sagemaker.errors import SageMakerError
 from lt_launch.sagemaker.instances import INSTANCE_TYPES, LOCAL_STORAGE_GB
 from lt_launch.sagemaker.options import SageMakerOptions
-from lt_trainer.config import Recipe, flatten, leaves
+from lt_trainer.config.fields import flatten, leaves
+from lt_trainer.config.sections.recipe import Recipe
 
 __all__ = ["DEFAULT_VOLUME_GB", "OVERRIDE_PREFIX", "check_compatible", "request_notes"]
 

@@ -18,9 +18,12 @@ from lt_launch.sagemaker.constraints import check_request
 from lt_launch.sagemaker.errors import SageMakerError
 from lt_launch.sagemaker.options import SageMakerOptions, parse_pairs
 from lt_launch.sagemaker.recipe_rules import DEFAULT_VOLUME_GB, OVERRIDE_PREFIX, check_compatible
-from lt_trainer.config import Leaf, Recipe, flatten, format_value, hyperparameter_leaves, leaves
+from lt_trainer.config.fields import Leaf, flatten, leaves
+from lt_trainer.config.hyperparameters import hyperparameter_leaves
+from lt_trainer.config.sections.recipe import Recipe
+from lt_trainer.config.toml import format_value
 from lt_trainer.engine import engine_names, engine_spec
-from lt_trainer.run_directory import METRIC_DEFINITIONS
+from lt_trainer.run_directory.records import METRIC_DEFINITIONS
 
 __all__ = [
     "VALIDATION_CHANNEL_PREFIX",

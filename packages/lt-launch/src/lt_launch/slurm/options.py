@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lt_launch.job import check_one_line
-from lt_trainer.config import check_types, option
+from lt_trainer.config.fields import check_types, option
 from lt_trainer.errors import RecipeError
 
 __all__ = ["SlurmOptions"]

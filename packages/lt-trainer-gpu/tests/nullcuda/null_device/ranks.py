@@ -63,9 +63,9 @@ def train(job: Job) -> RankResult:
 
     import lt_trainer_gpu.engine as engine_module
     from lt_model import LlamaConfig
+    from lt_test_helpers import layouts
     from lt_trainer.config.recipe import load
     from lt_trainer.engine import World
-    from lt_trainer.testing import layouts
     from lt_trainer_gpu.spec import SPEC
 
     os.environ["NULLCUDA_LOG"] = str(Path(job.folder) / f"{os.environ['RANK']}.log")

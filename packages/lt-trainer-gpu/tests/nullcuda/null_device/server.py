@@ -60,7 +60,7 @@ class NullDeviceServer:
 
 def main() -> None:
     """Run the jobs of stdin until it ends."""
-    from lt_trainer.testing import RankPool
+    from lt_test_helpers.pool import RankPool
 
     pool = RankPool(MAX_RANKS, preload=("lt_trainer_gpu.engine", "lt_trainer_gpu.parallelize"))
     results = os.fdopen(os.dup(1), "wb")

@@ -26,7 +26,7 @@ def env(
     be exported for a run.
     """
     from lt_data.display.terminal import echo, quote_for_shell
-    from lt_trainer.config import load
+    from lt_trainer.config.recipe import load
     from lt_trainer_neuron.environment import check_environment, list_variables
     from lt_trainer_neuron.sdk import LATEST_SDK_RELEASE, detect_packages
 

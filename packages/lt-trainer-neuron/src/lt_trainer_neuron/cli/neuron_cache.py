@@ -26,7 +26,7 @@ MIB = 2**20
 
 
 def _scan_cache(recipe: Path | None, cache: str) -> tuple[Path, list[CompileCacheEntry]]:
-    from lt_trainer.config import load
+    from lt_trainer.config.recipe import load
     from lt_trainer_neuron.compile_cache import cache_url, local_cache_folder, scan_cache
     from lt_trainer_neuron.environment import neuron_env
 

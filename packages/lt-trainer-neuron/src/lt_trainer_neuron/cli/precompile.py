@@ -24,7 +24,8 @@ def precompile(
 ) -> None:
     """Compile all graphs of a recipe ahead of training and record their compile key."""
     from lt_data.display.terminal import echo
-    from lt_trainer.config import engine_options, load, read_hyperparameters
+    from lt_trainer.config.hyperparameters import read_hyperparameters
+    from lt_trainer.config.recipe import engine_options, load
     from lt_trainer_neuron.options import NeuronOptions
     from lt_trainer_neuron.precompile import precompile as compile_graphs
 

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lt_model import LlamaConfig
-from lt_trainer.config import Recipe, engine_options
+from lt_trainer.config.recipe import engine_options
+from lt_trainer.config.sections.recipe import Recipe
 from lt_trainer.control import Control, SoloControl
 from lt_trainer.engine import Device, StepBatch, Stopwatch, World
 from lt_trainer.timing import HostStopwatch

@@ -27,9 +27,10 @@ from torch import Tensor
 
 from lt_ckpt.nxd.zero1 import shard_rows
 from lt_model import LlamaConfig, param_specs
-from lt_trainer.config import OptimizerOptions
-from lt_trainer.optimizers import ParamSlice, optimizer_spec
+from lt_trainer.config.sections.optimizer import OptimizerOptions
+from lt_trainer.optimizers import optimizer_spec
 from lt_trainer.optimizers.driver import OptimizerDriver
+from lt_trainer.optimizers.spec import ParamSlice
 from lt_trainer_neuron.compute_backend import MASTER_WEIGHTS, RowSlice
 from lt_trainer_neuron.cpu.collectives import all_gather, all_reduce_sum
 from lt_trainer_neuron.cpu.process_groups import ProcessGroups

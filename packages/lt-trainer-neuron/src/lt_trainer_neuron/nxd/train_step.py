@@ -34,9 +34,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lt_ckpt.nxd.zero1 import shard_rows
-from lt_trainer.config import OptimizerOptions
-from lt_trainer.optimizers import ParamSlice, optimizer_spec
+from lt_trainer.config.sections.optimizer import OptimizerOptions
+from lt_trainer.optimizers import optimizer_spec
 from lt_trainer.optimizers.driver import OptimizerDriver
+from lt_trainer.optimizers.spec import ParamSlice
 from lt_trainer_neuron.grid import Grid
 from lt_trainer_neuron.nxd.collectives import Collectives
 from lt_trainer_neuron.nxd.device import TensorDevice

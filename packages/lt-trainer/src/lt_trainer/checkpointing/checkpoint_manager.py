@@ -31,14 +31,14 @@ from lt_ckpt import (
     write_rank_files,
 )
 from lt_data import StreamState
-from lt_trainer.data import STORES
+from lt_trainer.data.training_data import STORES
 from lt_trainer.errors import RecipeError
-from lt_trainer.resilience import run_on_rank0
+from lt_trainer.resilience.rank_sync import run_on_rank0
 
 if TYPE_CHECKING:
     from lt_ckpt import CheckpointManifest
     from lt_model import LlamaConfig
-    from lt_trainer.config import Recipe
+    from lt_trainer.config.sections.recipe import Recipe
     from lt_trainer.control import Control
     from lt_trainer.engine import Engine, Snapshot
 

@@ -41,16 +41,16 @@ from lt_ckpt.summary import format_bytes
 from lt_trainer.checkpointing.mirror_identity import resolve_mirror_name
 from lt_trainer.constants import EXIT_REQUEUE, EXIT_USER
 from lt_trainer.errors import MirrorError, RecipeError
-from lt_trainer.resilience import run_with_keepalive
-from lt_trainer.run_directory import read_mirror_name
+from lt_trainer.resilience.rank_sync import run_with_keepalive
+from lt_trainer.run_directory.run_dir import read_mirror_name
 
 if TYPE_CHECKING:
     from lt_ckpt import Checkpoint, CheckpointManifest
-    from lt_trainer.config import Recipe
+    from lt_trainer.config.sections.recipe import Recipe
     from lt_trainer.engine import Engine
-    from lt_trainer.observability import NullLogger, Rank0Logger
-    from lt_trainer.resilience import StopSignals
-    from lt_trainer.run_directory import RunDir
+    from lt_trainer.observability.run_logger import NullLogger, Rank0Logger
+    from lt_trainer.resilience.stop_signals import StopSignals
+    from lt_trainer.run_directory.run_dir import RunDir
 
 POLL_INTERVAL_S = 0.2
 """Interval of synchronizations while rank 0 waits for bytes."""

@@ -20,9 +20,9 @@ from lt_ckpt.folders import COMMIT, random_id, step_folder_name
 from lt_ckpt.s3.download import list_remote_steps, read_latest_manifest
 from lt_ckpt.s3.folder_manifest import MAX_COMMIT_BYTES
 from lt_ckpt.s3.owner import read_owner
-from lt_trainer.config import flatten
+from lt_trainer.config.fields import flatten
 from lt_trainer.errors import MirrorError
-from lt_trainer.run_directory import read_mirror_name
+from lt_trainer.run_directory.run_dir import read_mirror_name
 
 if TYPE_CHECKING:
     from lt_ckpt.s3.client import S3Folder

@@ -33,12 +33,12 @@ from lt_ckpt.hub.model import Address
 from lt_ckpt.lt_format import hf_model_files
 from lt_ckpt.source import TensorReader
 from lt_model import LlamaConfig, config_from_hf
-from lt_trainer.config import as_recipe_error
+from lt_trainer.config.architecture import as_recipe_error
 from lt_trainer.errors import RecipeError
-from lt_trainer.resilience import run_on_all_ranks, run_with_keepalive
+from lt_trainer.resilience.rank_sync import run_on_all_ranks, run_with_keepalive
 
 if TYPE_CHECKING:
-    from lt_trainer.config import ModelOptions
+    from lt_trainer.config.sections.model import ModelOptions
     from lt_trainer.control import Control
 
 HUB_PREFIX = "hf://"

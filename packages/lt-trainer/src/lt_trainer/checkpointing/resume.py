@@ -18,15 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from lt_ckpt import Checkpoint
-from lt_trainer.data import (
-    Batches,
-    TrainingData,
-    changed_generations,
-    data_event_fields,
-    open_batches,
-    reopen_data,
-    resume_state,
-)
+from lt_trainer.data.batches import Batches, open_batches
+from lt_trainer.data.generations import changed_generations, reopen_data, resume_state
+from lt_trainer.data.training_data import TrainingData, data_event_fields
 from lt_trainer.errors import NoCheckpointError, RecipeError, RestoreError
 
 if TYPE_CHECKING:
@@ -34,7 +28,7 @@ if TYPE_CHECKING:
     from lt_model import LlamaConfig
     from lt_trainer.checkpointing.checkpoint_manager import CheckpointManager
     from lt_trainer.checkpointing.mirror import RunMirror
-    from lt_trainer.config import Recipe
+    from lt_trainer.config.sections.recipe import Recipe
     from lt_trainer.engine import Engine
 
 

@@ -20,7 +20,7 @@ from typer.main import get_command
 from lt_trainer.constants import EXIT_USER
 
 if TYPE_CHECKING:
-    from lt_trainer.config import ResolvedRecipe
+    from lt_trainer.config.recipe import ResolvedRecipe
 
 COMMAND_ENTRY_POINTS = "lt.commands.train"
 """Entry points that add commands to `lt train`; each names a typer app with one command."""
@@ -75,7 +75,8 @@ def echo(text: str) -> None:
 
 
 def _load(recipe: Path, sets: list[str] | None, hyperparameters: Path | None) -> ResolvedRecipe:
-    from lt_trainer.config import load, read_hyperparameters
+    from lt_trainer.config.hyperparameters import read_hyperparameters
+    from lt_trainer.config.recipe import load
 
     return load(
         recipe, hyperparameters=read_hyperparameters(hyperparameters) if hyperparameters else None, overrides=sets or []
@@ -103,10 +104,10 @@ def run(
 
     Exit codes: 0 all steps done, 75 stopped and saved (rerun to resume), 64 user error, 70 internal error.
     """
-    from lt_trainer.resilience import process_stop_signals
+    from lt_trainer.resilience.stop_signals import process_stop_signals
 
     stop = process_stop_signals()
-    from lt_trainer.training import run as train
+    from lt_trainer.training.runner import run as train
 
     resolved = _load(recipe, sets, hyperparameters)
     sys.exit(train(resolved, stop=stop, stop_after_step=stop_after_step, verify_resume_steps=verify_resume_steps))
@@ -123,7 +124,7 @@ def check(
     Writes only into a scratch folder beside run.dir and deletes it. In one process or as one rank under torchrun. Exit
     codes as for `run`.
     """
-    from lt_trainer.training import run_preflight
+    from lt_trainer.training.preflight import run_preflight
 
     run_preflight(_load(recipe, sets, hyperparameters))
 
@@ -160,7 +161,7 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="Print values and origins as JSON.")] = False,
 ) -> None:
     """Print the resolved recipe, each value with its origin."""
-    from lt_trainer.config import to_dict, to_toml
+    from lt_trainer.config.recipe import to_dict, to_toml
 
     resolved = _load(recipe, sets, hyperparameters)
     if as_json:
@@ -195,7 +196,7 @@ def plan(
 
     If the run does not fit, suggests the nearest layout that does. Exit codes: 0 fits, 1 does not fit, 64 user error.
     """
-    from lt_trainer.planning import plan_recipe
+    from lt_trainer.planning.result import plan_recipe
 
     result = plan_recipe(
         _load(recipe, sets, hyperparameters), device=device, devices=devices, nodes=nodes or None, mfu=mfu or None
@@ -213,7 +214,7 @@ def watch(
     """Show a run live in the terminal, from its files; Ctrl-C ends the view, not the run."""
     from contextlib import suppress
 
-    from lt_trainer.observability.watch import watch_run
+    from lt_trainer.observability.watch.terminal import watch_run
 
     with suppress(KeyboardInterrupt):
         watch_run(run, interval_s=interval, once=once)
@@ -229,7 +230,7 @@ def report(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Overwrite existing files.")] = False,
 ) -> None:
     """Write a self-contained HTML report of runs: curves, events, data, model, recipe."""
-    from lt_trainer.observability.report import write_report
+    from lt_trainer.observability.report.writer import write_report
 
     for path in write_report(runs, out, png=png, overwrite=overwrite):
         echo(str(path))
@@ -250,8 +251,8 @@ def bench(
 
     In one process or as one rank under torchrun. Writes only the JSON.
     """
-    from lt_trainer.config import read_hyperparameters
-    from lt_trainer.training import resolve_bench_recipe, run_benchmark
+    from lt_trainer.config.hyperparameters import read_hyperparameters
+    from lt_trainer.training.benchmark import resolve_bench_recipe, run_benchmark
 
     resolved = resolve_bench_recipe(
         str(recipe) if recipe else None,
@@ -291,8 +292,9 @@ def tune(
     """
     import signal
 
-    from lt_trainer.resilience import install_handlers
-    from lt_trainer.tuning import ProbeCommand, TuneOptions, probe_arguments, tune_recipe
+    from lt_trainer.resilience.stop_signals import install_handlers
+    from lt_trainer.tuning.probe import ProbeCommand
+    from lt_trainer.tuning.tune import TuneOptions, probe_arguments, tune_recipe
 
     install_handlers(signal.default_int_handler)  # a scheduler's stop ends the probe and shows the results, too
     options = TuneOptions(ranks=nproc_per_node, steps=steps, warmup=warmup, device=device, max_probes=max_probes)
@@ -410,8 +412,9 @@ def sample(
     """Generate text from a trained model; ends at the model's context length at the latest."""
     require_torch("sample")
     from lt_data.display.terminal import escape_controls
-    from lt_trainer.cli.sample import describe_model, generate_text, load_model
-    from lt_trainer.run_directory import JsonlWriter
+    from lt_trainer.cli.sample import describe_model, generate_text
+    from lt_trainer.evaluation.local_model import load_model
+    from lt_trainer.run_directory.jsonl import JsonlWriter
 
     loaded = load_model(checkpoint, device=device, dtype=dtype)
     with ExitStack() as stack:

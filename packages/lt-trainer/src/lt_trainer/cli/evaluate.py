@@ -18,20 +18,14 @@ from typing import Any
 
 from lt_data import RowReader, TokenStore, open_pack
 from lt_data.display.progress_bars import progress_bar
-from lt_trainer.checkpointing import tokens_by_id
+from lt_trainer.checkpointing.pretrained import tokens_by_id
 from lt_trainer.cli.sample import describe_model
-from lt_trainer.evaluation import (
-    BatchShape,
-    EncodedTask,
-    EvaluationError,
-    LoadedModel,
-    PairEncoder,
-    evaluate_store,
-    evaluate_task,
-    find_tasks,
-    load_model,
-)
-from lt_trainer.run_directory import EvaluationResults
+from lt_trainer.evaluation.encoding import PairEncoder
+from lt_trainer.evaluation.local_model import LoadedModel, load_model
+from lt_trainer.evaluation.scorer import BatchShape, EvaluationError
+from lt_trainer.evaluation.store_losses import evaluate_store
+from lt_trainer.evaluation.tasks import EncodedTask, evaluate_task, find_tasks
+from lt_trainer.run_directory.evaluation_results import EvaluationResults
 
 N_SHOWN = 20
 """Source files shown of a store; the file has all."""

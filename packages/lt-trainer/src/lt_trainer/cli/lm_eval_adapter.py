@@ -22,16 +22,10 @@ from lm_eval.tasks import TaskManager
 
 from lt_data.progress import Progress, no_progress
 from lt_model import generate_batch
-from lt_trainer.evaluation import (
-    BatchShape,
-    EvaluationError,
-    LoadedModel,
-    PairEncoder,
-    Score,
-    ScoreRequest,
-    check_requests,
-    score_requests,
-)
+from lt_trainer.evaluation.encoding import PairEncoder
+from lt_trainer.evaluation.local_model import LoadedModel
+from lt_trainer.evaluation.requests import Score, ScoreRequest, check_requests, score_requests
+from lt_trainer.evaluation.scorer import BatchShape, EvaluationError
 
 TOKENS_BETWEEN_STOPS = 32
 """Tokens generated between two looks for a stop string."""

@@ -9,9 +9,7 @@ import torch
 
 from lt_ckpt import CheckpointError
 from lt_model import generate
-from lt_trainer.evaluation import LoadedModel, load_model
-
-__all__ = ["LoadedModel", "describe_model", "generate_text", "load_model"]
+from lt_trainer.evaluation.local_model import LoadedModel
 
 
 def describe_model(loaded: LoadedModel) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lt_trainer.constants import EXIT_REQUEUE
-from lt_trainer.resilience import stop_when_launcher_dies
+from lt_trainer.resilience.launcher_watch import stop_when_launcher_dies
 
 
 def main() -> int:

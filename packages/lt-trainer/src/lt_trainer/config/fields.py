@@ -25,21 +25,6 @@ from typing import Any, Literal, TypeVar
 
 from lt_trainer.errors import RecipeError
 
-__all__ = [
-    "Leaf",
-    "build",
-    "check_types",
-    "coerce",
-    "flatten",
-    "leaf_values",
-    "leaves",
-    "named_section_leaves",
-    "named_section_tables",
-    "option",
-    "section_names",
-    "suggest",
-]
-
 T = TypeVar("T")
 
 MAX_INT = 2**63 - 1

@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from lt_trainer.config.fields import Leaf, leaves
-from lt_trainer.config.recipe import Recipe
+from lt_trainer.config.sections.recipe import Recipe
 from lt_trainer.errors import RecipeError
 from lt_trainer.files import read_json
-
-__all__ = ["hyperparameter_leaves", "read_hyperparameters"]
 
 EXAMPLE = """write one object of strings, {"LEARNING_RATE": "1e-3"}"""
 

@@ -24,9 +24,7 @@ extended from a checkpoint of its stable part, or decayed from there several tim
 import math
 from collections.abc import Callable
 
-from lt_trainer.config.sections import ScheduleOptions
-
-__all__ = ["DECAYS", "learning_rate"]
+from lt_trainer.config.sections.schedule import ScheduleOptions
 
 
 def _cosine(progress: float, peak: float, floor: float) -> float:

@@ -23,21 +23,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from lt_trainer.config.fields import build, flatten, leaf_values, leaves, named_section_leaves, suggest
 from lt_trainer.config.run_length import parse_run_length, steps_from_epochs, steps_from_fraction
-from lt_trainer.config.sections import (
-    BatchOptions,
-    CheckpointOptions,
-    DataOptions,
-    EvaluationOptions,
-    FaultToleranceOptions,
-    MetricsOptions,
-    ModelOptions,
-    OptimizerOptions,
-    ParallelOptions,
-    Recipe,
-    RopeScalingOptions,
-    RunOptions,
-    ScheduleOptions,
-)
+from lt_trainer.config.sections.checkpoint import CheckpointOptions
+from lt_trainer.config.sections.model import ModelOptions
+from lt_trainer.config.sections.recipe import Recipe
+from lt_trainer.config.sections.run import RunOptions
+from lt_trainer.config.sections.schedule import ScheduleOptions
 from lt_trainer.config.sources import (
     DEFAULT,
     Assignment,
@@ -55,28 +45,6 @@ from lt_trainer.errors import RecipeError
 if TYPE_CHECKING:
     from lt_model import LlamaConfig
 
-__all__ = [
-    "BatchOptions",
-    "CheckpointOptions",
-    "DataOptions",
-    "EvaluationOptions",
-    "FaultToleranceOptions",
-    "MetricsOptions",
-    "ModelOptions",
-    "OptimizerOptions",
-    "ParallelOptions",
-    "Recipe",
-    "ResolvedRecipe",
-    "RopeScalingOptions",
-    "RunOptions",
-    "ScheduleOptions",
-    "engine_options",
-    "from_dict",
-    "llama_config",
-    "load",
-    "to_dict",
-    "to_toml",
-]
 
 T = TypeVar("T")
 

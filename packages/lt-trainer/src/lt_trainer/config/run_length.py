@@ -18,8 +18,6 @@ from typing import Any
 
 from lt_trainer.errors import RecipeError
 
-__all__ = ["EPOCHS_PATTERN", "PERCENT_PATTERN", "parse_run_length", "steps_from_epochs", "steps_from_fraction"]
-
 MAX_STEPS, WARMUP_STEPS = "schedule.max_steps", "schedule.warmup_steps"
 _NUMBER = r"(\d+(?:\.\d+)?|\.\d+)"
 EPOCHS_PATTERN = re.compile(_NUMBER + r"\s*epochs?")
@@ -64,7 +62,8 @@ def steps_from_epochs(epochs: Fraction, values: Mapping[str, Any]) -> tuple[int,
     Raises:
         RecipeError: rows that are not from one store and of one length, a batch ramp, or data that is not here.
     """
-    from lt_trainer.config.sections import BatchOptions, DataOptions
+    from lt_trainer.config.sections.batch import BatchOptions
+    from lt_trainer.config.sections.data import DataOptions
 
     def value(section: type, name: str) -> Any:
         dotted = f"{'data' if section is DataOptions else 'batch'}.{name}"

@@ -15,20 +15,6 @@ from lt_trainer.config.toml import line_numbers
 from lt_trainer.errors import RecipeError
 from lt_trainer.files import parse_toml, read_bytes
 
-__all__ = [
-    "DEFAULT",
-    "ENGINE_PACKAGES",
-    "Assignment",
-    "EngineTables",
-    "coerce_assignments",
-    "drop_empty_tables",
-    "engine_tables",
-    "hyperparameter_assignments",
-    "parse_set_option",
-    "read_toml",
-    "unflatten",
-]
-
 DEFAULT = "default"
 
 SAGEMAKER_PREFIX = "sagemaker_"

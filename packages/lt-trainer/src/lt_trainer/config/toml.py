@@ -10,8 +10,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["dump", "format_value", "line_numbers"]
-
 BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 HEADER = re.compile(r"^\s*\[\s*([^\[\]]+?)\s*\]\s*(?:#.*)?$")
 ASSIGNMENT = re.compile(r"""^\s*((?:[A-Za-z0-9_.\- ]|"[^"]*"|'[^']*')+?)\s*=""")

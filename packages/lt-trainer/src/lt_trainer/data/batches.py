@@ -16,7 +16,7 @@ from lt_trainer.data.training_data import TrainingData, open_stream, to_step_bat
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from lt_trainer.config import Recipe
+    from lt_trainer.config.sections.recipe import Recipe
     from lt_trainer.control import Control
     from lt_trainer.engine import StepBatch, Topology
 

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lt_data import Rows, StreamState
-from lt_trainer.config import to_dict
+from lt_trainer.config.recipe import to_dict
 from lt_trainer.data.document_boundaries import find_document_starts
 from lt_trainer.data.loader_factory import import_loader_factory
 from lt_trainer.data.training_data import IGNORE_INDEX, parse_stream_state, to_micro_batches
@@ -41,7 +41,7 @@ from lt_trainer.errors import LoaderError, RecipeError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from lt_trainer.config import Recipe
+    from lt_trainer.config.sections.recipe import Recipe
     from lt_trainer.control import Control
     from lt_trainer.engine import StepBatch, Topology
 

@@ -26,7 +26,7 @@ from lt_trainer.data.training_data import (
 )
 
 if TYPE_CHECKING:
-    from lt_trainer.config import Recipe
+    from lt_trainer.config.sections.recipe import Recipe
 
 
 def recorded_stores(saved: Mapping[str, Any] | None) -> dict[str, str]:

@@ -12,8 +12,6 @@ from lt_trainer.errors import RecipeError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["import_loader_factory"]
-
 
 def import_loader_factory(loader: str) -> Callable[..., Any]:
     """Import the function; the current folder is searched too.

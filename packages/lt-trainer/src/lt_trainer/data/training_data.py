@@ -27,7 +27,7 @@ from lt_data import (
     names_generation,
     open_pack,
 )
-from lt_trainer.config import DataOptions
+from lt_trainer.config.sections.data import DataOptions
 from lt_trainer.data.document_boundaries import micro_batch_cu_seqlens
 from lt_trainer.data.loader_factory import import_loader_factory
 from lt_trainer.data.synthetic import SyntheticRows
@@ -36,7 +36,7 @@ from lt_trainer.errors import RecipeError
 
 if TYPE_CHECKING:
     from lt_data import StreamBatch
-    from lt_trainer.config import Recipe
+    from lt_trainer.config.sections.recipe import Recipe
 
 IGNORE_INDEX = -100
 STORES = "stores"

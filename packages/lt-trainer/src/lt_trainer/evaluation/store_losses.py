@@ -21,7 +21,7 @@ import numpy as np
 
 from lt_data import RowReader, TokenStore
 from lt_data.packing.algorithms import concat_aranges
-from lt_trainer.data import text_bytes, validation_batches, validation_rows
+from lt_trainer.data.training_data import text_bytes, validation_batches, validation_rows
 from lt_trainer.evaluation.scorer import BatchShape, EvaluationError, Scorer
 
 RECORD_BITS = 40

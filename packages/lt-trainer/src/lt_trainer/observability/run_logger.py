@@ -23,17 +23,17 @@ from lt_trainer.constants import GIB
 from lt_trainer.engine import Device
 from lt_trainer.observability.sinks.group import SinkGroup
 from lt_trainer.observability.throughput import Throughput
-from lt_trainer.run_directory import (
+from lt_trainer.run_directory.jsonl import JsonlWriter
+from lt_trainer.run_directory.rank_log import RankLog
+from lt_trainer.run_directory.records import (
     EvaluationRecord,
-    JsonlWriter,
     MetricsRecord,
-    RankLog,
-    RunDir,
     StepRecord,
     ValidationRecord,
     format_record,
     record_to_dict,
 )
+from lt_trainer.run_directory.run_dir import RunDir
 
 JOULES_PER_KWH = 3.6e6
 RESUME_CHECK_FILE = "resume_check.jsonl"

@@ -7,17 +7,20 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lt_trainer.config import Recipe, to_dict
+from lt_trainer.config.recipe import to_dict
+from lt_trainer.config.sections.recipe import Recipe
 from lt_trainer.engine import Engine, EngineSpec, World
 from lt_trainer.errors import RecipeError
 from lt_trainer.files import read_text
-from lt_trainer.observability.monitor import NodeMonitor
-from lt_trainer.observability.sinks import SinkGroup, check_sinks, check_sinks_installed, open_sinks
+from lt_trainer.observability.monitor.node import NodeMonitor
+from lt_trainer.observability.sinks.group import SinkGroup
+from lt_trainer.observability.sinks.registry import check_sinks, check_sinks_installed, open_sinks
 from lt_trainer.observability.sinks.sink import RunInfo
-from lt_trainer.run_directory import read_metrics
+from lt_trainer.run_directory.typed_records import read_metrics
 
 if TYPE_CHECKING:
-    from lt_trainer.run_directory import RankLog, RunDir
+    from lt_trainer.run_directory.rank_log import RankLog
+    from lt_trainer.run_directory.run_dir import RunDir
 
 REQUIRED_CAPABILITIES = {
     "profile_steps": "profile",

@@ -11,8 +11,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["Rates", "Throughput"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:

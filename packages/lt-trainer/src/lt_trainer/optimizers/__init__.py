@@ -1,26 +1,8 @@
 """Optimizers by name: each is a file with its `OptimizerSpec` and an entry of `OPTIMIZERS`."""
 
 from lt_trainer.optimizers.adamw import ADAMW
-from lt_trainer.optimizers.lr_scale import lr_scale
-from lt_trainer.optimizers.matrices import MatrixExchange, WholeMatrices
 from lt_trainer.optimizers.muon import MUON
-from lt_trainer.optimizers.spec import DirectionFn, MatrixTransform, OptimizerSpec, ParamSlice, StateSlot, UpdateFn
-
-__all__ = [
-    "ADAMW",
-    "MUON",
-    "OPTIMIZERS",
-    "DirectionFn",
-    "MatrixExchange",
-    "MatrixTransform",
-    "OptimizerSpec",
-    "ParamSlice",
-    "StateSlot",
-    "UpdateFn",
-    "WholeMatrices",
-    "lr_scale",
-    "optimizer_spec",
-]
+from lt_trainer.optimizers.spec import OptimizerSpec
 
 OPTIMIZERS: dict[str, OptimizerSpec] = {spec.name: spec for spec in (ADAMW, MUON)}
 """Values of `optimizer.name`."""

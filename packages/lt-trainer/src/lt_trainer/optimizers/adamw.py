@@ -26,9 +26,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from lt_trainer.config import OptimizerOptions
+    from lt_trainer.config.sections.optimizer import OptimizerOptions
 
-__all__ = ["ADAMW", "FIRST_MOMENT", "SECOND_MOMENT", "check_bf16_decay", "moments_dtype"]
 
 FIRST_MOMENT, SECOND_MOMENT = "exp_avg", "exp_avg_sq"
 

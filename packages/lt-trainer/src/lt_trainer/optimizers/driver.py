@@ -22,12 +22,10 @@ from lt_trainer.optimizers.matrices import WholeMatrices
 
 if TYPE_CHECKING:
     from lt_ckpt import Checkpoint
-    from lt_trainer.config import OptimizerOptions
+    from lt_trainer.config.sections.optimizer import OptimizerOptions
     from lt_trainer.optimizers.matrices import MatrixExchange
     from lt_trainer.optimizers.spec import OptimizerSpec, ParamSlice, StateSlot, UpdateFn
     from lt_trainer.torch import LocalShard
-
-__all__ = ["OptimizerDriver", "check_optimizer", "optimizer_record", "slot_shard"]
 
 
 class OptimizerDriver:

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lt_model import ParamSpec
-    from lt_trainer.config import OptimizerOptions
+    from lt_trainer.config.sections.optimizer import OptimizerOptions
 
-__all__ = ["lr_scale"]
 
 ROLES = {"embed_tokens": "embedding", "lm_head": "head", "norm": "norm"}
 """Kind of a parameter → field of `[optimizer.lr_scale]`; all others are matrices of blocks."""

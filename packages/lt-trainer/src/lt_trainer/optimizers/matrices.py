@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["MatrixExchange", "WholeMatrices"]
-
 
 class MatrixExchange(Protocol):
     """Slices of matrices to whole ones and back."""

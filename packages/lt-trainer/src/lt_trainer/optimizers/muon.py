@@ -34,9 +34,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lt_model import ParamSpec
-    from lt_trainer.config import OptimizerOptions
+    from lt_trainer.config.sections.optimizer import OptimizerOptions
 
-__all__ = ["MOMENTUM", "MUON", "lr_factor"]
 
 MOMENTUM = "momentum"
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

@@ -25,9 +25,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lt_model import ParamSpec
-    from lt_trainer.config import OptimizerOptions
+    from lt_trainer.config.sections.optimizer import OptimizerOptions
 
-__all__ = ["DirectionFn", "MatrixTransform", "OptimizerSpec", "ParamSlice", "StateSlot", "UpdateFn"]
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from lt_trainer.config import suggest
+from lt_trainer.config.fields import suggest
 from lt_trainer.errors import RecipeError
 
 _MIB = 2**20

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lt_trainer.config import OptimizerOptions, Recipe
+from lt_trainer.config.sections.optimizer import OptimizerOptions
+from lt_trainer.config.sections.recipe import Recipe
 from lt_trainer.errors import RecipeError
 
 ELEMENT_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}

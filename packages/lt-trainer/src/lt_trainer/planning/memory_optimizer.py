@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lt_model.params import ParamSpec
-from lt_trainer.optimizers import ADAMW, optimizer_spec
+from lt_trainer.optimizers import optimizer_spec
+from lt_trainer.optimizers.adamw import ADAMW
 from lt_trainer.optimizers.spec import DTYPE_BYTES
 from lt_trainer.planning.layout import PlannedLayout
 from lt_trainer.planning.memory_stages import local_size

@@ -13,7 +13,8 @@ from typing import Any
 
 from lt_model import PRESETS, LlamaConfig, n_parameters
 from lt_model.describe import alignment_warnings
-from lt_trainer.config import Recipe, ResolvedRecipe, llama_config
+from lt_trainer.config.recipe import ResolvedRecipe, llama_config
+from lt_trainer.config.sections.recipe import Recipe
 from lt_trainer.constants import GIB
 from lt_trainer.errors import RecipeError
 from lt_trainer.planning.devices import PlannedDevice

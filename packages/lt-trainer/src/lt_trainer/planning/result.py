@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lt_trainer.config import ResolvedRecipe
+from lt_trainer.config.recipe import ResolvedRecipe
 from lt_trainer.engine import World, engine_names, engine_spec
 from lt_trainer.errors import RecipeError
 

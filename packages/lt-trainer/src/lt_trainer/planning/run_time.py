@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from lt_model import LlamaConfig, flops_per_token
 from lt_model.activation_memory import SELECTIVE_SAVED_PRODUCTS
 from lt_model.params import param_specs
-from lt_trainer.config import Recipe
+from lt_trainer.config.sections.recipe import Recipe
 from lt_trainer.planning.devices import PlannedDevice
 from lt_trainer.planning.layout import PlannedLayout
 

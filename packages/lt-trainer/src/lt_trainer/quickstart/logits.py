@@ -13,7 +13,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lt_trainer.evaluation import load_model
+from lt_trainer.evaluation.local_model import load_model
 from lt_trainer.quickstart.settings import QuickstartFolder
 from lt_trainer.quickstart.stages import PackedStore
 

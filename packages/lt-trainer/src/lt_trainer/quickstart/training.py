@@ -20,9 +20,10 @@ from typing import Any
 from lt_data import Progress
 from lt_trainer.constants import EXIT_DONE, EXIT_REQUEUE
 from lt_trainer.files import open_for_appending, open_regular
-from lt_trainer.observability import RESUME_CHECK_FILE
+from lt_trainer.observability.run_logger import RESUME_CHECK_FILE
 from lt_trainer.quickstart.settings import QuickstartError, QuickstartFolder, QuickstartSettings
-from lt_trainer.run_directory import is_int, is_number, read_events, read_jsonl, read_metrics
+from lt_trainer.run_directory.jsonl import read_jsonl
+from lt_trainer.run_directory.typed_records import is_int, is_number, read_events, read_metrics
 
 POLL_INTERVAL_S = 0.25
 

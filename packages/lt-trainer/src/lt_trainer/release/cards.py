@@ -13,17 +13,6 @@ from lt_trainer.release.mof import CLASS_NAMES, COMPONENTS, FRAMEWORK_DATE, FRAM
 from lt_trainer.release.scores import Score
 from lt_trainer.release.yaml_text import to_yaml
 
-__all__ = [
-    "citation",
-    "data_card",
-    "describe_steps",
-    "front_matter",
-    "model_card",
-    "mof_document",
-    "score_table",
-    "whole_scores",
-]
-
 _HUB_LICENSES = """
 apache-2.0 bsd-2-clause bsd-3-clause cc-by-4.0 cc-by-sa-4.0 cc0-1.0 cdla-permissive-1.0 cdla-permissive-2.0
 cdla-sharing-1.0 ecl-2.0 isc mit mpl-2.0 unlicense

@@ -12,8 +12,6 @@ from lt_trainer.release.task_files import TASK_FOLDER
 THREADS = re.compile(r"(\d+) threads")
 """Number of threads in a run's start event."""
 
-__all__ = ["command_page", "prepare_arguments", "quote"]
-
 
 def prepare_arguments(store: StoreFacts, given: dict[str, Any]) -> dict[str, Any]:
     """Return the options of `lt_data.prepare` that made a store."""

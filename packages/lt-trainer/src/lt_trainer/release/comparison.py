@@ -5,9 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lt_trainer.config import flatten
-
-__all__ = ["LossComparison", "compare_environments", "compare_losses"]
+from lt_trainer.config.fields import flatten
 
 COMPARED = ("loss", "grad_norm")
 PLACES = {

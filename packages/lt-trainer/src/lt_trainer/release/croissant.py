@@ -9,8 +9,6 @@ from typing import Any
 from lt_trainer.release.data_files import SOURCE_LIST
 from lt_trainer.release.facts import Facts
 
-__all__ = ["croissant_document"]
-
 CONTEXT: dict[str, Any] = {
     "@language": "en",
     "@vocab": "https://schema.org/",

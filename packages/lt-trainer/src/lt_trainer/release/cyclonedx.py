@@ -7,8 +7,6 @@ from typing import Any
 from lt_trainer.release.cards import whole_scores
 from lt_trainer.release.facts import Facts
 
-__all__ = ["cyclonedx_document"]
-
 NAMESPACE = uuid.UUID("6f6a2f04-5b1e-5d0a-9a57-2b1d6f0f3b11")
 """Namespace of serial numbers, which depend on the weights alone."""
 

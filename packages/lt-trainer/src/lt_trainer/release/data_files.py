@@ -34,25 +34,12 @@ from lt_data.sources.reader import summarize_sources
 from lt_data.store.document_sources import SOURCES_FILE, encode_source_files
 from lt_data.store.manifest import MANIFEST_FILE, PACK_FOLDER, SHARD_FOLDER, TOKENIZER_FOLDER, encode_manifest
 from lt_data.store.source_files import SourceFile
-from lt_trainer.config import DataOptions
+from lt_trainer.config.sections.data import DataOptions
 from lt_trainer.files import open_regular, parse_json, read_text
 from lt_trainer.release.filtering import TextFilter
 from lt_trainer.release.license_file import LicenseFile
 from lt_trainer.release.mof import is_open_license
 from lt_trainer.release.typed import from_json, is_inside
-
-__all__ = [
-    "SOURCE_LIST",
-    "ReleasedStore",
-    "SourceEntry",
-    "find_source_files",
-    "iter_sources",
-    "read_source_list",
-    "readable_path",
-    "release_store",
-    "store_names",
-    "write_source_list",
-]
 
 SOURCE_LIST = "data/sources.jsonl"
 _FILE_INDEX_BITS = 40

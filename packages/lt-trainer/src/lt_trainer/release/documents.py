@@ -17,8 +17,6 @@ from lt_trainer.release.markdown import code
 from lt_trainer.release.report import report_page
 from lt_trainer.release.spdx import spdx_document
 
-__all__ = ["DOCUMENTS", "PLOTS", "filter_page", "render_documents"]
-
 
 def filter_page(facts: Facts) -> str:
     """Return FILTERED.md: what was replaced before the files were hashed."""

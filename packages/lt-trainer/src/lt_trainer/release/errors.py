@@ -4,8 +4,6 @@ from collections.abc import Sequence
 
 from lt_trainer.errors import TrainerError
 
-__all__ = ["DAMAGE", "ReleaseError", "describe_damage", "indent_lines"]
-
 DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 """Errors of code that is given a file of another structure than it writes itself."""
 

@@ -26,19 +26,8 @@ from lt_trainer.release.plots import draw_figures, read_records
 from lt_trainer.release.scores import RESULT_FOLDER, Score, is_sample_file, read_scores
 from lt_trainer.release.task_files import TASK_FOLDER, TaskEntry, read_tasks
 from lt_trainer.release.typed import from_json, is_inside
-from lt_trainer.run_directory import drop_superseded_records, read_jsonl
-
-__all__ = [
-    "CODE_LICENSE_TEXT",
-    "LICENSE_FILE",
-    "PROVENANCE",
-    "Facts",
-    "Provenance",
-    "StoreFacts",
-    "ValidationResult",
-    "read_facts",
-    "write_provenance",
-]
+from lt_trainer.run_directory.jsonl import read_jsonl
+from lt_trainer.run_directory.records import drop_superseded_records
 
 PROVENANCE, LICENSE_FILE, RECIPE = "release.json", "licences.toml", "recipe/recipe.json"
 CODE_LICENSE_TEXT = "wheels/LICENSE"

@@ -10,8 +10,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-__all__ = ["PLACEHOLDERS", "TextFilter", "find_secrets"]
-
 HOME, HOST, USER, SECRET, FOLDER = "<home>", "<host>", "<user>", "<secret>", "<folder>"
 PLACEHOLDERS = {
     HOME: "home folder",

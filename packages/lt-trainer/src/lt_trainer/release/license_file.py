@@ -43,8 +43,6 @@ from lt_trainer.files import parse_toml, read_text
 from lt_trainer.release.errors import ReleaseError
 from lt_trainer.release.mof import COMPONENTS
 
-__all__ = ["LicenseFile", "ReleaseInfo", "SourceLicense", "parse_license_file", "read_license_file"]
-
 SPDX_WORD = re.compile(r"(?!(?:AND|OR|WITH)$)[A-Za-z0-9][A-Za-z0-9.+-]*")
 SPDX_RULES = (re.compile(r"\( x \)"), re.compile(r"x WITH x"), re.compile(r"x (?:AND|OR) x"))
 """What is an expression if each `x` is one."""

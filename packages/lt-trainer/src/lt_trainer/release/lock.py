@@ -13,8 +13,6 @@ from pathlib import Path
 
 from lt_trainer.files import parse_toml, read_text
 
-__all__ = ["LockedPackage", "format_requirements", "installed_closure", "lock_packages", "read_lock_hashes"]
-
 REQUIREMENT = re.compile(r"\s*([A-Za-z0-9][A-Za-z0-9._-]*)\s*(?:\[([^\]]*)\])?")
 EXTRA = re.compile(r"extra\s*==\s*['\"]([^'\"]+)['\"]")
 HASH_OPTION = re.compile(r"--hash=(sha256:[0-9a-f]{64})")

@@ -22,8 +22,9 @@ from lt_ckpt.atomic_folder import AtomicFolder
 from lt_ckpt.hash_list import HASH_LIST, format_hash_list
 from lt_data import DataError, TokenStore
 from lt_data import verify as verify_store
-from lt_trainer.config import DataOptions, from_dict
-from lt_trainer.data import STORES
+from lt_trainer.config.recipe import from_dict
+from lt_trainer.config.sections.data import DataOptions
+from lt_trainer.data.training_data import STORES
 from lt_trainer.errors import RecipeError, TrainerError
 from lt_trainer.files import read_json, read_text
 from lt_trainer.release.data_files import (
@@ -61,9 +62,8 @@ from lt_trainer.release.wheels import (
     source_folder,
     source_state,
 )
-from lt_trainer.run_directory import hash_package, read_jsonl
-
-__all__ = ["MakeOptions", "list_files", "list_hashes", "make_release"]
+from lt_trainer.run_directory.environment import hash_package
+from lt_trainer.run_directory.jsonl import read_jsonl
 
 LT_EXTRAS = {"lt-trainer": ("cli", "torch"), "lt-data": ("cli", "fast", "parquet", "zstd"), "lt-ckpt": ("cli", "fast")}
 """Extras of lt's packages that a rerun uses."""

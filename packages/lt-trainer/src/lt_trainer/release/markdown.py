@@ -11,8 +11,6 @@ from collections.abc import Sequence
 
 from lt_data.display.terminal import escape_controls
 
-__all__ = ["code", "paragraphs", "plain", "table"]
-
 MARKUP = re.compile(r"[\\`*\[\]<>~$&]|(?<![^\W_])_|_(?![^\W_])")
 """Characters that begin markup anywhere; an underscore within a word does not."""
 BLOCK = re.compile(r"[#+=:-]|\d+(?=[.)](?:\s|$))")

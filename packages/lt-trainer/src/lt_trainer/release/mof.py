@@ -11,18 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = [
-    "CLASS_NAMES",
-    "COMPONENTS",
-    "FRAMEWORK_DATE",
-    "FRAMEWORK_VERSION",
-    "Component",
-    "MofResult",
-    "ReleasedComponent",
-    "evaluate_openness",
-    "is_open_license",
-]
-
 ContentType = Literal["code", "data", "document"]
 FRAMEWORK_VERSION, FRAMEWORK_DATE = "1.0", "2024-12-15"
 

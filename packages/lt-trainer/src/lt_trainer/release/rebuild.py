@@ -16,8 +16,6 @@ from typing import Any
 
 from lt_data import DataError, Selection, TokenStore, merge, pack, part_folder, prepare, split
 
-__all__ = ["main", "rebuild_store"]
-
 
 def rebuild_store(job: Mapping[str, Any]) -> None:
     """Prepare and pack a store.

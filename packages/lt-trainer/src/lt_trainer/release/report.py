@@ -2,12 +2,10 @@
 
 from collections.abc import Sequence
 
-from lt_trainer.config import flatten
+from lt_trainer.config.fields import flatten
 from lt_trainer.release.cards import describe_steps, score_table
 from lt_trainer.release.facts import Facts
 from lt_trainer.release.markdown import code, plain, table
-
-__all__ = ["report_page"]
 
 SHOWN_EVENTS = ("start", "resume", "stop", "rollback", "step_skipped", "completed")
 MAX_SCORES = 200

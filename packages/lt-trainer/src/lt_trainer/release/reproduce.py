@@ -35,9 +35,8 @@ from lt_trainer.release.run_files import RUN_DIR
 from lt_trainer.release.task_files import TASK_FOLDER
 from lt_trainer.release.verify import check_hashes
 from lt_trainer.release.weight_files import stated_hashes, tensor_hashes
-from lt_trainer.run_directory import drop_superseded_records, read_jsonl
-
-__all__ = ["ReproduceOptions", "Reproduction", "reproduce_release"]
+from lt_trainer.run_directory.jsonl import read_jsonl
+from lt_trainer.run_directory.records import drop_superseded_records
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 THREAD_VALUE = re.compile(r"[0-9A-Za-z_,]*")

@@ -8,9 +8,7 @@ As `lt train torchrun`, which keeps the exit codes of the ranks, with options of
 import sys
 
 from lt_trainer.cli.torchrun import run_torchrun
-from lt_trainer.config import load
-
-__all__ = ["main"]
+from lt_trainer.config.recipe import load
 
 
 def main() -> int:

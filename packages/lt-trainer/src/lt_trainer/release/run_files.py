@@ -7,13 +7,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lt_trainer.config import flatten, from_dict, to_dict, to_toml
+from lt_trainer.config.fields import flatten
+from lt_trainer.config.recipe import from_dict, to_dict, to_toml
 from lt_trainer.release.data_files import store_names
 from lt_trainer.release.facts import Facts
 from lt_trainer.release.filtering import TextFilter
 from lt_trainer.release.task_files import TaskEntry, recipe_fields
-
-__all__ = ["RUN_DIR", "bundle_recipe", "release_logs", "release_recipe", "release_results", "write_validation_results"]
 
 RUN_DIR = "reproduced"
 """run.dir of the released recipe."""

@@ -27,8 +27,6 @@ from lt_trainer.files import parse_json, read_text
 from lt_trainer.release import croissant, spdx
 from lt_trainer.release.errors import DAMAGE, describe_damage
 
-__all__ = ["EXTRA", "find_schema_problems"]
-
 EXTRA = "lt-trainer[release]"
 MAX_CHARACTERS = 600
 """Length of what a library says; some of them repeat the document."""

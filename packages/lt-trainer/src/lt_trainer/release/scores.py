@@ -16,19 +16,12 @@ from typing import Any
 
 from lt_ckpt import Checkpoint, open_source
 from lt_trainer.errors import TrainerError
-from lt_trainer.evaluation import hash_weights, task_metrics
+from lt_trainer.evaluation.tasks import task_metrics
+from lt_trainer.evaluation.weight_hashes import hash_weights
 from lt_trainer.release.weight_files import stated_hashes, tensor_hashes
-from lt_trainer.run_directory import EvaluationUnit, drop_superseded_records, find_results, read_jsonl
-
-__all__ = [
-    "RESULT_FOLDER",
-    "RUN_RESULTS",
-    "Score",
-    "find_foreign_results",
-    "find_score_problems",
-    "is_sample_file",
-    "read_scores",
-]
+from lt_trainer.run_directory.evaluation_results import EvaluationUnit, find_results
+from lt_trainer.run_directory.jsonl import read_jsonl
+from lt_trainer.run_directory.records import drop_superseded_records
 
 RESULT_FOLDER = "results"
 RUN_RESULTS = f"{RESULT_FOLDER}/evaluation"

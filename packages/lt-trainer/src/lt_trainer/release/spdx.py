@@ -7,11 +7,9 @@ measured is absent.
 import json
 from typing import Any
 
-from lt_trainer.config import flatten
+from lt_trainer.config.fields import flatten
 from lt_trainer.release.cards import whole_scores
 from lt_trainer.release.facts import Facts, StoreFacts
-
-__all__ = ["spdx_document"]
 
 CONTEXT = "https://spdx.org/rdf/3.0.1/spdx-context.jsonld"
 NO_ASSERTION = "expandedlicensing_NoAssertionLicense"

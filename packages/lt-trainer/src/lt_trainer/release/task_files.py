@@ -15,16 +15,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lt_trainer.config import EvaluationOptions
-from lt_trainer.evaluation import EvaluationError, find_tasks
+from lt_trainer.config.sections.evaluation import EvaluationOptions
+from lt_trainer.evaluation.scorer import EvaluationError
+from lt_trainer.evaluation.tasks import find_tasks
 from lt_trainer.files import parse_json, read_text
 from lt_trainer.release.data_files import hash_file
 from lt_trainer.release.filtering import TextFilter
 from lt_trainer.release.license_file import LicenseFile
 from lt_trainer.release.mof import is_open_license
 from lt_trainer.release.typed import from_json, is_inside
-
-__all__ = ["TASK_FOLDER", "ReleasedTask", "TaskEntry", "describe_tasks", "read_tasks", "recipe_fields", "release_tasks"]
 
 TASK_FOLDER, TASK_LIST = "data/tasks", "data/tasks.jsonl"
 

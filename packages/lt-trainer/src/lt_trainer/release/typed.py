@@ -7,8 +7,6 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from lt_data.file_names import is_plain_name
 
-__all__ = ["from_json", "is_inside"]
-
 T = TypeVar("T")
 
 

@@ -24,7 +24,7 @@ from lt_ckpt.hash_list import HASH_LIST, read_hash_list
 from lt_data import DataError, TokenStore
 from lt_data import verify as verify_store
 from lt_data.store.manifest import MANIFEST_FILE, read_manifest
-from lt_trainer.config import from_dict, load, to_dict
+from lt_trainer.config.recipe import from_dict, load, to_dict
 from lt_trainer.errors import TrainerError
 from lt_trainer.release.data_files import hash_file, readable_path
 from lt_trainer.release.documents import render_documents
@@ -35,9 +35,7 @@ from lt_trainer.release.run_files import validation_results
 from lt_trainer.release.schemas import find_schema_problems
 from lt_trainer.release.scores import find_score_problems
 from lt_trainer.release.weight_files import MODEL_FOLDER, compare_with_checkpoint, find_weight_problems, step_folder
-from lt_trainer.run_directory import list_package_files
-
-__all__ = ["Verification", "check_hashes", "hash_of_list", "verify_release"]
+from lt_trainer.run_directory.environment import list_package_files
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,20 +18,8 @@ from lt_ckpt import Checkpoint, Source, compare, export_hf, list_steps, open_sou
 from lt_ckpt.errors import CheckpointError
 from lt_ckpt.integrity import verify as verify_checkpoint
 from lt_ckpt.source import TensorReader
-from lt_trainer.evaluation import hash_tensor
+from lt_trainer.evaluation.weight_hashes import hash_tensor
 from lt_trainer.files import read_json
-
-__all__ = [
-    "MODEL_FOLDER",
-    "WEIGHT_HASHES",
-    "choose_checkpoints",
-    "compare_with_checkpoint",
-    "find_weight_problems",
-    "release_weights",
-    "stated_hashes",
-    "step_folder",
-    "tensor_hashes",
-]
 
 MODEL_FOLDER, WEIGHT_HASHES = "model", "weights.json"
 

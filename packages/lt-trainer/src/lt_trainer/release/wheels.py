@@ -19,9 +19,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlparse
 
 from lt_trainer.release.errors import ReleaseError
-from lt_trainer.run_directory import list_package_files
-
-__all__ = ["LT_PACKAGES", "SourceState", "license_files", "lt_distributions", "make_wheel", "source_state"]
+from lt_trainer.run_directory.environment import list_package_files
 
 LT_PACKAGES = ("lt-ckpt", "lt-data", "lt-launch", "lt-model", "lt-trainer", "lt-trainer-gpu", "lt-trainer-neuron")
 METADATA_FILES = ("METADATA", "entry_points.txt")

@@ -9,8 +9,6 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-__all__ = ["to_yaml"]
-
 PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 YAML_WORDS = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"})
 """Words that YAML 1.1 does not read as text."""

@@ -16,8 +16,6 @@ from lt_trainer.errors import RestoreError, TrainerError
 if TYPE_CHECKING:
     from lt_trainer.control import Control
 
-__all__ = ["read_on_all_ranks", "run_on_all_ranks", "run_on_rank0", "run_with_keepalive"]
-
 
 def run_on_rank0(control: Control, is_rank0: bool, action: Callable[[], str]) -> str:
     """Run `action` on rank 0 and return its result on all ranks.

@@ -48,7 +48,7 @@ from lt_trainer.resilience.heartbeat import (
 )
 
 if TYPE_CHECKING:
-    from lt_trainer.run_directory import RankLog
+    from lt_trainer.run_directory.rank_log import RankLog
 
 HEARTBEAT_FOLDER = "alive"
 BEATS_PER_TIMEOUT = 40

@@ -17,8 +17,6 @@ from typing import Any
 
 from lt_trainer.constants import GIB
 
-__all__ = ["PACKAGES", "RECORDED_VARIABLES", "describe_environment", "hash_package", "list_package_files"]
-
 PACKAGES = (
     "lt-ckpt",
     "lt-data",

@@ -16,8 +16,6 @@ from lt_trainer.errors import RunDirError
 from lt_trainer.files import open_for_appending, open_lock_file, open_regular, parse_json, read_text
 from lt_trainer.run_directory.records import record_to_dict
 
-__all__ = ["JsonlWriter", "LogFile", "read_jsonl", "read_last_object"]
-
 
 class LogFile:
     """Unbuffered append-only file: a write that failed on a full disk is not retried on close.

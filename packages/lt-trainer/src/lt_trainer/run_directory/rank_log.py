@@ -10,8 +10,6 @@ from pathlib import Path
 from lt_trainer.errors import RunDirError
 from lt_trainer.run_directory.jsonl import LogFile
 
-__all__ = ["RankLog"]
-
 
 class RankLog:
     """Log file of one rank in the run directory; on exit, also logs the traceback of an error.

@@ -14,18 +14,6 @@ from typing import Any
 
 from lt_trainer.timing import STEP_PARTS
 
-__all__ = [
-    "METRIC_DEFINITIONS",
-    "EvaluationRecord",
-    "MetricsRecord",
-    "StepRecord",
-    "ValidationRecord",
-    "drop_superseded_records",
-    "format_record",
-    "is_first_of_start",
-    "record_to_dict",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:

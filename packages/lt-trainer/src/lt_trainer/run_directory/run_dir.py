@@ -31,13 +31,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from lt_trainer.config import ResolvedRecipe, flatten, to_dict, to_toml
+from lt_trainer.config.fields import flatten
+from lt_trainer.config.recipe import ResolvedRecipe, to_dict, to_toml
 from lt_trainer.errors import RunDirError
 from lt_trainer.files import open_lock_file, open_regular, read_json, write_atomic
 from lt_trainer.run_directory.environment import describe_environment
 from lt_trainer.run_directory.jsonl import JsonlWriter
-
-__all__ = ["FORMAT", "VERSION", "RunDir", "read_mirror_name", "write_atomic"]
 
 FORMAT, VERSION = "lt-run", 1
 MARKER_FILE, LOCK_FILE = ".lt-run", ".lt-run.lock"

@@ -19,20 +19,6 @@ from lt_trainer.errors import RunDirError
 from lt_trainer.run_directory.jsonl import read_jsonl
 from lt_trainer.run_directory.records import EvaluationRecord, MetricsRecord, ValidationRecord
 
-__all__ = [
-    "event_problem",
-    "is_int",
-    "is_number",
-    "is_seconds",
-    "is_table",
-    "is_text",
-    "read_events",
-    "read_metrics",
-    "record_problem",
-    "sample_problem",
-    "table_problem",
-]
-
 MAX_INT = 2**53
 MAX_NUMBER = 1e150
 """Its square is a number, too."""

@@ -20,11 +20,14 @@ from importlib.metadata import version
 from typing import Any
 
 from lt_model import PRESETS, flops_per_token, n_parameters
-from lt_trainer.config import Recipe, ResolvedRecipe, load
-from lt_trainer.data import Batches, open_batches
+from lt_trainer.config.recipe import ResolvedRecipe, load
+from lt_trainer.config.sections.recipe import Recipe
+from lt_trainer.data.batches import Batches, open_batches
 from lt_trainer.engine import Engine, World
 from lt_trainer.errors import RecipeError
-from lt_trainer.planning import layout_from_recipe, plan_memory, vocab_size_and_source
+from lt_trainer.planning.layout import layout_from_recipe
+from lt_trainer.planning.memory import plan_memory
+from lt_trainer.planning.plan import vocab_size_and_source
 from lt_trainer.training.run_setup import RunSetup
 
 METHOD_NOTES = {

@@ -22,13 +22,15 @@ from typing import Protocol
 import numpy as np
 
 from lt_data import StreamState
-from lt_trainer.config import Recipe, learning_rate
-from lt_trainer.data import Batches
+from lt_trainer.config.lr_schedule import learning_rate
+from lt_trainer.config.sections.recipe import Recipe
+from lt_trainer.data.batches import Batches
 from lt_trainer.engine import Engine, StepBatch
 from lt_trainer.errors import NoCheckpointError, TrainerError
-from lt_trainer.evaluation import StoreResult, TaskResult
-from lt_trainer.resilience import StopSignals
-from lt_trainer.run_directory import StepRecord
+from lt_trainer.evaluation.store_losses import StoreResult
+from lt_trainer.evaluation.tasks import TaskResult
+from lt_trainer.resilience.stop_signals import StopSignals
+from lt_trainer.run_directory.records import StepRecord
 from lt_trainer.training.garbage_collection import GarbageCollection
 
 SAVE_FAILED_FLAG = 1 << 8

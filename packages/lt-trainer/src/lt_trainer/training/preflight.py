@@ -27,21 +27,23 @@ from lt_ckpt import Checkpoint, CheckpointError, list_steps, verify
 from lt_data import Mixture
 from lt_data.display.terminal import escape_controls
 from lt_model import param_specs
-from lt_trainer.checkpointing import (
-    CheckpointManager,
-    CheckpointSaver,
-    RunRestorer,
-    check_mirror,
-    max_checkpoints_on_disk,
-)
-from lt_trainer.config import ResolvedRecipe, learning_rate, to_dict
+from lt_trainer.checkpointing.async_saver import CheckpointSaver
+from lt_trainer.checkpointing.checkpoint_manager import CheckpointManager, max_checkpoints_on_disk
+from lt_trainer.checkpointing.mirror import check_mirror
+from lt_trainer.checkpointing.resume import RunRestorer
+from lt_trainer.config.lr_schedule import learning_rate
+from lt_trainer.config.recipe import ResolvedRecipe, to_dict
 from lt_trainer.constants import GIB, MIB
-from lt_trainer.data import Batches, SyntheticRows, open_batches, open_stream, reopen_data, resume_state
+from lt_trainer.data.batches import Batches, open_batches
+from lt_trainer.data.generations import reopen_data, resume_state
+from lt_trainer.data.synthetic import SyntheticRows
+from lt_trainer.data.training_data import open_stream
 from lt_trainer.engine import Engine, StepBatch, StepMetrics
 from lt_trainer.errors import TrainerError
-from lt_trainer.observability import check_run_sinks
-from lt_trainer.resilience import install_handlers, restore_handlers, run_on_rank0
-from lt_trainer.run_directory import RunDir
+from lt_trainer.observability.setup import check_run_sinks
+from lt_trainer.resilience.rank_sync import run_on_rank0
+from lt_trainer.resilience.stop_signals import install_handlers, restore_handlers
+from lt_trainer.run_directory.run_dir import RunDir
 from lt_trainer.training.run_setup import RunSetup
 
 if TYPE_CHECKING:

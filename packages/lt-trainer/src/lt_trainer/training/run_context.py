@@ -11,13 +11,18 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from lt_trainer.checkpointing import CheckpointManager, CheckpointSaver, RunMirror
-from lt_trainer.config import ResolvedRecipe, to_dict
+from lt_trainer.checkpointing.async_saver import CheckpointSaver
+from lt_trainer.checkpointing.checkpoint_manager import CheckpointManager
+from lt_trainer.checkpointing.mirror import RunMirror
+from lt_trainer.config.recipe import ResolvedRecipe, to_dict
 from lt_trainer.engine import Engine
-from lt_trainer.observability import NullLogger, Rank0Logger, create_node_monitor, open_run_sinks
-from lt_trainer.observability.monitor import NodeMonitor
-from lt_trainer.resilience import StopSignals, Watchdog
-from lt_trainer.run_directory import RankLog, RunDir
+from lt_trainer.observability.monitor.node import NodeMonitor
+from lt_trainer.observability.run_logger import NullLogger, Rank0Logger
+from lt_trainer.observability.setup import create_node_monitor, open_run_sinks
+from lt_trainer.resilience.stop_signals import StopSignals
+from lt_trainer.resilience.watchdog import Watchdog
+from lt_trainer.run_directory.rank_log import RankLog
+from lt_trainer.run_directory.run_dir import RunDir
 from lt_trainer.training.run_setup import RunSetup, compute_cost
 
 Logger = Rank0Logger | NullLogger

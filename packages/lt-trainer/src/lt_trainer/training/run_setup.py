@@ -12,13 +12,18 @@ from typing import TYPE_CHECKING
 
 from lt_ckpt import find_latest_valid
 from lt_data import Tokenizer
-from lt_trainer.checkpointing import CheckpointManager
-from lt_trainer.config import Recipe, ResolvedRecipe, llama_config, to_dict
-from lt_trainer.data import TrainingData, open_data, recorded_stores
+from lt_trainer.checkpointing.checkpoint_manager import CheckpointManager
+from lt_trainer.config.recipe import ResolvedRecipe, llama_config, to_dict
+from lt_trainer.config.sections.recipe import Recipe
+from lt_trainer.data.generations import recorded_stores
+from lt_trainer.data.training_data import TrainingData, open_data
 from lt_trainer.engine import Engine, EngineSpec, World, engine_spec
 from lt_trainer.errors import RecipeError
-from lt_trainer.evaluation import BatchShape, EncodedTask, EvaluationError, PairEncoder, find_tasks
-from lt_trainer.observability import ComputeCost, check_metrics_options
+from lt_trainer.evaluation.encoding import PairEncoder
+from lt_trainer.evaluation.scorer import BatchShape, EvaluationError
+from lt_trainer.evaluation.tasks import EncodedTask, find_tasks
+from lt_trainer.observability.run_logger import ComputeCost
+from lt_trainer.observability.setup import check_metrics_options
 
 if TYPE_CHECKING:
     from lt_model import LlamaConfig

@@ -13,22 +13,18 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from functools import partial
 
-from lt_trainer.checkpointing import RunRestorer, StopRequested
-from lt_trainer.config import WHOLE_VALIDATION, ResolvedRecipe
+from lt_trainer.checkpointing.mirror import StopRequested
+from lt_trainer.checkpointing.resume import RunRestorer
+from lt_trainer.config.recipe import ResolvedRecipe
+from lt_trainer.config.sections.evaluation import WHOLE_VALIDATION
 from lt_trainer.constants import EXIT_DONE, EXIT_REQUEUE, GIB
-from lt_trainer.data import ValidationSet, validation_batches
+from lt_trainer.data.training_data import ValidationSet, validation_batches
 from lt_trainer.engine import Engine
 from lt_trainer.errors import PeerError
-from lt_trainer.evaluation import (
-    BatchShape,
-    EncodedTask,
-    StoreResult,
-    StoreText,
-    TaskResult,
-    evaluate_store,
-    evaluate_task,
-)
-from lt_trainer.resilience import StopSignals
+from lt_trainer.evaluation.scorer import BatchShape
+from lt_trainer.evaluation.store_losses import StoreResult, StoreText, evaluate_store
+from lt_trainer.evaluation.tasks import EncodedTask, TaskResult, evaluate_task
+from lt_trainer.resilience.stop_signals import StopSignals
 from lt_trainer.training.loop import EvaluationTask, LoopResult, TrainingLoop, ValidationTask
 from lt_trainer.training.run_context import Logger, RunContext
 from lt_trainer.training.run_setup import RunSetup, evaluation_shape

@@ -12,9 +12,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lt_trainer.config import Recipe, flatten, to_dict
+from lt_trainer.config.fields import flatten
+from lt_trainer.config.recipe import to_dict
+from lt_trainer.config.sections.recipe import Recipe
 from lt_trainer.errors import RunDirError
-from lt_trainer.run_directory import JsonlWriter, read_jsonl
+from lt_trainer.run_directory.jsonl import JsonlWriter, read_jsonl
 from lt_trainer.tuning.probe import ProbeResult
 from lt_trainer.tuning.settings import TUNED_FIELDS, TunedSetting
 

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from lt_trainer.constants import EXIT_USER
-from lt_trainer.run_directory import is_seconds, is_table, is_text
+from lt_trainer.run_directory.typed_records import is_seconds, is_table, is_text
 from lt_trainer.tuning.settings import TunedSetting
 
 Outcome = Literal["ok", "out_of_memory", "killed", "timed_out", "refused", "failed"]

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lt_trainer.config import Recipe
+from lt_trainer.config.sections.recipe import Recipe
 from lt_trainer.errors import RecipeError
-from lt_trainer.planning import engine_table
+from lt_trainer.planning.layout import engine_table
 
 CHECKPOINTING_MODES = ("none", "selective", "full")
 """By memory, the most first."""

@@ -12,11 +12,16 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lt_trainer.config import Recipe, ResolvedRecipe, dump, llama_config
+from lt_trainer.config.recipe import ResolvedRecipe, llama_config
+from lt_trainer.config.sections.recipe import Recipe
+from lt_trainer.config.toml import dump
 from lt_trainer.constants import GIB
 from lt_trainer.errors import RecipeError, TrainerError
-from lt_trainer.planning import find_device, layout_from_recipe, plan_memory, vocab_size_and_source
-from lt_trainer.run_directory import write_atomic
+from lt_trainer.files import write_atomic
+from lt_trainer.planning.devices import find_device
+from lt_trainer.planning.layout import layout_from_recipe
+from lt_trainer.planning.memory import plan_memory
+from lt_trainer.planning.plan import vocab_size_and_source
 from lt_trainer.tuning.journal import ProbeJournal, journal_key
 from lt_trainer.tuning.probe import ProbeResult
 from lt_trainer.tuning.search import find_fastest

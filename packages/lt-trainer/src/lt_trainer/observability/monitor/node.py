@@ -34,11 +34,13 @@ from lt_trainer.files import read_bytes
 from lt_trainer.observability.monitor.energy import EnergyMeter
 from lt_trainer.observability.monitor.host import HostSampler
 from lt_trainer.observability.monitor.nvml import GpuSampler, GpusUnavailableError, load_nvml
-from lt_trainer.resilience import decode_heartbeat, heartbeat_path
-from lt_trainer.run_directory import JsonlWriter, is_number, read_last_object
+from lt_trainer.resilience.heartbeat import decode_heartbeat
+from lt_trainer.resilience.watchdog import heartbeat_path
+from lt_trainer.run_directory.jsonl import JsonlWriter, read_last_object
+from lt_trainer.run_directory.typed_records import is_number
 
 if TYPE_CHECKING:
-    from lt_trainer.run_directory import RankLog
+    from lt_trainer.run_directory.rank_log import RankLog
 
 FOLDER = "monitor"
 JOIN_TIMEOUT_S = 5.0

@@ -12,7 +12,8 @@ from typing import Any
 
 from lt_trainer.errors import TrainerError
 from lt_trainer.observability.report.run_history import RunHistory
-from lt_trainer.run_directory import EvaluationResults, find_results, read_jsonl
+from lt_trainer.run_directory.evaluation_results import EvaluationResults, find_results
+from lt_trainer.run_directory.jsonl import read_jsonl
 
 MAX_SOURCES = 30
 """Source files shown of a store; results.jsonl has all."""

@@ -17,13 +17,15 @@ from lt_data import DataError
 from lt_model import LlamaConfig, ModelError, n_parameters
 from lt_model.costs import flops_per_token
 from lt_model.params import param_specs
-from lt_trainer.config import llama_config
+from lt_trainer.config.recipe import llama_config
 from lt_trainer.constants import GIB, MIB
 from lt_trainer.errors import RecipeError
 from lt_trainer.observability.report.curves import format_short
 from lt_trainer.observability.report.html_charts import bar_table, key_value_table, stat_tiles
 from lt_trainer.observability.report.run_history import RunHistory
-from lt_trainer.planning import PlannedMemory, layout_from_recipe, plan_memory, vocab_size_and_source
+from lt_trainer.planning.layout import layout_from_recipe
+from lt_trainer.planning.memory import PlannedMemory, plan_memory
+from lt_trainer.planning.plan import vocab_size_and_source
 
 PARAMETER_KINDS = {
     "embed_tokens": "input embedding",

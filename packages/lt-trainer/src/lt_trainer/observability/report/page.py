@@ -18,7 +18,7 @@ from importlib.resources import files
 from typing import Any
 
 from lt_data.display.report import STYLE, content_security_policy
-from lt_trainer.config import flatten
+from lt_trainer.config.fields import flatten
 from lt_trainer.observability.report.charts import Chart, build_charts, event_lanes, last_step, time_breakdowns
 from lt_trainer.observability.report.curves import SMOOTHING_FRACTION, format_short
 from lt_trainer.observability.report.data_section import data_section

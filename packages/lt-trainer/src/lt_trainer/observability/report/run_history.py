@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lt_trainer.config import Recipe, from_dict
+from lt_trainer.config.recipe import from_dict
+from lt_trainer.config.sections.recipe import Recipe
 from lt_trainer.errors import RecipeError, RunDirError
 from lt_trainer.files import parse_json, read_text
-from lt_trainer.run_directory import (
+from lt_trainer.run_directory.records import drop_superseded_records, is_first_of_start
+from lt_trainer.run_directory.typed_records import (
     ENVIRONMENT_FIELDS,
     RECIPE_FIELDS,
     Kind,
-    drop_superseded_records,
-    is_first_of_start,
     is_int,
     read_events,
     read_metrics,

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lt_trainer.errors import TrainerError
+from lt_trainer.files import write_atomic
 from lt_trainer.observability.report.charts import build_charts, event_lanes, last_step, time_breakdowns
 from lt_trainer.observability.report.page import report_html
 from lt_trainer.observability.report.run_history import read_run, unique_names
-from lt_trainer.run_directory import write_atomic
 
 
 class ReportError(TrainerError):

@@ -15,15 +15,9 @@ from typing import Any
 from lt_trainer.errors import RunDirError
 from lt_trainer.files import open_regular, parse_json, read_json
 from lt_trainer.observability.monitor.node import FOLDER as MONITOR
-from lt_trainer.run_directory import (
-    NON_FINITE,
-    drop_superseded_records,
-    event_problem,
-    is_first_of_start,
-    is_int,
-    record_problem,
-    sample_problem,
-)
+from lt_trainer.run_directory.jsonl import NON_FINITE
+from lt_trainer.run_directory.records import drop_superseded_records, is_first_of_start
+from lt_trainer.run_directory.typed_records import event_problem, is_int, record_problem, sample_problem
 
 MAX_EVENTS = 200
 SPEED_WINDOW = 20

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection, Pipe
 from multiprocessing.context import ForkServerProcess
 from typing import Any, NoReturn
 
-from lt_trainer.testing.forkserver import (
+from lt_test_helpers.forkserver import (
     JOIN_TIMEOUT_S,
     PortClaim,
     RankError,
@@ -102,7 +102,7 @@ def _serve(pipe: Connection, environ: Mapping[str, str], source: tuple[str, str,
     become_rank(environ)
     try:
         function = load_function(*source)
-        result = function(*pickle.loads(pickled_args))  # noqa: S301 - from the test itself
+        result = function(*pickle.loads(pickled_args))
         pipe.send((True, result, "", 0.0))
     except BaseException as exc:  # noqa: BLE001 - process boundary: every error is raised in the test
         pipe.send((False, _picklable_error(exc), traceback.format_exc(), time.monotonic()))
@@ -115,7 +115,7 @@ def _picklable_error(error: BaseException) -> Exception:
     if not isinstance(error, Exception):
         return RankError(f"{type(error).__name__}: {error}")  # SystemExit etc. would end the test session
     try:
-        pickle.loads(pickle.dumps(error))  # noqa: S301
+        pickle.loads(pickle.dumps(error))
     except Exception:  # noqa: BLE001 - unpickling an error can raise anything; the traceback is sent anyway
         return RankError(f"{type(error).__name__}: {error}")
     return error

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from lt_trainer.testing import RankError, RankPool, start_run
-from lt_trainer.testing.forkserver import PortClaim
+from lt_test_helpers.forkserver import PortClaim, RankError
+from lt_test_helpers.pool import RankPool
+from lt_test_helpers.rank_processes import start_run
 
 
 @dataclass(frozen=True)

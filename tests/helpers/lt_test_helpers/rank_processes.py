@@ -12,7 +12,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import NoReturn
 
-from lt_trainer.testing.forkserver import (
+from lt_test_helpers.forkserver import (
     PortClaim,
     RankError,
     abort_processes,

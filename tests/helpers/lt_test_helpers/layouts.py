@@ -16,29 +16,9 @@ from typing import Any
 import numpy as np
 
 from lt_ckpt import Checkpoint, CheckpointMetadata, Shard, begin_save, commit_save, write_rank_files
-from lt_trainer.data import find_document_starts, micro_batch_cu_seqlens
+from lt_trainer.data.document_boundaries import find_document_starts, micro_batch_cu_seqlens
 from lt_trainer.engine import Engine, StepBatch, StepMetrics
-from lt_trainer.evaluation import PositionScores
-
-__all__ = [
-    "NamedTensors",
-    "StateSlice",
-    "TrainResult",
-    "assemble",
-    "assemble_scores",
-    "assert_near",
-    "copy_slices",
-    "global_batches",
-    "learning_rate_at",
-    "rank_batch",
-    "rank_rows",
-    "restore_and_train",
-    "save_checkpoint",
-    "step_batch",
-    "train_save_train",
-    "train_steps",
-    "train_with_nonfinite_step",
-]
+from lt_trainer.evaluation.position_scores import PositionScores
 
 ShardsFn = Callable[[], Iterable[Shard]]
 """Returns a rank's current slices."""

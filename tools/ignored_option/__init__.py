@@ -1,1 +1,0 @@
-"""Folder for PYTHONPATH: an option planted as ignored."""
