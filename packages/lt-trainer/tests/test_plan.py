@@ -1,5 +1,6 @@
 """`lt train plan`: its arithmetic against counts by hand, its search against trying everything, its command."""
 
+import itertools
 import json
 import math
 import subprocess
@@ -353,6 +354,40 @@ def test_the_page_and_the_json_say_the_same(resolved) -> None:
     assert math.isclose(
         values["memory_bytes"]["needed"], values["memory_bytes"]["peak"] + values["memory_bytes"]["reserve"]
     )
+
+
+LAYOUTS = [
+    (),
+    ("parallel.dp_replicate=2",),
+    ("parallel.tp=2",),
+    ("parallel.cp=2",),
+    ("parallel.pp=2",),
+    ("engine.gpu.reshard_after_forward=false",),
+    ("engine.gpu.reduce_each_micro_batch=true",),
+    ("engine.gpu.activation_checkpointing=full",),
+    ("engine.gpu.activation_checkpointing=full", "parallel.dp_replicate=2"),
+    ("engine.gpu.activation_offload=true",),
+    ("engine.gpu.optimizer_offload=true",),
+    ("optimizer.name=muon",),
+]
+
+
+@pytest.mark.parametrize("preset", ["llama-160m", "llama3-8b"])
+@pytest.mark.parametrize("seq_len", [128, 2048])
+def test_every_layout_is_printed_with_the_phase_of_its_peak(resolved, preset: str, seq_len: int) -> None:
+    """Text and JSON of ordinary layouts on 1 to 8 devices, with one micro-batch and with several."""
+    phases = set()
+    for devices, sets, rows in itertools.product((1, 2, 4, 8), LAYOUTS, (8, 32)):
+        if devices == 1 and any("parallel." in one for one in sets):
+            continue
+        made = resolved(f"data.seq_len={seq_len}", *sets, preset=preset, global_batch_size=rows)
+        plan = make_plan(made, device=DEVICES["h100"], devices=devices)
+        text, values = format_plan(plan), json.loads(json.dumps(plan_to_dict(plan)))
+        phase = values["memory_bytes"]["peak_phase"]
+        assert f"(peak: {phase})" in text
+        assert f"{values['memory_bytes']['needed'] / GIB:.2f}" in text
+        phases.add(phase)
+    assert len(phases) >= 3
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def _lines(plan: Plan) -> Iterator[str]:
         f"row{'s' * (layout.micro_batch_size > 1)}; activation checkpointing {layout.activation_checkpointing}"
     )
     yield ""
-    yield f"memory per device                 GiB   (peak: {_phase_text(plan.memory.peak_phase)})"
+    yield f"memory per device                 GiB   (peak: {plan.memory.peak_phase})"
     for part, n_bytes in plan.memory.parts.items():
         if n_bytes:
             yield f"  {part:<26} {n_bytes / GIB:>8.2f}"
@@ -60,17 +60,6 @@ def _degrees(plan: Plan) -> Iterator[str]:
     if layout.dp_replicate > 1:
         yield f"{layout.dp_replicate} replicas"
     yield f"sharded over {layout.fsdp_size}" if layout.fsdp_size > 1 else "not sharded"
-
-
-def _phase_text(name: str) -> str:
-    return {
-        "loss": "computing the loss",
-        "last block": "start of backward",
-        "first block": "backward of the first block",
-        "block reduction": "reducing the first block's gradients",
-        "root reduction": "reducing the gradients of embedding and head",
-        "optimizer step": "optimizer step",
-    }[name]
 
 
 def _time_lines(plan: Plan) -> Iterator[str]:
