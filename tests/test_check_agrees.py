@@ -268,15 +268,6 @@ TABLE: dict[str, Wrong] = {
     "checkpoint-of-another-dtype": wrong("engine.gpu.dtype=float64", words="F32", prepare=earlier_run),
     "memory-for-saves": wrong("checkpoint.async_save=true", words="checkpoint.async_save", prepare=little_memory),
     "disk-for-saves": wrong(words="needs", prepare=little_disk, in_other_words=True),
-    "tensorboard-is-a-file": wrong(
-        'metrics.sinks=["tensorboard"]',
-        words="tensorboard",
-        prepare=after_earlier_run("tensorboard", ""),
-        in_other_words=True,
-    ),
-    "metrics-damaged": wrong(
-        'metrics.sinks=["tensorboard"]', words="metrics.jsonl:1", prepare=after_earlier_run("metrics.jsonl", "?\n")
-    ),
 }
 
 
@@ -312,8 +303,6 @@ def test_what_ends_a_run_ends_its_check(name: str, prepared: Path, place: Path, 
         torch = pytest.importorskip("torch")
         if torch.cuda.is_available():
             pytest.skip("this machine has a CUDA device")
-    if "tensorboard" in "".join(case.sets):
-        pytest.importorskip("tensorboard")
     recipe = place / "run.toml"
     if case.changed_text[0]:
         before, after = (text.replace("STORE", f"{prepared}/train") for text in case.changed_text)

@@ -7,8 +7,6 @@ import pytest
 
 from lt_launch.sagemaker.contract import read_contract
 from lt_trainer.config.hyperparameters import read_hyperparameters
-from lt_trainer.observability.sinks.trackio import _saved_name
-from lt_trainer.observability.sinks.wandb import _saved_id
 from lt_trainer.quickstart.settings import MARKER_FILE, QuickstartFolder, QuickstartSettings
 from lt_trainer.resilience.heartbeat import decode_heartbeat
 from lt_trainer.run_directory.run_dir import _recipe_changes
@@ -26,8 +24,6 @@ NESTED = "[" * 100_000 + "]" * 100_000
         (MARKER_FILE, lambda folder: QuickstartFolder(folder).claim(QuickstartSettings(), overwrite=False)),
         ("key.json", read_keys),
         ("recipe.json", lambda folder: _recipe_changes(folder / "recipe.json", {})),
-        ("wandb.json", lambda folder: _saved_id(folder / "wandb.json")),
-        ("trackio.json", lambda folder: _saved_name(folder / "trackio.json")),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

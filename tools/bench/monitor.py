@@ -22,8 +22,7 @@ from pathlib import Path
 from lt_trainer.config.sections.metrics import MetricsOptions
 from lt_trainer.observability.monitor.host import HostSampler
 from lt_trainer.observability.monitor.nvml import GpuSampler, GpusUnavailableError, load_nvml
-from lt_trainer.observability.sinks.registry import open_sinks
-from lt_trainer.observability.sinks.sink import RunInfo
+from lt_trainer.observability.sinks import open_sinks
 from lt_trainer.timing import STEP_PARTS, HostStopwatch
 
 RECORD = dict.fromkeys(("loss", "learning_rate", "grad_norm", "tokens_per_sec", "mfu", "hfu", "memory_gib"), 1.5)
@@ -58,11 +57,10 @@ def main() -> None:
             found["sample of one GPU, us"] = median_us(lambda _: gpus.sample(0), arguments.samples)
         except GpusUnavailableError as exc:
             print(f"# GPUs are left out: {exc}")
-        about = RunInfo(run=folder, recipe={}, toml="", step=0)
-        sinks, _ = open_sinks(("tensorboard",), about)
+        sinks, _ = open_sinks(("tensorboard",), folder, recipe={}, step=0)
         record = RECORD | {f"{part}_s": 1.0 for part in STEP_PARTS}
         found["record to TensorBoard, us"] = median_us(
-            lambda i: sinks.write({"step": i + 1, **record}), arguments.samples
+            lambda i: sinks.log({"step": i + 1, **record}), arguments.samples
         )
         sinks.close()
         stopwatch = HostStopwatch()

@@ -10,49 +10,51 @@ import textwrap
 import time
 import zlib
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lt_trainer.config.recipe import load
-from lt_trainer.errors import RecipeError, RunDirError
-from lt_trainer.observability.sinks.group import SinkGroup
-from lt_trainer.observability.sinks.registry import check_sinks_installed, open_sinks
-from lt_trainer.observability.sinks.sink import RunInfo, SinkConfigError
-from lt_trainer.observability.sinks.tags import scalars
+from lt_trainer.errors import RecipeError, RunDirError, TrainerError
+from lt_trainer.observability.sinks import Sinks, check_sinks_installed, open_sinks, scalars
 from lt_trainer.run_directory.jsonl import read_jsonl
+from lt_trainer.run_directory.records import MetricsRecord
 from lt_trainer.training.runner import run
 
 TRAIN = {"step": 3, "loss": 2.5, "learning_rate": 0.1, "mfu": math.nan, "data_s": 0.25, "energy_kwh": 1.5}
+VALIDATION = {"step": 3, "val_loss": 2.0, "val_tokens": 7, "elapsed_s": 1.0, "val_bits_per_byte": 0.5}
+RECIPE = {"run": {"seed": 1}, "metrics": {"sinks": ["wandb"]}}
 
 
-def about(run: Path, step: int = 0) -> RunInfo:
-    return RunInfo(
-        run=run, recipe={"run": {"seed": 1}, "metrics": {"sinks": ["wandb"]}}, toml="[run]\nseed = 1", step=step
-    )
-
-
-# ---- the fan ----
+def opened(run: Path, *names: str, step: int = 0) -> Sinks:
+    sinks, errors = open_sinks(names, run, recipe=RECIPE, step=step)
+    assert errors == {}
+    return sinks
 
 
 class Recorder:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
 
-    def write(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
-        self.calls.append(("write", step, time_s, dict(values)))
+    def restart(self, step: int) -> None:
+        self.calls.append(("restart", step))
 
-    def resume_at(self, step: int) -> None:
-        self.calls.append(("go on at", step))
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self.calls.append(("log", step, dict(values)))
 
     def close(self) -> None:
         self.calls.append(("close",))
 
 
 class Broken(Recorder):
-    def write(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, float]) -> None:
         raise ConnectionError("the service is away")
+
+
+def together(**sinks: Any) -> Sinks:
+    return Sinks(sinks)
 
 
 def test_numbers_are_grouped_and_text_stays_out() -> None:
@@ -63,82 +65,52 @@ def test_numbers_are_grouped_and_text_stays_out() -> None:
         "time/data_s": 0.25,
         "energy/energy_kwh": 1.5,
     }
-    one = {"step": 3, "val_loss": 2.0, "val_tokens": 7, "elapsed_s": 1.0, "val_bits_per_byte": 0.5}
-    assert scalars(one) == {"validation/loss": 2.0, "validation/tokens": 7.0, "validation/bits_per_byte": 0.5}
-    assert scalars({**one, "val_set": "code"})["validation/code/loss"] == 2.0
-
-
-def test_every_field_of_a_training_record_has_a_tag() -> None:
-    from dataclasses import fields
-
-    from lt_trainer.run_directory.records import MetricsRecord
-
+    assert scalars(VALIDATION) == {"validation/loss": 2.0, "validation/tokens": 7.0, "validation/bits_per_byte": 0.5}
+    assert scalars({**VALIDATION, "val_set": "code"})["validation/code/loss"] == 2.0
     record = {field.name: 1.0 for field in fields(MetricsRecord)}
-    assert len(scalars(record)) == len(record) - 1  # all but the step
+    assert len(scalars(record)) == len(record) - 1, "all but the step"
 
 
-def test_sinks_hear_where_a_start_begins_and_where_a_way_back_leads() -> None:
+def test_sinks_hear_where_a_start_begins_and_where_a_rollback_leads() -> None:
     sink = Recorder()
-    sinks = SinkGroup({"one": sink}, clock=lambda: 1234.5)
-    for step in (2, 4, 6, 4, 6, 6):
-        sinks.write({"step": step, "loss": float(step)})
+    sinks = together(one=sink)
+    for step in (2, 4, 6, 4, 6, 6):  # the last: back to a checkpoint between two logging steps
+        sinks.log({"step": step, "loss": float(step)})
         if step == 4:
-            sinks.write({"step": step, "val_loss": 1.0, "elapsed_s": 0.0})
+            sinks.log({"step": step, "val_loss": 1.0, "elapsed_s": 0.0})
     sinks.close()
-    words = [call[:2] for call in sink.calls]
-    assert words == [
-        ("go on at", 2),
-        ("write", 2),
-        ("write", 4),
-        ("write", 4),
-        ("write", 6),
-        ("go on at", 4),
-        ("write", 4),
-        ("write", 4),
-        ("write", 6),
-        ("go on at", 6),  # back to a checkpoint between two logging steps
-        ("write", 6),
-        ("close",),
-    ]
-    assert sink.calls[1][2:] == (1234.5, {"train/loss": 2.0})
+    words = " ".join(f"{call[0]} {call[1]}" for call in sink.calls[:-1])
+    assert words == "restart 2 log 2 log 4 log 4 log 6 restart 4 log 4 log 4 log 6 restart 6 log 6"
+    assert sink.calls[1] == ("log", 2, {"train/loss": 2.0})
+    assert sink.calls[-1] == ("close",)
 
 
 def test_a_sink_that_fails_is_told_once_and_the_others_go_on() -> None:
     good, bad = Recorder(), Broken()
-    sinks = SinkGroup({"bad": bad, "good": good})
-    assert sinks.write({"step": 1, "loss": 1.0}) == {"bad": "ConnectionError: the service is away"}
-    assert sinks.write({"step": 2, "loss": 1.0}) == {}
+    sinks = together(bad=bad, good=good)
+    assert sinks.log({"step": 1, "loss": 1.0}) == {"bad": "ConnectionError: the service is away"}
+    assert sinks.log({"step": 2, "loss": 1.0}) == {}
     assert sinks.close() == {}
-    assert [call[:2] for call in good.calls if call[0] == "write"] == [("write", 1), ("write", 2)]
+    assert [call[1] for call in good.calls if call[0] == "log"] == [1, 2]
     assert ("close",) not in bad.calls
 
 
-# ---- what is refused ----
+def test_a_missing_library_is_refused_with_its_extra_before_the_run_directory_is_made(
+    recipe_base, fake_engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    recipe_base["metrics"]["sinks"] = ["tensorboard"]
+    with pytest.raises(RecipeError, match=r"tensorboard is not installed; pip install 'lt-trainer\[tensorboard\]'"):
+        start(recipe_base)
+    assert not Path(recipe_base["run"]["dir"]).exists()
 
 
-def test_a_missing_library_is_refused_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(
-        RecipeError,
-        match=r"metrics.sinks = \('tensorboard', 'wandb'\): the library of wandb is not installed; "
-        r"pip install 'lt-trainer\[wandb\]'",
-    ):
-        check_sinks_installed(("tensorboard", "wandb"))
-
-
-def test_a_folder_of_that_name_is_no_library(tmp_path: Path) -> None:
-    (tmp_path / "wandb").mkdir()  # as W&B leaves one where it was started
-    script = """
-        import sys
-        sys.meta_path = [finder for finder in sys.meta_path if "editable" not in repr(finder)]
-        sys.path = [entry for entry in sys.path if "site-packages" not in entry]
-        from lt_trainer.observability.sinks.registry import _is_installed
-        sys.exit(0 if not _is_installed("wandb") else "a folder was taken for a library")
-    """
-    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1] / "src")])
-    subprocess.run(
-        [sys.executable, "-S", "-c", textwrap.dedent(script)], check=True, env={**os.environ, "PYTHONPATH": path}
-    )
+def test_a_folder_of_that_name_is_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "trackio").mkdir()  # as W&B leaves one where it was started
+    monkeypatch.delitem(sys.modules, "trackio", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    with pytest.raises(RecipeError, match="the library of trackio is not installed"):
+        check_sinks_installed(("trackio",))
 
 
 def test_importing_a_run_loads_no_sink() -> None:
@@ -159,40 +131,32 @@ def events(run: Path) -> Any:
 
 
 def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
-    sinks, lost = open_sinks(("tensorboard",), about(tmp_path))
-    assert lost == {}
-    sinks.write(TRAIN, {"node0/cpu_percent": 12.5})
-    sinks.write({"step": 3, "val_loss": 2.0, "val_tokens": 7, "elapsed_s": 1.0, "val_set": "code"})
+    sinks = opened(tmp_path, "tensorboard")
+    sinks.log(TRAIN, {"node0/cpu_percent": 12.5})
+    sinks.log({**VALIDATION, "val_set": "code"})
+    found = events(tmp_path)  # before the end: a run that is killed keeps its records
     assert sinks.close() == {}
-    found = events(tmp_path)
     assert set(found.Tags()["scalars"]) == {
-        "train/loss",
-        "train/learning_rate",
-        "speed/mfu",
-        "time/data_s",
-        "energy/energy_kwh",
+        *scalars(TRAIN),
         "node0/cpu_percent",
-        "validation/code/loss",
-        "validation/code/tokens",
+        *scalars({**VALIDATION, "val_set": "code"}),
     }
     (loss,) = found.Scalars("train/loss")
     assert (loss.step, loss.value) == (3, 2.5)
-    assert loss.wall_time == pytest.approx(os.stat(tmp_path).st_mtime, abs=3600)
     assert math.isnan(found.Scalars("speed/mfu")[0].value)
     (text,) = found.Tensors("recipe/text_summary")
-    assert text.tensor_proto.string_val[0] == b"```toml\n[run]\nseed = 1\n```"
-    assert found.SummaryMetadata("recipe/text_summary").plugin_data.plugin_name == "text"
+    assert b'"seed": 1' in text.tensor_proto.string_val[0]
 
 
 def test_tensorboard_forgets_the_steps_that_are_done_again(tmp_path: Path) -> None:
-    """A way back within a start, then a start behind an older checkpoint: each step has its newest value, once."""
-    first, _ = open_sinks(("tensorboard",), about(tmp_path))
+    """A rollback within a start, then a start from an older checkpoint: each step has its newest value, once."""
+    first = opened(tmp_path, "tensorboard")
     for step, loss in ((1, 1.0), (2, 2.0), (3, 3.0), (2, 2.5), (3, 3.5), (4, 4.5)):
-        first.write({"step": step, "loss": loss})
+        first.log({"step": step, "loss": loss})
     first.close()
-    second, _ = open_sinks(("tensorboard",), about(tmp_path))
+    second = opened(tmp_path, "tensorboard")
     for step, loss in ((3, 30.0), (4, 40.0), (5, 50.0)):
-        second.write({"step": step, "loss": loss})
+        second.log({"step": step, "loss": loss})
     second.close()
     found = [(one.step, one.value) for one in events(tmp_path).Scalars("train/loss")]
     assert found == [(1, 1.0), (2, 2.5), (3, 30.0), (4, 40.0), (5, 50.0)]
@@ -200,11 +164,28 @@ def test_tensorboard_forgets_the_steps_that_are_done_again(tmp_path: Path) -> No
 
 def test_tensorboard_on_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "tensorboard").write_text("in the way")
-    with pytest.raises(RunDirError, match=r"cannot write .*tensorboard: File exists; free space or fix"):
-        open_sinks(("tensorboard",), about(tmp_path))
+    with pytest.raises(RunDirError, match=r"cannot write .*tensorboard: .*; free space or fix"):
+        opened(tmp_path, "tensorboard")
 
 
-# ---- W&B ----
+# ---- append-only histories ----
+
+RECORDS: list[dict[str, Any]] = [
+    {"step": 1, "loss": 1.5},
+    {"step": 2, "loss": 1.25},
+    {"step": 2, "val_loss": 2.0, "elapsed_s": 1.0},
+    {"step": 1, "loss": 9.0},  # a rollback: the history has these steps already
+    {"step": 2, "loss": 9.0},
+    {"step": 3, "loss": 1.125},
+]
+LATER: list[dict[str, Any]] = [{"step": 3, "loss": 9.0}, {"step": 4, "loss": 1.0}]
+KEPT = [
+    {"step": 1, "train/loss": 1.5, "node0/cpu_percent": 12.5},
+    {"step": 2, "train/loss": 1.25},
+    {"step": 2, "validation/loss": 2.0},
+    {"step": 3, "train/loss": 1.125},
+    {"step": 4, "train/loss": 1.0},
+]
 
 
 @pytest.fixture
@@ -260,36 +241,25 @@ def history(run: Path) -> list[dict[str, Any]]:
 
 
 def test_wandb_reads_what_was_written_and_goes_on_in_the_same_run(tmp_path: Path, offline: None) -> None:
-    first, lost = open_sinks(("wandb",), about(tmp_path))
-    assert lost == {}
-    first.write({"step": 1, "loss": 1.5}, {"node0/cpu_percent": 12.5})
-    first.write({"step": 2, "loss": 1.25})
-    first.write({"step": 2, "val_loss": 2.0, "elapsed_s": 1.0})
-    first.write({"step": 1, "loss": 9.0})  # a way back: W&B has these steps already
-    first.write({"step": 2, "loss": 9.0})
-    first.write({"step": 3, "loss": 1.125})
+    first = opened(tmp_path, "wandb")
+    for record in RECORDS:
+        first.log(record, {"node0/cpu_percent": 12.5} if record == RECORDS[0] else None)
     assert first.close() == {}
     begun = int(time.time())
     while int(time.time()) == begun:  # W&B names the folder of a start by the second
         time.sleep(0.05)
-    second, _ = open_sinks(("wandb",), about(tmp_path, step=3))
-    second.write({"step": 3, "loss": 9.0})
-    second.write({"step": 4, "loss": 1.0})
+    second = opened(tmp_path, "wandb", step=3)
+    for record in LATER:
+        second.log(record)
     assert second.close() == {}
     import wandb
 
     wandb.teardown()  # as at the end of a process: its core program writes what it still holds
 
-    assert history(tmp_path) == [
-        {"step": 1, "train/loss": 1.5, "node0/cpu_percent": 12.5},
-        {"step": 2, "train/loss": 1.25},
-        {"step": 2, "validation/loss": 2.0},
-        {"step": 3, "train/loss": 1.125},
-        {"step": 4, "train/loss": 1.0},
-    ]
-    kept = json.loads((tmp_path / "wandb.json").read_text())
+    assert history(tmp_path) == KEPT
+    name = json.loads((tmp_path / "sinks.json").read_text())["name"]
     runs = [record.run for record in wandb_records(tmp_path) if record.WhichOneof("record_type") == "run"]
-    assert {one.run_id for one in runs} == {kept["id"]}
+    assert {one.run_id for one in runs} == {name}
     assert {one.display_name for one in runs} == {tmp_path.name}
     config = {item.key: json.loads(item.value_json) for item in runs[0].config.update}
     assert config["run"] == {"seed": 1}
@@ -297,39 +267,33 @@ def test_wandb_reads_what_was_written_and_goes_on_in_the_same_run(tmp_path: Path
         assert not path.is_file() or b"k" * 40 not in path.read_bytes(), path
 
 
-def test_wandb_without_a_key_is_refused_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import wandb
-    from wandb.errors import UsageError
-
-    def refuse(**options: object) -> None:
-        raise UsageError("No API key configured.")
-
-    monkeypatch.setattr(wandb, "init", refuse)
-    with pytest.raises(SinkConfigError, match=r"No API key configured.; set WANDB_API_KEY or WANDB_MODE=offline"):
-        open_sinks(("tensorboard", "wandb"), about(tmp_path))
-
-
-def test_a_service_that_is_away_at_the_start_does_not_keep_the_run_from_going_on(
+def test_wandb_that_refuses_ends_the_start_and_one_that_is_away_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import wandb
-    from wandb.errors import CommError
+    from wandb.errors import CommError, UsageError
 
-    def away(**options: object) -> None:
-        raise CommError("timed out")
+    def fail(error: Exception) -> None:
+        def init(**options: object) -> None:
+            raise error
 
-    monkeypatch.setattr(wandb, "init", away)
-    sinks, lost = open_sinks(("wandb", "tensorboard"), about(tmp_path))
-    assert lost == {"wandb": "CommError: timed out"}
-    assert sinks.write({"step": 1, "loss": 1.0}) == {}
+        monkeypatch.setattr(wandb, "init", init)
+
+    fail(UsageError("No API key configured."))
+    with pytest.raises(TrainerError, match=r"No API key configured.; set WANDB_API_KEY or WANDB_MODE=offline"):
+        opened(tmp_path, "tensorboard", "wandb")
+    fail(CommError("timed out"))
+    sinks, errors = open_sinks(("wandb", "tensorboard"), tmp_path, recipe=RECIPE, step=0)
+    assert errors == {"wandb": "CommError: timed out"}
+    assert sinks.log({"step": 1, "loss": 1.0}) == {}
     sinks.close()
     assert events(tmp_path).Scalars("train/loss")[0].value == 1.0
 
 
-def test_a_damaged_run_id_is_named(tmp_path: Path, offline: None) -> None:
-    (tmp_path / "wandb.json").write_text("{")
-    with pytest.raises(RunDirError, match=r"wandb.json: .*; remove it to start a new W&B run"):
-        open_sinks(("wandb",), about(tmp_path))
+def test_a_damaged_name_is_refused_by_its_file(tmp_path: Path, offline: None) -> None:
+    (tmp_path / "sinks.json").write_text("{")
+    with pytest.raises(RunDirError, match=r"sinks.json: .*; remove it to start a new W&B or Trackio run"):
+        opened(tmp_path, "wandb")
 
 
 # ---- Trackio ----
@@ -337,13 +301,12 @@ def test_a_damaged_run_id_is_named(tmp_path: Path, offline: None) -> None:
 WRITE = """
     import json, sys
     from pathlib import Path
-    from lt_trainer.observability.sinks.registry import open_sinks
-    from lt_trainer.observability.sinks.sink import RunInfo
+    from lt_trainer.observability.sinks import open_sinks
     run, step, records = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
-    sinks, lost = open_sinks(("trackio",), RunInfo(run=run, recipe={"run": {"seed": 1}}, toml="", step=step))
+    sinks, lost = open_sinks(("trackio",), run, recipe={"run": {"seed": 1}}, step=step)
     assert lost == {}, lost
     for record in records:
-        sinks.write(record, {"node0/cpu_percent": 12.5} if record["step"] == 1 else None)
+        sinks.log(record, {"node0/cpu_percent": 12.5} if record["step"] == 1 else None)
     assert sinks.close() == {}
 """
 READ = """
@@ -371,28 +334,13 @@ def trackio() -> None:
 def test_trackio_reads_what_was_written_and_goes_on_in_the_same_run(tmp_path: Path, trackio: None) -> None:
     run = tmp_path / "first"
     run.mkdir()
-    records: list[dict[str, Any]] = [
-        {"step": 1, "loss": 1.5},
-        {"step": 2, "loss": 1.25},
-        {"step": 2, "val_loss": 2.0, "elapsed_s": 1.0},
-        {"step": 1, "loss": 9.0},  # a way back: Trackio has these steps already
-        {"step": 2, "loss": 9.0},
-        {"step": 3, "loss": 1.125},
-    ]
-    assert in_process(WRITE, str(run), "0", json.dumps(records)) == "", "standard output is the run's"
-    later = [{"step": 3, "loss": 9.0}, {"step": 4, "loss": 1.0}]
-    assert in_process(WRITE, str(run), "3", json.dumps(later)) == ""
+    assert in_process(WRITE, str(run), "0", json.dumps(RECORDS)) == "", "standard output is the run's"
+    assert in_process(WRITE, str(run), "3", json.dumps(LATER)) == ""
     found = json.loads(in_process(READ, TRACKIO_DIR=str(run / "trackio")))
-    assert found["run"] == json.loads((run / "trackio.json").read_text())["name"]
+    assert found["run"] == json.loads((run / "sinks.json").read_text())["name"]
     assert found["run"].startswith("first-")
     assert found["config"]["run"] == {"seed": 1}
-    assert found["logs"] == [
-        {"step": 1, "train/loss": 1.5, "node0/cpu_percent": 12.5},
-        {"step": 2, "train/loss": 1.25},
-        {"step": 2, "validation/loss": 2.0},
-        {"step": 3, "train/loss": 1.125},
-        {"step": 4, "train/loss": 1.0},
-    ]
+    assert found["logs"] == KEPT
 
 
 def test_trackio_goes_where_the_environment_says(tmp_path: Path, trackio: None) -> None:
@@ -413,15 +361,8 @@ def test_trackio_that_refuses_is_refused_with_a_remedy(
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     monkeypatch.setenv("TRACKIO_SERVER_URL", "https://127.0.0.1:9")
     monkeypatch.delenv("TRACKIO_WRITE_TOKEN", raising=False)
-    with pytest.raises(SinkConfigError, match=r"requires a write token.*remove trackio from metrics.sinks"):
-        open_sinks(("trackio",), about(tmp_path))
-
-
-def test_a_damaged_trackio_name_is_named(tmp_path: Path, trackio: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    (tmp_path / "trackio.json").write_text("{")
-    with pytest.raises(RunDirError, match=r"trackio.json: .*; remove it to start a new Trackio run"):
-        open_sinks(("trackio",), about(tmp_path))
+    with pytest.raises(TrainerError, match=r"requires a write token.*remove trackio from metrics.sinks"):
+        opened(tmp_path, "trackio")
 
 
 # ---- in a run ----
@@ -443,13 +384,13 @@ def test_a_stopped_and_resumed_run_has_every_step_once(recipe_base, fake_engine,
         wanted = [(record["step"], record[field]) for record in records if field in record]
         assert [one.step for one in found.Scalars(tag)] == [step for step, _ in wanted]
         assert [one.value for one in found.Scalars(tag)] == pytest.approx([value for _, value in wanted])
-    assert "[metrics]" in found.Tensors("recipe/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert '"metrics"' in found.Tensors("recipe/text_summary")[0].tensor_proto.string_val[0].decode()
 
 
 def test_a_sink_that_fails_in_a_run_is_noted_and_the_run_goes_on(recipe_base, fake_engine, capsys, monkeypatch) -> None:
-    from lt_trainer.observability.sinks import registry
+    from lt_trainer.observability import setup
 
-    monkeypatch.setattr(registry, "_sink_factory", lambda name: lambda about: Broken())
+    monkeypatch.setattr(setup, "open_sinks", lambda *_, **__: (together(tensorboard=Broken()), {}))
     recipe_base["metrics"]["sinks"] = ["tensorboard"]
     assert start(recipe_base) == 0
     assert capsys.readouterr().out.count("sink tensorboard failed") == 1
@@ -459,11 +400,3 @@ def test_a_sink_that_fails_in_a_run_is_noted_and_the_run_goes_on(recipe_base, fa
         ("tensorboard", "ConnectionError: the service is away")
     ]
     assert sum("loss" in record for record in read_jsonl(out / "metrics.jsonl")) == 20
-
-
-def test_a_missing_sink_is_refused_before_the_run_directory_is_made(recipe_base, fake_engine, monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    recipe_base["metrics"]["sinks"] = ["tensorboard"]
-    with pytest.raises(RecipeError, match=r"pip install 'lt-trainer\[tensorboard\]'"):
-        start(recipe_base)
-    assert not Path(recipe_base["run"]["dir"]).exists()

@@ -21,7 +21,7 @@ from lt_data.display.progress_bars import SECONDS_BETWEEN_LINES, format_progress
 from lt_data.display.terminal import escape_controls
 from lt_trainer.constants import GIB
 from lt_trainer.engine import Device
-from lt_trainer.observability.sinks.group import SinkGroup
+from lt_trainer.observability.sinks import Sinks
 from lt_trainer.observability.throughput import Throughput
 from lt_trainer.run_directory.jsonl import JsonlWriter
 from lt_trainer.run_directory.rank_log import RankLog
@@ -158,11 +158,11 @@ class Rank0Logger:
         device: Device,
         cost: ComputeCost,
         *,
-        sinks: SinkGroup | None = None,
+        sinks: Sinks | None = None,
         monitor: Monitor | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._sinks, self._monitor = sinks or SinkGroup(), monitor
+        self._sinks, self._monitor = sinks or Sinks(), monitor
         self._tokens = 0
         self._joules = self._first_joules = None if monitor is None else monitor.energy_joules()
         self._run_dir, self._device, self._cost, self._clock = run_dir, device, cost, clock
@@ -321,7 +321,7 @@ class Rank0Logger:
         values = record_to_dict(record)
         self._metrics.write(values)
         node_scalars = self._monitor.scalars() if self._monitor is not None and "loss" in values else {}
-        self.log_sink_failures(self._sinks.write(values, node_scalars))
+        self.log_sink_failures(self._sinks.log(values, node_scalars))
 
     def log_sink_failures(self, errors: Mapping[str, str]) -> None:
         """Log failed sinks; the run continues without them."""

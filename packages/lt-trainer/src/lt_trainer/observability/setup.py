@@ -11,12 +11,9 @@ from lt_trainer.config.recipe import to_dict
 from lt_trainer.config.sections.recipe import Recipe
 from lt_trainer.engine import Engine, EngineSpec, World
 from lt_trainer.errors import RecipeError
-from lt_trainer.files import read_text
 from lt_trainer.observability.monitor.node import NodeMonitor
-from lt_trainer.observability.sinks.group import SinkGroup
-from lt_trainer.observability.sinks.registry import check_sinks, check_sinks_installed, open_sinks
-from lt_trainer.observability.sinks.sink import RunInfo
-from lt_trainer.run_directory.typed_records import read_metrics
+from lt_trainer.observability.sinks import Sinks, check_sinks_installed, open_sinks
+from lt_trainer.run_directory.jsonl import read_jsonl
 
 if TYPE_CHECKING:
     from lt_trainer.run_directory.rank_log import RankLog
@@ -81,7 +78,7 @@ def create_node_monitor(
     )
 
 
-def open_run_sinks(recipe: Recipe, run_dir: RunDir) -> tuple[SinkGroup, dict[str, str]]:
+def open_run_sinks(recipe: Recipe, run_dir: RunDir) -> tuple[Sinks, dict[str, str]]:
     """Open the recipe's sinks.
 
     Returns:
@@ -90,31 +87,6 @@ def open_run_sinks(recipe: Recipe, run_dir: RunDir) -> tuple[SinkGroup, dict[str
     Raises:
         TrainerError: a sink needs user action.
     """
-    if not recipe.metrics.sinks:
-        return SinkGroup(), {}
-    info = RunInfo(
-        run=run_dir.path,
-        recipe=to_dict(recipe),
-        toml=read_text(run_dir.path / "recipe.toml"),
-        step=_highest_step(run_dir.metrics),
-    )
-    return open_sinks(recipe.metrics.sinks, info)
-
-
-def check_run_sinks(recipe: Recipe) -> None:
-    """Check that the recipe's sinks can be opened, writing nothing; for `lt train check`.
-
-    Raises:
-        TrainerError: a sink needs user action.
-    """
-    if recipe.metrics.sinks:
-        folder = Path(recipe.run.dir)
-        _highest_step(folder / "metrics.jsonl")
-        check_sinks(recipe.metrics.sinks, folder)
-
-
-def _highest_step(metrics: Path) -> int:
-    """Return the highest step in a metrics file; 0 if there is none."""
-    if not metrics.exists():
-        return 0
-    return max((record["step"] for record in read_metrics(metrics) if "loss" in record), default=0)
+    records = read_jsonl(run_dir.metrics) if recipe.metrics.sinks and run_dir.metrics.exists() else []
+    step = max((record["step"] for record in records if "loss" in record), default=0)
+    return open_sinks(recipe.metrics.sinks, run_dir.path, recipe=to_dict(recipe), step=step)

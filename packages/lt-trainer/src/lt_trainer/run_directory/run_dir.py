@@ -10,7 +10,7 @@
     monitor/            samples of each node (`observability.monitor`)
     evaluation/         items of each evaluated task by step: step-N/TASK.jsonl
     profile/  memory/   requested profiler traces and CUDA memory snapshots
-    tensorboard/  wandb/  wandb.json  trackio/  trackio.json   files of the recipe's sinks
+    tensorboard/  wandb/  trackio/  sinks.json   files of the recipe's sinks
     mirror.json         the run's name in its mirror, if any: {"run": ...} (`checkpointing.mirror`)
     alive/              heartbeat of each rank (`resilience.watchdog`)
     flight/             last collectives of ranks that hung, by start of the run

@@ -40,7 +40,6 @@ from lt_trainer.data.synthetic import SyntheticRows
 from lt_trainer.data.training_data import open_stream
 from lt_trainer.engine import Engine, StepBatch, StepMetrics
 from lt_trainer.errors import TrainerError
-from lt_trainer.observability.setup import check_run_sinks
 from lt_trainer.resilience.rank_sync import run_on_rank0
 from lt_trainer.resilience.stop_signals import install_handlers, restore_handlers
 from lt_trainer.run_directory.run_dir import RunDir
@@ -152,23 +151,15 @@ class _RowLogger:
 
 
 def _check_services(setup: RunSetup, engine: Engine, table: PreflightTable) -> None:
-    """Check sinks and mirror on rank 0."""
+    """Check the mirror on rank 0."""
     recipe, is_rank0 = setup.recipe, setup.world.rank == 0
-
-    def check_sinks() -> str:
-        check_run_sinks(recipe)
-        return ", ".join(recipe.metrics.sinks)
 
     def check_bucket() -> str:
         return "; ".join(check_mirror(recipe, to_dict(recipe), lambda *newest: _check_remote(setup, engine, *newest)))
 
-    for name, enabled, check in (
-        ("sinks", recipe.metrics.sinks, check_sinks),
-        ("mirror", recipe.checkpoint.mirror_url, check_bucket),
-    ):
-        if enabled:
-            with table.row(name) as words:
-                words.append(run_on_rank0(engine.control, is_rank0, check))
+    if recipe.checkpoint.mirror_url:
+        with table.row("mirror") as words:
+            words.append(run_on_rank0(engine.control, is_rank0, check_bucket))
 
 
 def _check_remote(setup: RunSetup, engine: Engine, manifest: CheckpointManifest, place: str) -> None:
