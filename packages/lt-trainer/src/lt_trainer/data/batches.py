@@ -1,15 +1,16 @@
 """Step batches of one rank, with a position that can be saved.
 
 `StreamBatches` serves stores, mixtures, buckets and synthetic rows: a thread prefetches rows, and the position is that
-of the last batch returned. Custom loaders are in `custom_loader`.
+of the last batch returned. `LoaderBatches` (lt_trainer.data.custom_loader) serves custom loaders.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from lt_data import Prefetcher, Stream, StreamState
+from lt_trainer.data.custom_loader import LoaderBatches
 from lt_trainer.data.generations import resume_state
 from lt_trainer.data.training_data import TrainingData, open_stream, to_step_batch
 
@@ -19,31 +20,6 @@ if TYPE_CHECKING:
     from lt_trainer.config.sections.recipe import Recipe
     from lt_trainer.control import Control
     from lt_trainer.engine import StepBatch, Topology
-
-
-class Batches(Protocol):
-    """Step batches of this rank."""
-
-    @property
-    def state(self) -> StreamState:
-        """Position after the last batch."""
-        ...
-
-    def checkpoint_state(self) -> StreamState:
-        """Return position and loader state for a checkpoint; collective."""
-        ...
-
-    def next_batch(self) -> StepBatch:
-        """Return this rank's part of the next step."""
-        ...
-
-    def rollback(self, state: StreamState) -> None:
-        """Return to the step of an earlier state, but continue with the rows after those read since."""
-        ...
-
-    def close(self) -> None:
-        """Stop prefetching."""
-        ...
 
 
 class StreamBatches:
@@ -94,6 +70,9 @@ class StreamBatches:
             self._prefetcher.close()
 
 
+Batches = StreamBatches | LoaderBatches
+
+
 def open_batches(
     recipe: Recipe,
     data: TrainingData,
@@ -115,7 +94,5 @@ def open_batches(
         LoaderError: a custom loader cannot be created or resumed.
     """
     if recipe.data.source_kind == "loader":
-        from lt_trainer.data.custom_loader import LoaderBatches
-
         return LoaderBatches(recipe, topology, control, saved)
     return StreamBatches(recipe, data, topology, None if saved is None else resume_state(recipe, data, saved))

@@ -7,16 +7,16 @@ The function is called once on every rank, with keyword arguments only:
 `recipe` is the recipe as nested tables. It returns an iterable of this dp_rank's rows. Each item has one or more rows:
 a mapping or an object with `input_ids` and `labels` ([T] or [n, T], integers), and optionally `position_ids` and
 `doc_ids`, as in `lt_data.Rows`: a document is a run of equal numbers. Labels are already shifted, -100 where there is
-none. Ranks with the same dp_rank must return the same rows; this is checked. Every dp_rank supplies equally many rows
-per step, and an item must not cross steps.
+none. Ranks with the same dp_rank must return the same rows: rows are selected by dp_rank, never by rank. Every dp_rank
+supplies equally many rows per step, and an item must not cross steps.
 
 An iterable is restarted when it ends; an iterator that ends is an error. A loader with `state_dict` and
 `load_state_dict` (JSON-serializable) resumes exactly: its state is saved on every rank with a checkpoint. A loader
 without them cannot be resumed, or its rows are read again up to the position (`data.loader_resume`). After a rollback
 the loader continues with its next rows.
 
-Every row is validated before training. An error on one rank ends all ranks, in the collective that sums the labels of
-the global batch: one small gather per step.
+Every row is validated before training. An error on one rank, also one that the loader raises, ends all ranks in the
+collective that sums the labels of the global batch: one small gather per step.
 
 Shapes: M micro-batches, B rows per micro-batch, T positions per row.
 """
@@ -24,8 +24,7 @@ Shapes: M micro-batches, B rows per micro-batch, T positions per row.
 from __future__ import annotations
 
 import json
-import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -36,11 +35,9 @@ from lt_trainer.config.recipe import to_dict
 from lt_trainer.data.document_boundaries import find_document_starts
 from lt_trainer.data.loader_factory import import_loader_factory
 from lt_trainer.data.training_data import IGNORE_INDEX, parse_stream_state, to_micro_batches
-from lt_trainer.errors import LoaderError, RecipeError
+from lt_trainer.errors import LoaderError, TrainerError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from lt_trainer.config.sections.recipe import Recipe
     from lt_trainer.control import Control
     from lt_trainer.engine import StepBatch, Topology
@@ -50,7 +47,7 @@ ROW_FIELDS = ("input_ids", "labels", "position_ids", "doc_ids")
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderState(StreamState):
-    """Position with the loader states of all ranks, by dp_rank."""
+    """Position with the loader states of all ranks, by dp_rank; none for a loader without state."""
 
     loader: Mapping[str, Any] = field(default_factory=dict)
 
@@ -65,265 +62,173 @@ class LoaderBatches:
     def __init__(self, recipe: Recipe, topology: Topology, control: Control, saved: Mapping[str, Any] | None) -> None:
         self._recipe, self._topology, self._control = recipe, topology, control
         self._ramp = recipe.batch.batch_ramp(recipe.data.seq_len)
-        self._items: Iterator[Any] | None = None
         self._rows_read = 0
         """Rows that this rank's loader has returned so far."""
         self._max_documents_per_row = 1
         """A power of two, so that compiled blocks are recompiled only a few times."""
         self._loader: Any = None
-        self.state = StreamState(step=0, row=0, seed=recipe.run.seed, fingerprint="")
-        self._gather_or_raise(lambda: self._create_loader(saved))
-
-    def _create_loader(self, saved: Mapping[str, Any] | None) -> tuple[int, int]:
-        recipe, topology = self._recipe, self._topology
-        factory = import_loader_factory(recipe.data.loader)
-        try:
-            self._loader = factory(
-                recipe=to_dict(recipe),
-                rank=topology.rank,
-                world=topology.world_size,
-                dp_rank=topology.dp_rank,
-                dp_size=topology.dp_size,
-                seed=recipe.run.seed,
-            )
-        except Exception as exc:
-            raise self._error(f"raised an error when called: {type(exc).__name__}: {exc}") from exc
-        if not hasattr(self._loader, "__iter__"):
-            raise self._error(f"returned {type(self._loader).__name__}, which is not iterable")
+        self._items = self._iterate()
         fingerprint = f"loader:{recipe.data.loader} seq_len:{recipe.data.seq_len}"
-        self.state = replace(self.state, fingerprint=fingerprint)
-        if saved is not None:
-            self._resume(saved)
-        if self._is_stateful:
-            self._loader_state()  # reject an unserializable state before the first step
-        return 0, 0
+        self.state = StreamState(step=0, row=0, seed=recipe.run.seed, fingerprint=fingerprint)
+        self._gather(lambda: self._open_loader(saved))
 
-    @property
-    def _is_stateful(self) -> bool:
-        return hasattr(self._loader, "state_dict") and hasattr(self._loader, "load_state_dict")
-
-    def _resume(self, saved: Mapping[str, Any]) -> None:
+    def _open_loader(self, saved: Mapping[str, Any] | None) -> None:
         topology = self._topology
-        state = parse_stream_state(saved)
-        for name, saved_value, value in (
-            ("seed", state.seed, self.state.seed),
-            ("rows", state.fingerprint, self.state.fingerprint),
-        ):
-            if saved_value != value:
-                raise self._error(f"the checkpoint belongs to other rows: its {name} is {saved_value}, not {value}")
-        states = saved.get("loader", {}).get("states", {})
-        self.state = state
-        if self._is_stateful and states:
-            if len(states) != topology.dp_size:
-                raise self._error(
-                    f"the checkpoint has loader states of {len(states)} data-parallel ranks, the run has "
-                    f"{topology.dp_size}; resume with {len(states)}"
-                )
-            self._loader.load_state_dict(states[str(topology.dp_rank)])
-            self._rows_read = state.row // topology.dp_size
-            return
-        if self._recipe.data.loader_resume == "error":
-            raise self._error(
+        self._loader = import_loader_factory(self._recipe.data.loader)(
+            recipe=to_dict(self._recipe),
+            rank=topology.rank,
+            world=topology.world_size,
+            dp_rank=topology.dp_rank,
+            dp_size=topology.dp_size,
+            seed=self._recipe.run.seed,
+        )
+        if saved is not None:
+            self._resume(parse_stream_state(saved), saved.get("loader", {}))
+        self._loader_state()  # reject an unserializable state before the first step
+
+    def _resume(self, state: StreamState, states: Mapping[str, Any]) -> None:
+        expected, dp_size = self.state, self._topology.dp_size
+        self.state, end = state, state.row // dp_size
+        if (state.seed, state.fingerprint) != (expected.seed, expected.fingerprint):
+            raise LoaderError(
+                f"the checkpoint belongs to other rows: {state.fingerprint} seed:{state.seed}, the run's are "
+                f"{expected.fingerprint} seed:{expected.seed}"
+            )
+        if len(states) not in (0, dp_size) or state.row % dp_size:
+            raise LoaderError(
+                f"the checkpoint ({state.row} rows, loader states of {len(states)} data-parallel ranks) does not fit "
+                f"{dp_size} data-parallel ranks; resume with as many as before"
+            )
+        if states and hasattr(self._loader, "load_state_dict"):
+            self._loader.load_state_dict(states[str(self._topology.dp_rank)])
+            self._rows_read = end
+        elif self._recipe.data.loader_resume == "error":
+            raise LoaderError(
                 "has no state_dict and load_state_dict, so the run cannot be resumed; implement both, or set "
                 "data.loader_resume to 'replay' to read its rows again up to the position"
             )
-        if state.row % topology.dp_size:
-            raise self._error(
-                f"the {state.row} rows read so far are not divisible by {topology.dp_size} data-parallel ranks; resume "
-                "with as many ranks as before"
-            )
-        while self._rows_read < state.row // topology.dp_size:
-            self._rows_read += len(self._check_item(self._next_item())[0].input_ids)
-        if self._rows_read != state.row // topology.dp_size:
-            raise self._error(f"an item crosses row {state.row}, the position of the checkpoint, when read again")
+        for _ in self._read_until(end):
+            pass
+
+    def _loader_state(self) -> Any:
+        """Return the loader's state; None if it has none."""
+        if not (hasattr(self._loader, "state_dict") and hasattr(self._loader, "load_state_dict")):
+            return None
+        state = self._loader.state_dict()
+        if json.loads(json.dumps(state)) != state:
+            raise LoaderError("its state_dict has more than dicts with string keys, lists, numbers and strings")
+        return state
 
     def checkpoint_state(self) -> StreamState:
         """Return position and loader states of all ranks; collective."""
-        own = {"dp_rank": self._topology.dp_rank, "state": self._loader_state() if self._is_stateful else None}
-        states = {str(entry["dp_rank"]): entry["state"] for entry in self._control.all_gather(own)}
-        known = {name: states[name] for name in sorted(states, key=int) if states[name] is not None}
-        return LoaderState(**vars(self.state), loader={"states": known} if known else {})
-
-    def _loader_state(self) -> Any:
-        state = self._loader.state_dict()
-        try:
-            if json.loads(json.dumps(state)) == state:
-                return state
-        except (TypeError, ValueError):
-            pass
-        raise self._error(
-            "its state_dict is not JSON-serializable; return dicts with string keys, lists, numbers, strings"
-        )
+        states = {str(dp_rank): state for dp_rank, state in self._gather(self._loader_state).items()}
+        return LoaderState(**vars(self.state), loader={} if None in states.values() else states)
 
     def next_batch(self) -> StepBatch:
         """Return this rank's rows of the next step, with the label count of all ranks."""
-        rows: list[tuple[Rows, np.ndarray]] = []
-        total = self._gather_or_raise(lambda: self._read_step_rows(rows))
-        state, n_rows = self.state, self._rows_per_step
-        if not total:
-            raise self._error(f"step {state.step + 1} has no labels on any rank")
+        state, items = self.state, list[tuple[Rows, np.ndarray]]()
+        n_rows = self._recipe.batch.global_batch_size if self._ramp is None else self._ramp.batch_size_at(state.step)
+
+        def read() -> int:
+            items.extend(self._read_until(self._rows_read + n_rows // self._topology.dp_size))
+            return sum(int((rows.labels != IGNORE_INDEX).sum()) for rows, _ in items)
+
+        n_labels = sum(self._gather(read).values())
+        if not n_labels:
+            raise LoaderError(f"data.loader = {self._recipe.data.loader!r}: step {state.step + 1} has no labels")
         self.state = replace(state, step=state.step + 1, row=state.row + n_rows)
-        joined = Rows(*(np.concatenate([getattr(part, name) for part, _ in rows]) for name in ROW_FIELDS))
-        starts = np.concatenate([part_starts for _, part_starts in rows])
+        rows = Rows(*(np.concatenate([getattr(part, name) for part, _ in items]) for name in ROW_FIELDS))
+        starts = np.concatenate([item_starts for _, item_starts in items])
         if not self._recipe.data.document_mask:
             starts[:, 1:] = False
         n_documents = int(starts.sum(axis=1).max())
         self._max_documents_per_row = max(self._max_documents_per_row, 1 << (n_documents - 1).bit_length())
         return to_micro_batches(
-            joined,
+            rows,
             np.flatnonzero(starts),
             self._max_documents_per_row,
             micro_batch_size=self._recipe.batch.micro_batch_size,
-            valid_tokens=total,
+            valid_tokens=n_labels,
         )
 
-    @property
-    def _rows_per_step(self) -> int:
-        return self._recipe.batch.global_batch_size if self._ramp is None else self._ramp.batch_size_at(self.state.step)
-
-    def _read_step_rows(self, into: list[tuple[Rows, np.ndarray]]) -> tuple[int, int]:
-        """Append this rank's rows of a step to `into`; return their number of labels and a checksum."""
-        wanted = self._rows_per_step // self._topology.dp_size
-        labels = n_rows = checksum = 0
-        while n_rows < wanted:
-            rows, starts = self._check_item(self._next_item())
-            n = len(rows.input_ids)
-            if n_rows + n > wanted:
-                raise self._error(
-                    f"an item of {n} rows crosses a step boundary (steps take {wanted} rows per data-parallel rank); "
-                    "return single rows, or a divisor of that number"
+    def _read_until(self, end: int) -> Iterator[tuple[Rows, np.ndarray]]:
+        """Yield the items up to row `end` of this rank as int32 arrays [n, T], with document starts (bool [n, T])."""
+        while self._rows_read < end:
+            rows, starts = self._check(next(self._items))
+            self._rows_read += len(starts)
+            yield rows, starts
+            if self._rows_read > end:
+                raise LoaderError(
+                    f"an item of {len(starts)} rows crosses a step boundary, row {end} of this data-parallel rank; "
+                    "return single rows, or a divisor of its rows per step"
                 )
-            into.append((rows, starts))
-            n_rows, self._rows_read = n_rows + n, self._rows_read + n
-            labels += int((rows.labels != IGNORE_INDEX).sum())
-            for name in ROW_FIELDS:
-                checksum = zlib.crc32(getattr(rows, name), checksum)
-        return labels, checksum
 
-    def _next_item(self) -> Any:
-        """Return the next item; restart an iterable that has ended."""
-        for is_restarted in (False, True):
-            if self._items is None:
-                self._items = iter(self._loader)
-            try:
-                return next(self._items)
-            except StopIteration:
-                is_iterator = self._items is self._loader
-                self._items = None
-                if is_restarted or is_iterator:
-                    raise self._error(f"ended after {self._rows_read} rows") from None
-            except Exception as exc:
-                raise self._error(f"failed at row {self._rows_read}: {type(exc).__name__}: {exc}") from exc
-        raise AssertionError("the second iteration returns or raises")
+    def _iterate(self) -> Iterator[Any]:
+        """Yield the loader's items; an iterable that has ended is restarted, an iterator or an empty one is not."""
+        n_before = -1
+        while n_before < self._rows_read and (n_before < 0 or not hasattr(self._loader, "__next__")):
+            n_before = self._rows_read
+            yield from self._loader
+        raise LoaderError(f"ended after {self._rows_read} rows")
 
-    def _check_item(self, item: Any) -> tuple[Rows, np.ndarray]:
-        """Return an item as int32 arrays [n, T], and its document starts (bool [n, T]).
-
-        Raises:
-            LoaderError: names the row, counted from this rank's first.
-        """
-        row, seq_len, vocab = self._rows_read, self._recipe.data.seq_len, self._recipe.model.vocab_size
-        arrays = {name: self._array(item, name, row) for name in ROW_FIELDS}
-        ids, labels = arrays["input_ids"], arrays["labels"]
-        if ids is None or labels is None:
-            name = "input_ids" if ids is None else "labels"
-            raise self._error(f"row {row} has no {name}")
-        if ids.ndim != 2 or ids.shape[1] != seq_len or not len(ids):
-            shape = list(np.shape(_get_field(item, "input_ids")))
-            raise self._error(f"row {row}: input_ids have shape {shape}; expected [{seq_len}] or [n, {seq_len}]")
-        docs = arrays["doc_ids"]
-        if docs is None:
-            docs = np.zeros(ids.shape, np.int64)
-        positions = arrays["position_ids"]
-        lows = {"input_ids": 0, "labels": IGNORE_INDEX, "position_ids": 0, "doc_ids": -1}
-        highs = {"input_ids": vocab, "labels": vocab, "position_ids": seq_len, "doc_ids": seq_len}
-        found = dict(
-            zip(ROW_FIELDS, (ids, labels, np.zeros_like(ids) if positions is None else positions, docs), strict=True)
-        )
-        for name, array in found.items():
-            if array.shape != ids.shape:
-                raise self._error(f"row {row}: {name} differ in shape from input_ids")
-            is_invalid = (array < lows[name]) | (array >= highs[name])
-            if name == "labels":
-                is_invalid |= (array < 0) & (array != IGNORE_INDEX)
-            if is_invalid.any():
-                i, t = (int(index) for index in np.argwhere(is_invalid)[0])
-                also = f" (or {IGNORE_INDEX})" if name == "labels" else ""
-                low = 0 if name == "labels" else lows[name]
-                raise self._error(
-                    f"row {row + i}, position {t}: {name} = {int(array[i, t])} is not in {low}..{highs[name] - 1}{also}"
+    def _check(self, item: Any) -> tuple[Rows, np.ndarray]:
+        """Return an item as `_read_until` yields it."""
+        row, seq_len, vocab_size = self._rows_read, self._recipe.data.seq_len, self._recipe.model.vocab_size
+        found: dict[str, np.ndarray] = {}
+        bounds = {"input_ids": (0, vocab_size), "labels": (0, vocab_size)}
+        for name, (low, high) in (bounds | {"position_ids": (0, seq_len), "doc_ids": (-1, seq_len)}).items():
+            value = item.get(name) if isinstance(item, Mapping) else getattr(item, name, None)
+            if value is None and name not in bounds:
+                continue
+            if value is None:
+                raise LoaderError(f"row {row} has no {name}")
+            array = np.atleast_2d(np.asarray(value))
+            n = len(found.get("input_ids", array))
+            if array.dtype.kind not in "iu" or array.shape != (n, seq_len) or not n:
+                raise LoaderError(
+                    f"row {row}: {name} are {array.dtype} {list(np.shape(value))}; expected integers [{seq_len}] or "
+                    f"[n, {seq_len}]"
                 )
+            found[name] = array = array.astype(np.int64)
+            also = f" (or {IGNORE_INDEX})" if name == "labels" else ""
+            for i, t in np.argwhere(((array < low) | (array >= high)) & ((array != IGNORE_INDEX) | (not also))):
+                problem = f"{name} = {array[i, t]} is not in {low}..{high - 1}{also}"
+                raise LoaderError(f"row {row + i}, position {t}: {problem}")
+        found.setdefault("doc_ids", np.zeros_like(found["input_ids"]))
         try:
-            starts = find_document_starts(docs)
+            starts = find_document_starts(found["doc_ids"])
         except ValueError as exc:
             problem = "doc_ids return to an earlier document of the row; number each document once"
-            raise self._error(f"row {row + exc.args[0]}: {problem}") from None
-        if positions is None:
-            found["position_ids"] = _document_positions(starts)
+            raise LoaderError(f"row {row + exc.args[0]}: {problem}") from None
+        places = np.arange(seq_len)
+        found.setdefault("position_ids", places - np.maximum.accumulate(np.where(starts, places, 0), axis=1))
         return Rows(*(found[name].astype(np.int32) for name in ROW_FIELDS)), starts
-
-    def _array(self, item: Any, name: str, row: int) -> np.ndarray | None:
-        """Return a field as integers [n, T]; None if the item does not have it."""
-        value = _get_field(item, name)
-        if value is None:
-            return None
-        array = np.asarray(value)
-        if array.dtype.kind not in "iu":
-            raise self._error(f"row {row}: {name} have dtype {array.dtype}; expected integers")
-        return (array[None] if array.ndim == 1 else array).astype(np.int64)
 
     def rollback(self, state: StreamState) -> None:
         """Return to the step of an earlier state; the loader continues, so the rows read since are skipped."""
-        begin, end = state.row, self.state.row
-        before = state.skipped
+        begin, before = state.row, state.skipped
         if before and before[-1][1] == begin:
             begin, before = before[-1][0], before[:-1]
-        self.state = replace(self.state, step=state.step, skipped=(*before, (begin, end)))
+        self.state = replace(self.state, step=state.step, skipped=(*before, (begin, self.state.row)))
 
     def close(self) -> None:
-        """Close the iterator, if it can be closed."""
-        close = getattr(self._items, "close", None)
-        if close is not None:
-            close()
-        self._items = None
+        """Close the loader's iterator, if it can be closed."""
+        self._items.close()
 
-    def _gather_or_raise(self, action: Callable[[], tuple[int, int]]) -> int:
-        """Return the sum of the labels that `action` counts, over the data-parallel ranks; collective.
+    def _gather(self, action: Callable[[], Any]) -> dict[int, Any]:
+        """Return what `action` returns on each data-parallel rank; collective.
 
         Raises:
-            LoaderError: on all ranks, if `action` failed on one, or ranks with the same dp_rank have different rows.
+            LoaderError: on all ranks, if `action` failed on one, in the loader's own code or here.
         """
-        failure: LoaderError | RecipeError | None = None
-        labels, checksum, error = 0, 0, ""
+        value, error, failure = None, "", None
         try:
-            labels, checksum = action()
-        except (LoaderError, RecipeError) as exc:
-            failure, error = exc, str(exc)
-        own = {"dp_rank": self._topology.dp_rank, "rows": [labels, checksum], "error": error}
-        gathered = self._control.all_gather(own)
-        if failure is not None:
-            raise failure
-        first: dict[int, int] = {}
-        for rank, entry in enumerate(gathered):
-            if entry["error"]:
-                raise LoaderError(f"rank {rank}: {entry['error']}")
-            peer = first.setdefault(entry["dp_rank"], rank)
-            if entry["rows"] != gathered[peer]["rows"]:
-                raise self._error(
-                    f"ranks {peer} and {rank} have the same dp_rank {entry['dp_rank']}, but their loaders returned "
-                    f"different rows for step {self.state.step + 1}; select rows by dp_rank, not by rank"
-                )
-        return sum(gathered[rank]["rows"][0] for rank in first.values())
-
-    def _error(self, text: str) -> LoaderError:
-        return LoaderError(f"data.loader = {self._recipe.data.loader!r}, dp_rank {self._topology.dp_rank}: {text}")
-
-
-def _get_field(item: Any, name: str) -> Any:
-    return item.get(name) if isinstance(item, Mapping) else getattr(item, name, None)
-
-
-def _document_positions(starts: np.ndarray) -> np.ndarray:
-    """Return positions relative to each document's start, from document starts (bool [n, T])."""
-    places = np.arange(starts.shape[1])
-    return places - np.maximum.accumulate(np.where(starts, places, 0), axis=1)
+            value = action()
+        except Exception as exc:  # noqa: BLE001 - a custom loader may raise anything; it ends all ranks below
+            what = str(exc) if isinstance(exc, TrainerError) else f"{type(exc).__name__}: {exc}"
+            error, failure = f"after {self._rows_read} rows of dp_rank {self._topology.dp_rank}: {what}", exc
+        gathered = self._control.all_gather([self._topology.dp_rank, value, error])
+        for _, _, problem in gathered:
+            if problem:
+                raise LoaderError(f"data.loader = {self._recipe.data.loader!r}, {problem}") from failure
+        return {dp_rank: value for dp_rank, value, _ in gathered}

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from lt_data import DataError, StreamState, sequence_fingerprint
+from lt_data import StreamState, sequence_fingerprint
 from lt_trainer.data.training_data import (
     STORES,
     TrainingData,
@@ -29,35 +29,21 @@ if TYPE_CHECKING:
     from lt_trainer.config.sections.recipe import Recipe
 
 
-def recorded_stores(saved: Mapping[str, Any] | None) -> dict[str, str]:
-    """Return the fingerprint of each store in a checkpoint's data state, by field.
-
-    Raises:
-        DataError: not a table of texts.
-    """
-    stores = {} if saved is None else saved.get(STORES, {})
-    if not isinstance(stores, Mapping) or not all(isinstance(item, str) for pair in stores.items() for item in pair):
-        raise DataError(f"{STORES} = {stores!r} in the data state of a checkpoint: not fingerprints by field")
-    return dict(stores)
-
-
 def reopen_data(recipe: Recipe, data: TrainingData, saved: Mapping[str, Any] | None) -> TrainingData:
     """Return the data as a checkpoint has read it: the same if its stores are the same.
 
     Raises:
         DataError: see `open_data`.
     """
-    read = recorded_stores(saved)
-    if all(data.fingerprints.get(field) == fingerprint for field, fingerprint in read.items()):
-        return data
-    return open_data(recipe, read=read)
+    read = (saved or {}).get(STORES, {})
+    return data if data.fingerprints.items() >= read.items() else open_data(recipe, read=read)
 
 
 def changed_generations(
     recipe: Recipe, data: TrainingData, saved: Mapping[str, Any] | None
 ) -> dict[str, tuple[str, str]]:
     """Return the generation that a checkpoint has read and the one of `data`, by field, where they differ."""
-    read = recorded_stores(saved)
+    read = (saved or {}).get(STORES, {})
     before = generation_paths(recipe.data, read, follow_names=False)
     return {
         field: (before[field], path)
@@ -72,14 +58,14 @@ def resume_state(recipe: Recipe, data: TrainingData, saved: Mapping[str, Any]) -
     Raises:
         DataError: not the state of a stream.
     """
-    state, read = parse_stream_state(saved), recorded_stores(saved)
+    state = parse_stream_state(saved)
     if data.train is None or not changed_generations(recipe, data, saved):
         return state
-    stores = open_stores(recipe.data, generation_paths(recipe.data, read, follow_names=False))
-    before = open_rows(recipe, stores, data.vocab_size)
-    assert before is not None
+    stores = open_stores(recipe.data, generation_paths(recipe.data, saved[STORES], follow_names=False))
     was, now = (
-        sequence_fingerprint(rows, shuffle=recipe.data.shuffle, position=state.row) for rows in (before, data.train)
+        sequence_fingerprint(rows, shuffle=recipe.data.shuffle, position=state.row)
+        for rows in (open_rows(recipe, stores, data.vocab_size), data.train)
+        if rows is not None
     )
     # if more than a generation changed, the stream names the differences
     return replace(state, fingerprint=now) if was == state.fingerprint else state

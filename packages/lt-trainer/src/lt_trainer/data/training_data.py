@@ -88,10 +88,17 @@ def open_data(recipe: Recipe, *, read: Mapping[str, str] | None = None) -> Train
     given, paths = data.store_paths(), generation_paths(data, read or {})
     stores = open_stores(data, paths)
     first = next(iter(stores.values()), None)
-    vocab_size = recipe.model.vocab_size if first is None else _vocab_size(recipe, first)
+    if first is not None:
+        _check_tokenizer(recipe, first)
+    vocab_size = recipe.model.vocab_size if first is None else first.vocab_size
+    sets = {"data.validation": "", **{f"data.validation_sets.{name}.store": name for name in data.validation_sets}}
     return TrainingData(
         train=open_rows(recipe, stores, vocab_size),
-        validation=tuple(_validation_sets(data, stores)),
+        validation=tuple(
+            ValidationSet(name=name, reader=_reader(data, stores[field]), text_bytes=text_bytes(stores[field]))
+            for field, name in sets.items()
+            if field in stores
+        ),
         vocab_size=vocab_size,
         tokenizer_files={} if first is None else dict(first.tokenizer().files),
         fingerprints={field: store.manifest.fingerprint for field, store in stores.items()},
@@ -147,9 +154,7 @@ def generation_paths(data: DataOptions, read: Mapping[str, str], *, follow_names
 def open_stores(data: DataOptions, paths: Mapping[str, str]) -> dict[str, TokenStore]:
     """Return all stores by field, checked to have the same tokenizer."""
     stores = {name: TokenStore.open(path, packs=data.packs) for name, path in paths.items()}
-    if not stores:
-        return {}
-    first = next(iter(stores))
+    first = next(iter(stores), "")
     for name, store in stores.items():
         if store.manifest.tokenizer.sha256 != stores[first].manifest.tokenizer.sha256:
             raise RecipeError(
@@ -157,42 +162,32 @@ def open_stores(data: DataOptions, paths: Mapping[str, str]) -> dict[str, TokenS
                 values={name: paths[name]},
                 remedy="prepare both with the same tokenizer",
             )
-    tokenizer = stores[first].manifest.tokenizer
-    # The default name matches every store, so that a recipe written out in full can be loaded again.
-    if data.tokenizer not in (DataOptions.tokenizer, tokenizer.name, tokenizer.sha256):
-        raise RecipeError(
-            f"{paths[first]} was prepared with the tokenizer {tokenizer.name!r} (sha256 {tokenizer.sha256})",
-            values={"data.tokenizer": data.tokenizer},
-            remedy="remove data.tokenizer (TOKENIZER) to use the store's, or prepare the data with this tokenizer",
-        )
     return stores
 
 
-def _vocab_size(recipe: Recipe, store: TokenStore) -> int:
-    """Return a store's vocabulary size, checked against the recipe; a model may have more rows."""
-    given, actual = recipe.model.vocab_size, store.vocab_size
-    if given and given != actual and not (recipe.model.init_from and given > actual):
+def _check_tokenizer(recipe: Recipe, store: TokenStore) -> None:
+    """Raise RecipeError if the recipe names another tokenizer or vocabulary size; a pretrained model may have more."""
+    tokenizer, n_ids = store.manifest.tokenizer, store.vocab_size
+    # The default name stands for every store's.
+    if recipe.data.tokenizer not in (DataOptions.tokenizer, tokenizer.name, tokenizer.sha256):
         raise RecipeError(
-            f"the tokenizer of {store.path} has {actual} ids",
+            f"{store.path} was prepared with the tokenizer {tokenizer.name!r} (sha256 {tokenizer.sha256})",
+            values={"data.tokenizer": recipe.data.tokenizer},
+            remedy="remove data.tokenizer (TOKENIZER) to use the store's, or prepare the data with this tokenizer",
+        )
+    given = recipe.model.vocab_size
+    if given and given != n_ids and not (recipe.model.init_from and given > n_ids):
+        raise RecipeError(
+            f"the tokenizer of {store.path} has {n_ids} ids",
             values={"model.vocab_size": given},
             remedy="remove model.vocab_size (VOCAB_SIZE) to use the store's, or prepare the data again",
         )
-    return actual
 
 
 def _reader(data: DataOptions, store: TokenStore) -> RowReader:
     """Return the rows of one store, all of seq_len positions."""
     mode = "bfd" if data.packing == "buckets" else data.packing
     return RowReader(store, open_pack(store, seq_len=data.seq_len, mode=mode), document_mask=data.document_mask)
-
-
-def _validation_sets(data: DataOptions, stores: Mapping[str, TokenStore]) -> Iterator[ValidationSet]:
-    """Yield the validation sets, data.validation first."""
-    fields = {"": "data.validation", **{name: f"data.validation_sets.{name}.store" for name in data.validation_sets}}
-    for name, field in fields.items():
-        if field in stores:
-            store = stores[field]
-            yield ValidationSet(name=name, reader=_reader(data, store), text_bytes=text_bytes(store))
 
 
 def text_bytes(store: TokenStore) -> int:
@@ -204,9 +199,8 @@ def text_bytes(store: TokenStore) -> int:
     if store.manifest.text_bytes or not store.n_documents:
         return store.manifest.text_bytes
     tokenizer = store.tokenizer()
-    return sum(
-        len(tokenizer.decode(store.document(i), skip_special_tokens=True).encode()) for i in range(store.n_documents)
-    )
+    documents = (store.document(i) for i in range(store.n_documents))
+    return sum(len(tokenizer.decode(ids, skip_special_tokens=True).encode()) for ids in documents)
 
 
 def _phases(recipe: Recipe) -> list[dict[str, Any]]:
@@ -221,24 +215,18 @@ def data_event_fields(recipe: Recipe) -> dict[str, Any]:
 
     Read by lt_data.analysis.run_inspection.
     """
-    data, ramp = recipe.data, recipe.batch.batch_ramp(recipe.data.seq_len)
-    fields: dict[str, Any] = {} if ramp is None else {"ramp": ramp.to_dict()}
-    if data.source_kind == "mixture":
-        sources = data.mixture.items()
-        fields["rows"] = {
-            "kind": "mixture",
-            "stores": {name: source.store for name, source in sources},
-            "phases": _phases(recipe),
-            "max_epochs": {name: source.max_epochs for name, source in sources if source.max_epochs},
-        }
-    elif data.packing == "buckets" and data.source_kind == "store":
+    data, ramp, kind = recipe.data, recipe.batch.batch_ramp(recipe.data.seq_len), recipe.data.source_kind
+    rows: dict[str, Any] = {}
+    if kind == "mixture":
+        stores = {name: source.store for name, source in data.mixture.items()}
+        max_epochs = {name: source.max_epochs for name, source in data.mixture.items() if source.max_epochs}
+        rows = {"kind": kind, "stores": stores, "phases": _phases(recipe), "max_epochs": max_epochs}
+    elif kind == "store" and data.packing == "buckets":
         phases = _phases(recipe) if data.bucket_weights else []
-        fields["rows"] = {"kind": "buckets", "store": data.store, "min_seq_len": data.min_seq_len, "phases": phases}
-    elif data.source_kind == "synthetic":
-        fields["rows"] = {"kind": "synthetic"}
-    elif data.source_kind == "loader":
-        fields["rows"] = {"kind": "loader", "loader": data.loader}
-    return fields
+        rows = {"kind": "buckets", "store": data.store, "min_seq_len": data.min_seq_len, "phases": phases}
+    elif kind != "store":
+        rows = {"kind": kind} | ({"loader": data.loader} if data.loader else {})
+    return ({"ramp": ramp.to_dict()} if ramp else {}) | ({"rows": rows} if rows else {})
 
 
 def parse_stream_state(saved: Mapping[str, Any]) -> StreamState:
@@ -328,24 +316,21 @@ def validation_batches(reader: RowReader, topology: Topology, micro_batch_size: 
     """
     for row_numbers in validation_rows(reader.n_rows, topology, micro_batch_size):
         tokens = reader.read_token_rows(row_numbers)
-        rows, starts = tokens.to_int32(), tokens.segments()[0]
-        n_padding = micro_batch_size - len(row_numbers)
-        if n_padding:
-            starts = np.append(starts, np.arange(len(row_numbers), micro_batch_size) * reader.seq_len)
-            rows = Rows(
-                input_ids=_pad(rows.input_ids, n_padding, 0),
-                labels=_pad(rows.labels, n_padding, IGNORE_INDEX),
-                position_ids=_pad(rows.position_ids, n_padding, 0),
-                doc_ids=_pad(rows.doc_ids, n_padding, -1),
-            )
+        starts = np.append(
+            tokens.segments()[0], np.arange(len(row_numbers), micro_batch_size, dtype=np.int64) * reader.seq_len
+        )
+        n_padding, rows = micro_batch_size - len(row_numbers), tokens.to_int32()
+        rows = Rows(
+            input_ids=_pad(rows.input_ids, n_padding, 0),
+            labels=_pad(rows.labels, n_padding, IGNORE_INDEX),
+            position_ids=_pad(rows.position_ids, n_padding, 0),
+            doc_ids=_pad(rows.doc_ids, n_padding, -1),
+        )
+        n_labels = int((rows.labels != IGNORE_INDEX).sum())
         yield to_micro_batches(
-            rows,
-            starts,
-            tokens.max_segments_per_row,
-            micro_batch_size=micro_batch_size,
-            valid_tokens=int((rows.labels != IGNORE_INDEX).sum()),
+            rows, starts, tokens.max_segments_per_row, micro_batch_size=micro_batch_size, valid_tokens=n_labels
         )
 
 
-def _pad(array: np.ndarray, rows: int, value: int) -> np.ndarray:
-    return np.concatenate([array, np.full((rows, array.shape[1]), value, array.dtype)])
+def _pad(array: np.ndarray, n_rows: int, value: int) -> np.ndarray:
+    return np.pad(array, ((0, n_rows), (0, 0)), constant_values=value)

@@ -15,8 +15,7 @@ from lt_data import Tokenizer
 from lt_trainer.checkpointing.checkpoint_manager import CheckpointManager
 from lt_trainer.config.recipe import ResolvedRecipe, llama_config, to_dict
 from lt_trainer.config.sections.recipe import Recipe
-from lt_trainer.data.generations import recorded_stores
-from lt_trainer.data.training_data import TrainingData, open_data
+from lt_trainer.data.training_data import STORES, TrainingData, open_data
 from lt_trainer.engine import Engine, EngineSpec, World, engine_spec
 from lt_trainer.errors import RecipeError
 from lt_trainer.evaluation.encoding import PairEncoder
@@ -121,7 +120,7 @@ def _stores_read(recipe: Recipe) -> dict[str, str]:
     if not checkpoints.is_dir():  # a new run, or a folder that cannot be one: who opens it says so
         return {}
     newest, _ = find_latest_valid(checkpoints, verify=False)
-    return recorded_stores(None if newest is None else newest.manifest.data)
+    return {} if newest is None else dict((newest.manifest.data or {}).get(STORES, {}))
 
 
 def _require_capabilities(recipe: Recipe, spec: EngineSpec) -> None:
