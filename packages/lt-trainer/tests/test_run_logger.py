@@ -46,17 +46,12 @@ class Clock:
 class FakeMonitor:
     def __init__(self, joules: float | None) -> None:
         self.value = joules
-        self.found: list[str] = []
 
     def energy_joules(self) -> float | None:
         return self.value
 
     def scalars(self) -> dict[str, float]:
         return {}
-
-    def pop_problems(self) -> list[str]:
-        found, self.found = self.found, []
-        return found
 
 
 def step(number: int, rows: int) -> StepRecord:
@@ -199,15 +194,6 @@ def test_without_a_counter_nothing_is_said_of_energy(tmp_path: Path) -> None:
         one.log_steps([step(1, 32)], 0, {})
     assert not [name for name in records(tmp_path)[0] if "joules" in name or "kwh" in name]
     assert [event["event"] for event in read_jsonl(tmp_path / "events.jsonl")] == []
-
-
-def test_what_the_monitor_has_to_tell_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    monitor = FakeMonitor(None)
-    monitor.found = ["GPU 3: it is lost"]
-    with journal(tmp_path, Clock(), monitor=monitor) as one:
-        one.log_steps([step(1, 32)], 0, {})
-        one.log_steps([step(2, 32)], 0, {})
-    assert capsys.readouterr().out.count("# monitor: GPU 3: it is lost\n") == 1
 
 
 def test_a_long_evaluation_shows_every_ten_seconds_what_is_left(

@@ -21,6 +21,7 @@ from lt_data.display.progress_bars import SECONDS_BETWEEN_LINES, format_progress
 from lt_data.display.terminal import escape_controls
 from lt_trainer.constants import GIB
 from lt_trainer.engine import Device
+from lt_trainer.observability.monitor import NodeMonitor
 from lt_trainer.observability.sinks import Sinks
 from lt_trainer.observability.throughput import Throughput
 from lt_trainer.run_directory.jsonl import JsonlWriter
@@ -65,22 +66,6 @@ class ComputeCost:
         """Return the FLOPs of a step with attention counted within documents only; nan if unknown."""
         length = math.nan if record.document_length is None else record.document_length
         return record.rows * self.seq_len * (self.flops_per_token - self.attention_flops * (self.seq_len - length))
-
-
-class Monitor(Protocol):
-    """Node monitor interface; called by the main thread, so it must not block."""
-
-    def energy_joules(self) -> float | None:
-        """Return the energy of the run's GPUs since its first start; None if not measured."""
-        ...
-
-    def scalars(self) -> dict[str, float]:
-        """Return the newest values of this node by tag, for the sinks."""
-        ...
-
-    def pop_problems(self) -> list[str]:
-        """Return and clear the new problems."""
-        ...
 
 
 class EvaluationResult(Protocol):
@@ -159,7 +144,7 @@ class Rank0Logger:
         cost: ComputeCost,
         *,
         sinks: Sinks | None = None,
-        monitor: Monitor | None = None,
+        monitor: NodeMonitor | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._sinks, self._monitor = sinks or Sinks(), monitor
@@ -221,8 +206,6 @@ class Rank0Logger:
                 **self._energy_fields(tokens),
             )
         )
-        for text in [] if self._monitor is None else self._monitor.pop_problems():
-            self.log_message(f"monitor: {text}")
 
     def _energy_fields(self, tokens: int) -> dict[str, float]:
         """Return the energy per token since the last record and that of the whole run, if measured."""

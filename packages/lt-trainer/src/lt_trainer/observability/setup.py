@@ -11,7 +11,8 @@ from lt_trainer.config.recipe import to_dict
 from lt_trainer.config.sections.recipe import Recipe
 from lt_trainer.engine import Engine, EngineSpec, World
 from lt_trainer.errors import RecipeError
-from lt_trainer.observability.monitor.node import NodeMonitor
+from lt_trainer.observability.gpu_sampler import load_nvml
+from lt_trainer.observability.monitor import NodeMonitor
 from lt_trainer.observability.sinks import Sinks, check_sinks_installed, open_sinks
 from lt_trainer.run_directory.jsonl import read_jsonl
 
@@ -62,19 +63,21 @@ def check_metrics_options(recipe: Recipe, spec: EngineSpec, world: World) -> Non
 
 
 def create_node_monitor(
-    recipe: Recipe, *, world: World, attempt: str, engine: Engine, log: RankLog
+    recipe: Recipe, *, world: World, engine: Engine, log: RankLog
 ) -> AbstractContextManager[NodeMonitor | None]:
-    """Return the monitor of this node on local rank 0, if enabled in the recipe."""
-    if world.local_rank != 0 or not recipe.metrics.monitor_interval_s:
+    """Return the monitor of this node on local rank 0, if enabled in the recipe; collective."""
+    if not recipe.metrics.monitor_interval_s:
+        return nullcontext()
+    pids = dict(enumerate(engine.control.all_gather(os.getpid())))
+    if world.local_rank != 0:
         return nullcontext()
     return NodeMonitor(
         Path(recipe.run.dir),
         world=world,
-        attempt=attempt,
+        pids={rank: pids[rank] for rank in range(world.rank, world.rank + world.local_size)},
         interval_s=recipe.metrics.monitor_interval_s,
-        log=log,
-        gpus=engine.device.kind == "cuda",
-        environ=os.environ,
+        log=log.write,
+        nvml=load_nvml if engine.device.kind == "cuda" else None,
     )
 
 

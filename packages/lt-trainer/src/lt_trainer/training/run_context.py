@@ -16,7 +16,7 @@ from lt_trainer.checkpointing.checkpoint_manager import CheckpointManager
 from lt_trainer.checkpointing.mirror import RunMirror
 from lt_trainer.config.recipe import ResolvedRecipe, to_dict
 from lt_trainer.engine import Engine
-from lt_trainer.observability.monitor.node import NodeMonitor
+from lt_trainer.observability.monitor import NodeMonitor
 from lt_trainer.observability.run_logger import NullLogger, Rank0Logger
 from lt_trainer.observability.setup import create_node_monitor, open_run_sinks
 from lt_trainer.resilience.stop_signals import StopSignals
@@ -67,9 +67,7 @@ class RunContext:
         log = stack.enter_context(RankLog(setup.folder, setup.world.rank))
         attempt = engine.control.broadcast(secrets.token_hex(8))
         watchdog = stack.enter_context(_create_watchdog(setup, engine, log, attempt))
-        monitor = stack.enter_context(
-            create_node_monitor(setup.recipe, world=setup.world, attempt=attempt, engine=engine, log=log)
-        )
+        monitor = stack.enter_context(create_node_monitor(setup.recipe, world=setup.world, engine=engine, log=log))
         logger = stack.enter_context(_open_logger(setup, run_dir, engine, log, monitor))
         mirror = stack.enter_context(_create_mirror(setup, run_dir, engine, logger, stop, watchdog))
         checkpoints = setup.checkpoint_manager(setup.folder / "checkpoints", mirror.protected)

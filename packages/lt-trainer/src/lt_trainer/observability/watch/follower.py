@@ -14,7 +14,6 @@ from typing import Any
 
 from lt_trainer.errors import RunDirError
 from lt_trainer.files import open_regular, parse_json, read_json
-from lt_trainer.observability.monitor.node import FOLDER as MONITOR
 from lt_trainer.run_directory.jsonl import NON_FINITE
 from lt_trainer.run_directory.records import drop_superseded_records, is_first_of_start
 from lt_trainer.run_directory.typed_records import event_problem, is_int, record_problem, sample_problem
@@ -136,7 +135,7 @@ class RunWatcher:
             self._records = drop_superseded_records([*self._records, *new])
         for event in self._events.read():
             self._apply_event(event)
-        for path in sorted((self._path / MONITOR).glob("node*.jsonl")):
+        for path in sorted((self._path / "monitor").glob("node*.jsonl")):
             for sample in self._nodes.setdefault(path.stem, JsonlFollower(path, sample_problem)).read()[-1:]:
                 self._samples[path.stem] = sample
         return RunView(
