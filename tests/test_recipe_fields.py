@@ -2,8 +2,7 @@
 
 One run of a little model (the gpu engine on the CPU, three steps, in this process) is the baseline of each case; the
 case sets one field and names the results that must differ. Two runs of one recipe are equal to the last bit, so every
-difference is the field's. What needs ranks, a device or a command has tests of its own: `tools/option_effects.toml`
-names them.
+difference is the field's. What needs ranks, a device or a command has tests of its own.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lt_ckpt import Checkpoint
 from lt_data import DataError, TokenStore, pack, prepare, read_documents, train_bpe
-from lt_test_helpers.option_cases import WORDS
 from lt_trainer.config.recipe import load
 from lt_trainer.data import batches
 from lt_trainer.engine import StepBatch
@@ -32,10 +30,28 @@ from lt_trainer.training.runner import run
 from lt_trainer_gpu import peak_flops
 from lt_trainer_gpu.engine import GpuEngine
 
+WORDS = [
+    "the",
+    "loss",
+    "of",
+    "a",
+    "model",
+    "falls",
+    "when",
+    "its",
+    "data",
+    "is",
+    "read",
+    "in",
+    "order",
+    "and",
+    "its",
+    "state",
+    "is",
+    "kept",
+]
 STOP_AFTER_STEP = 12
 """More than any case has, so that an ignored schedule.max_steps comes to an end."""
-NOT_PLANTED = ("model.preset",)
-"""Read before the recipe is made."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -338,24 +354,3 @@ def differing(train: Callable[..., Result], case: Case) -> set[str]:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.field)
 def test_field_changes_the_run(train: Callable[..., Result], case: Case) -> None:
     assert set(case.changes.split()) <= differing(train, case)
-
-
-PLANTED = ("data.shuffle", "optimizer.eps")
-"""Faults that no test noticed once; the others are planted by the slow tests."""
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=[] if case.field in PLANTED else [pytest.mark.slow], id=case.field)
-        for case in CASES
-        if case.field not in NOT_PLANTED
-    ],
-)
-def test_an_ignored_field_is_noticed(train: Callable[..., Result], ignore: Callable[[str], None], case: Case) -> None:
-    ignore(case.field)
-    try:
-        found = differing(train.anew, case)  # type: ignore[attr-defined]
-    except (ValueError, KeyError):
-        return  # without the field the recipe cannot run
-    assert not set(case.changes.split()) <= found
