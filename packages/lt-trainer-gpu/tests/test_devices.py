@@ -10,7 +10,6 @@ import torch
 
 from lt_trainer.engine import World
 from lt_trainer.errors import RecipeError
-from lt_trainer.planning.devices import DEVICES
 from lt_trainer_gpu import devices
 from lt_trainer_gpu.device_sum import DeviceSum
 from lt_trainer_gpu.devices import (
@@ -225,15 +224,7 @@ def test_a_model_outside_of_the_table_has_no_peak(name: str) -> None:
     assert find_datasheet_peak(name) is None
     found, source = peak_flops(torch.device("cuda", 0), torch.bfloat16, name)
     assert math.isnan(found)
-    assert source == f"unknown: {name!r} is not in the table of lt_trainer_gpu.peak_flops"
-
-
-def test_a_plan_and_a_run_know_the_same_peaks() -> None:
-    for device in DEVICES.values():
-        if not device.title.startswith("AWS"):
-            found = find_datasheet_peak(device.title.replace(" GB", "GB"))
-            assert found is not None, device.title
-            assert found[1] == device.peak_flops, device.name
+    assert source == f"unknown: {name!r} is not in the table of lt_model.devices"
 
 
 def test_float32_products_are_exact_unless_told_otherwise(open_on, config) -> None:

@@ -12,17 +12,15 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from lt_model import PRESETS, LlamaConfig, flops_per_token
+from lt_model import LlamaConfig, flops_per_token
+from lt_model.costs import recomputed_flops_per_token
 from lt_model.llama import Llama
 from lt_trainer.config.sections.metrics import MetricsOptions
 from lt_trainer.engine import World
 from lt_trainer.errors import RecipeError
-from lt_trainer.planning.layout import PlannedLayout
-from lt_trainer.planning.run_time import recomputed_flops_per_token as planned_recomputation
 from lt_trainer.timing import STEP_PARTS
 from lt_trainer_gpu import flight_recorder
 from lt_trainer_gpu.activation_checkpointing import apply_activation_checkpointing
-from lt_trainer_gpu.recompute_flops import recomputed_flops_per_token
 from lt_trainer_gpu.spec import SPEC
 from lt_trainer_gpu.step_profiler import StepProfiler
 from lt_trainer_gpu.timing import create_stopwatch
@@ -225,33 +223,6 @@ def test_what_is_computed_again_is_what_torch_counts(mode: str) -> None:
     again = recomputed_flops_per_token(LITTLE, 16, mode)
     assert counted(mode) - counted("none") == 2 * 16 * again > 0
     assert again < flops_per_token(LITTLE, 16, "full") / 3
-
-
-@pytest.mark.parametrize("mode", ["none", "selective", "full"])
-def test_a_plan_counts_what_a_run_computes_again(mode: str) -> None:
-    """Else the HFU of `lt train plan` is another than that of the run."""
-    config = PRESETS["llama3-8b"]
-    layout = PlannedLayout(
-        devices=8,
-        nodes=1,
-        tp=1,
-        sequence_parallel=False,
-        dp_replicate=1,
-        dp_shard=8,
-        micro_batch_size=1,
-        accumulation_steps=1,
-        activation_checkpointing=mode,
-    )
-    planned = planned_recomputation(config, 4096, layout)
-    assert planned == recomputed_flops_per_token(config, 4096, mode)
-    assert (planned > 0) == (mode != "none")
-
-
-def test_what_a_compiler_chooses_is_not_known() -> None:
-    assert recomputed_flops_per_token(LITTLE, 16, "none") == 0
-    assert recomputed_flops_per_token(LITTLE, 16, "memory_budget") != recomputed_flops_per_token(
-        LITTLE, 16, "memory_budget"
-    )  # nan
 
 
 # ---- the stopwatch ----

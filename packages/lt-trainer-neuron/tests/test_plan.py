@@ -193,13 +193,13 @@ def test_time_follows_the_peak_of_all_cores(resolved) -> None:
 
 def test_the_command_plans_with_the_engine_that_trains(resolved) -> None:
     answer = plan_recipe(resolved(), device="trn1", devices=32, nodes=None, mfu=None)
-    assert "NeuronCore-v2" in answer.to_text()
-    assert answer.to_dict()["fits"] == answer.fits
+    assert "NeuronCore-v2" in answer.text
+    assert answer.values["fits"] == answer.fits
     gpu = load(base={"model": {"preset": "llama2-7b"}, "data": {"store": "x"}, "batch": {"micro_batch_size": 1}})
     of_gpus = plan_recipe(gpu, device="h100", devices=8, nodes=None, mfu=None)
     assert of_gpus.fits
-    assert of_gpus.to_dict()["device"]["name"] == "h100"
-    assert "H100" in of_gpus.to_text()
+    assert of_gpus.values["device"]["name"] == "h100"
+    assert "H100" in of_gpus.text
 
 
 @pytest.mark.parametrize(

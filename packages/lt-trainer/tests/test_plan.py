@@ -14,16 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lt_model import PRESETS, flops_per_token, n_parameters, param_specs
+from lt_model.devices import DEVICES
 from lt_trainer.config.recipe import ResolvedRecipe, llama_config, load
 from lt_trainer.config.sections.optimizer import OptimizerOptions
 from lt_trainer.errors import RecipeError
-from lt_trainer.planning.devices import DEVICES, find_device
 from lt_trainer.planning.layout import PlannedLayout, layout_from_recipe
 from lt_trainer.planning.memory import RESERVE_BYTES, RESERVE_SHARE, plan_memory
 from lt_trainer.planning.memory_activations import activations_per_token
 from lt_trainer.planning.plan import make_plan, plan_to_dict
 from lt_trainer.planning.plan_text import format_count, format_duration, format_plan
-from lt_trainer.planning.run_time import plan_time, recomputed_flops_per_token
+from lt_trainer.planning.result import find_device
+from lt_trainer.planning.run_time import plan_time, recomputed_flops
 from lt_trainer.planning.search import candidate_layouts, find_nearest_layout
 
 GIB = 2**30
@@ -142,16 +143,16 @@ def test_rows_too_long_for_any_tensor_parallel_degree_are_cut(resolved) -> None:
     """The proposal is a recipe that fits; an attention backend that cannot is not cut."""
     sets = ("data.seq_len=1048576", "model.max_position_embeddings=1048576", "engine.gpu.activation_checkpointing=full")
     plan = make_plan(resolved(*sets, global_batch_size=16), device=DEVICES["h100"], devices=16)
-    assert plan.nearest_layout is not None
-    assert plan.nearest_layout.cp > 1
+    assert plan.nearest is not None
+    assert plan.nearest.layout.cp > 1
     overrides = [f"{name}={str(value).lower()}" for name, value in plan.changes.items()]
     again = make_plan(resolved(*sets, *overrides, global_batch_size=16), device=DEVICES["h100"], devices=16)
-    assert again.layout == plan.nearest_layout
+    assert again.layout == plan.nearest.layout
     assert again.fits
     other = make_plan(
         resolved(*sets, "engine.gpu.attention=flash-attn", global_batch_size=16), device=DEVICES["h100"], devices=16
     )
-    assert other.nearest_layout is None or other.nearest_layout.cp == 1
+    assert other.nearest is None or other.nearest.layout.cp == 1
 
 
 def test_tensor_parallelism_divides_all_but_the_norms() -> None:
@@ -227,14 +228,14 @@ def test_what_is_computed_again_costs_mfu_where_none_is_given(resolved) -> None:
     )
     assert full.hfu == pytest.approx(plain.hfu)
     assert full.seconds > plain.seconds
-    again = recomputed_flops_per_token(config, 4096, replace(LAYOUT, activation_checkpointing="full"))
+    again = recomputed_flops(config, 4096, replace(LAYOUT, activation_checkpointing="full"))
     width, inner, kv = config.hidden_size, config.intermediate_size, config.n_kv_heads * config.head_dim
     products = 2 * width * width + 2 * width * kv + 2 * width * inner
     assert again == config.n_layers * (2 * products + 4 * width * 4096)
-    half = recomputed_flops_per_token(config, 4096, replace(LAYOUT, activation_checkpointing="selective"))
+    half = recomputed_flops(config, 4096, replace(LAYOUT, activation_checkpointing="selective"))
     assert half == config.n_layers * 2 * (width * kv + width * width + width * inner)
     share = replace(LAYOUT, activation_checkpointing="memory_budget", activation_memory_budget=0.25)
-    assert recomputed_flops_per_token(config, 4096, share) == pytest.approx(0.75 * again)
+    assert recomputed_flops(config, 4096, share) == pytest.approx(0.75 * again)
     assert full.seconds / plain.seconds == pytest.approx(1 + again / flops_per_token(config, 4096))
 
 
@@ -242,19 +243,18 @@ def test_a_run_of_eight_billion_fits_eight_h200s_and_not_one(resolved) -> None:
     assert make_plan(resolved(), device=DEVICES["h200"], devices=8).fits
     alone = make_plan(resolved(), device=DEVICES["h200"], devices=1)
     assert not alone.fits
-    assert alone.nearest_layout is not None
-    assert alone.nearest_memory is not None
-    assert alone.nearest_memory.needed <= DEVICES["h200"].memory_bytes
+    assert alone.nearest is not None
+    assert alone.nearest.fits
     assert alone.changes
 
 
 def test_what_is_proposed_is_a_recipe_that_fits(resolved) -> None:
     """The proposed fields, given back as `--set`, resolve to the layout that was found, and it fits."""
     plan = make_plan(resolved(micro_batch_size=8), device=DEVICES["h100"], devices=8)
-    assert plan.nearest_layout is not None
-    overrides = [f"{name}={str(value).lower()}" for name, value in plan.nearest_layout.to_overrides().items()]
+    assert plan.nearest is not None
+    overrides = [f"{name}={str(value).lower()}" for name, value in plan.nearest.layout.to_overrides().items()]
     again = make_plan(resolved(*overrides, micro_batch_size=8), device=DEVICES["h100"], devices=8)
-    assert again.layout == plan.nearest_layout
+    assert again.layout == plan.nearest.layout
     assert again.fits
 
 

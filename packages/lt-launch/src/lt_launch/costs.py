@@ -118,8 +118,8 @@ def _plan_findings(job: Job, price: float, prices: Prices) -> Iterator[Finding]:
         return
     from lt_trainer.config.recipe import ResolvedRecipe, from_dict
     from lt_trainer.errors import RecipeError
-    from lt_trainer.planning.devices import find_device
     from lt_trainer.planning.plan import make_plan
+    from lt_trainer.planning.result import find_device
 
     recipe = from_dict(tomllib.loads(job.recipe), source=f"the recipe of {job.name}")
     try:

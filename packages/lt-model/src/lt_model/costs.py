@@ -3,8 +3,8 @@
 A training step reads each weight of a matrix product once forward (2 FLOPs per weight and token) and twice backward,
 hence 6 FLOPs per parameter and token. Attention scores and their product with the values add 12 * n_layers * D * T
 per token with D = n_heads * head_dim and T = seq_len ("full": PaLM, appendix B, arXiv:2204.02311; also nanoGPT,
-Megatron), or half of it when only the causal triangle is counted ("causal"). Recomputation is never counted, so these
-are model FLOPs, as in MFU.
+Megatron), or half of it when only the causal triangle is counted ("causal"). These are model FLOPs, as in MFU;
+recomputed ones, which HFU adds, are counted apart.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from lt_model.activation_memory import SELECTIVE_SAVED_PRODUCTS, CheckpointingMode
 from lt_model.config import LlamaConfig, check_size
 from lt_model.errors import ModelError
 from lt_model.params import param_specs
@@ -58,6 +59,27 @@ def attention_flops_per_token(config: LlamaConfig, length: int, convention: Flop
     """
     attention = 12 * config.n_layers * config.n_heads * config.head_dim * length
     return attention if convention == "full" else attention // 2
+
+
+def recomputed_flops_per_token(config: LlamaConfig, seq_len: int, activation_checkpointing: CheckpointingMode) -> int:
+    """Return FLOPs per token that activation checkpointing recomputes, in the "full" convention.
+
+    "selective" keeps attention and every other matrix product. With "full" torch ends the recomputation once the
+    backward pass has all that it needs, which the output of the last product is not. Recomputation inside a flash
+    attention kernel's backward pass is never counted.
+
+    Args:
+        config: the model.
+        seq_len: tokens per row.
+        activation_checkpointing: what is recomputed.
+    """
+    if activation_checkpointing == "none":
+        return 0
+    is_full = activation_checkpointing == "full"
+    kept = ("norm", "down_proj") if is_full else ("norm", *SELECTIVE_SAVED_PRODUCTS)
+    products = sum(row.numel for row in param_specs(config) if row.layer is not None and row.kind not in kept)
+    attention = 4 * config.n_layers * config.n_heads * config.head_dim * seq_len
+    return 2 * products + (attention if is_full else 0)
 
 
 @dataclass(frozen=True, kw_only=True)

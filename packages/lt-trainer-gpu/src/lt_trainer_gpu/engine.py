@@ -13,6 +13,7 @@ Shapes: M micro-batches, B rows, T positions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from lt_ckpt import Checkpoint
 from lt_model import LlamaConfig
+from lt_model.costs import recomputed_flops_per_token
 from lt_trainer.checkpointing.pretrained import PretrainedWeights
 from lt_trainer.config.sections.recipe import Recipe
 from lt_trainer.control import Control, SoloControl
@@ -40,7 +42,6 @@ from lt_trainer_gpu.micro_batches import DeviceMicroBatch, micro_batches
 from lt_trainer_gpu.parallelize import open_stages
 from lt_trainer_gpu.peak_flops import peak_flops
 from lt_trainer_gpu.pipeline import TiedGradient, open_runner
-from lt_trainer_gpu.recompute_flops import recomputed_flops_per_token
 from lt_trainer_gpu.step_profiler import StepProfiler
 from lt_trainer_gpu.timing import create_stopwatch
 from lt_trainer_gpu.trained_state import TrainedState
@@ -85,8 +86,9 @@ class GpuEngine:
             recipe.metrics, run_dir=Path(recipe.run.dir), rank=world.rank, device=computation.device
         )
         self.stopwatch = create_stopwatch(computation.device)
-        self.recomputed_flops_per_token = recomputed_flops_per_token(
-            config, recipe.data.seq_len, computation.options.activation_checkpointing
+        mode = computation.options.activation_checkpointing
+        self.recomputed_flops_per_token = (  # with a memory budget the compiler chooses
+            math.nan if mode == "memory_budget" else recomputed_flops_per_token(config, recipe.data.seq_len, mode)
         )
 
     def step(self, batch: StepBatch, lr: float) -> PendingStep:

@@ -63,7 +63,7 @@ class NeuronSpec:
         from lt_trainer_neuron.planning import make_plan
 
         plan = make_plan(resolved, device=device, devices=devices, nodes=nodes, mfu=mfu)
-        return PlanResult(fits=plan.fits, to_text=lambda: format_plan(plan), to_dict=plan.to_dict)
+        return PlanResult(fits=plan.fits, text=format_plan(plan), values=plan.to_dict())
 
     def open(self, recipe: Recipe, model: "LlamaConfig", world: "World") -> "Engine":
         """Repeat the checks with the model's vocabulary, then open the engine.

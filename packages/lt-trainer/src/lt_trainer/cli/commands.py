@@ -201,7 +201,7 @@ def plan(
     result = plan_recipe(
         _load(recipe, sets, hyperparameters), device=device, devices=devices, nodes=nodes or None, mfu=mfu or None
     )
-    echo(json.dumps(result.to_dict(), indent=1) if as_json else result.to_text().removesuffix("\n"))
+    echo(json.dumps(result.values, indent=1) if as_json else result.text.removesuffix("\n"))
     raise typer.Exit(0 if result.fits else 1)
 
 

@@ -8,14 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from lt_trainer.config.sections.optimizer import OptimizerOptions
 from lt_trainer.config.sections.recipe import Recipe
 from lt_trainer.errors import RecipeError
 
+Recomputation = Literal["none", "selective", "full", "memory_budget"]
 ELEMENT_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
+ENGINE_FIELDS = (
+    "activation_checkpointing",
+    "activation_memory_budget",
+    "activation_offload",
+    "loss_chunk_tokens",
+    "optimizer_offload",
+    "reduce_each_micro_batch",
+    "reshard_after_forward",
+)
+"""Fields of a layout that are options of the engine under the same name."""
 OFFLOAD_RESIDENT_BLOCKS = 2
 """Blocks with activations on the device under activation offload: one computing, one being copied."""
 
@@ -71,7 +82,7 @@ class PlannedLayout:
     dp_shard: int
     micro_batch_size: int
     accumulation_steps: int
-    activation_checkpointing: str = "none"
+    activation_checkpointing: Recomputation = "none"
     activation_memory_budget: float = 1.0
     compute_dtype: str = "bfloat16"
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
@@ -194,40 +205,24 @@ def layout_from_recipe(recipe: Recipe, *, devices: int, nodes: int) -> PlannedLa
     """
     parallel, options = recipe.parallel, engine_table(recipe)
     world = devices * nodes
-    data = parallel.data_parallel_size(world)
-    dtype = options.get("dtype", "auto")
-    checkpointing = options.get("activation_checkpointing", "none")
+    dtype, compile = options.get("dtype", "auto"), options.get("compile", "auto")
     return PlannedLayout(
         devices=devices,
         nodes=nodes,
         tp=parallel.tp,
-        sequence_parallel=parallel.sequence_parallel,
-        dp_replicate=parallel.dp_replicate,
-        dp_shard=data // parallel.dp_replicate,
-        micro_batch_size=recipe.batch.micro_batch_size,
-        accumulation_steps=recipe.accumulation_steps(world),
-        activation_checkpointing=checkpointing,
-        activation_memory_budget=options.get("activation_memory_budget", 1.0)
-        if checkpointing == "memory_budget"
-        else 1.0,
-        compute_dtype="bfloat16" if dtype == "auto" else dtype,
-        optimizer=recipe.optimizer,
-        reshard_after_forward=options.get("reshard_after_forward", True),
-        loss_chunk_tokens=options.get("loss_chunk_tokens", 0),
-        activation_offload=options.get("activation_offload", False),
-        optimizer_offload=options.get("optimizer_offload", False),
-        reduce_each_micro_batch=options.get("reduce_each_micro_batch", False),
-        is_compiled=_is_compiled(options),
         cp=parallel.cp,
         pp=parallel.pp,
+        sequence_parallel=parallel.sequence_parallel,
+        dp_replicate=parallel.dp_replicate,
+        dp_shard=parallel.data_parallel_size(world) // parallel.dp_replicate,
+        micro_batch_size=recipe.batch.micro_batch_size,
+        accumulation_steps=recipe.accumulation_steps(world),
+        compute_dtype="bfloat16" if dtype == "auto" else dtype,
+        optimizer=recipe.optimizer,
+        is_compiled=options.get("device", "auto") in ("auto", "cuda") if compile == "auto" else compile,
         stages_per_rank=options.get("pipeline_stages_per_rank", 1),
+        **{name: options[name] for name in ENGINE_FIELDS if name in options},
     )
-
-
-def _is_compiled(options: Mapping[str, Any]) -> bool:
-    """Return True if the blocks are compiled; "auto" compiles on cuda."""
-    compile = options.get("compile", "auto")
-    return options.get("device", "auto") in ("auto", "cuda") if compile == "auto" else compile
 
 
 def engine_table(recipe: Recipe) -> Mapping[str, Any]:

@@ -44,13 +44,9 @@ from lt_trainer.planning.memory_activations import (
     block_backward_per_token,
 )
 from lt_trainer.planning.memory_optimizer import UPCAST_BYTES, optimizer_state_bytes, optimizer_temporary_bytes
-from lt_trainer.planning.memory_stages import PlannedStages, iter_stages, parameter_counts
-from lt_trainer.planning.memory_weights import (
-    earlier_gradient_bytes,
-    embedding_reduction_bytes,
-    gathered_weights,
-    head_gradients,
-)
+from lt_trainer.planning.memory_weights import RankWeights, iter_ranks
+
+Parts = dict[str, float]
 
 RESERVE_SHARE = 0.05
 RESERVE_BYTES = 1 << 30
@@ -103,172 +99,143 @@ def plan_memory(
         upcast_bytes: what AdamW upcasts at a time; the default is a GPU's.
         workspace_bytes: workspace of matrix products; the default is a GPU's.
     """
-    plans = [
-        _RankPlan(config, seq_len, layout, stages).peak(upcast_bytes, workspace_bytes)
-        for stages in iter_stages(config, layout)
-    ]
-    peak_phase, parts = max(plans, key=lambda plan: sum(plan[1].values()))
-    peak = sum(parts.values())
+    ranks = list(iter_ranks(config, layout))
+    plans = [_RankPlan(config, seq_len, layout, rank).peak(upcast_bytes, workspace_bytes) for rank in ranks]
+    peak_phase, parts = max(plans, key=_size)
+    peak, table = sum(parts.values()), param_specs(config)
+    host_bytes = max(optimizer_state_bytes(rank.rows, layout, layout.tp) for rank in ranks) / layout.fsdp_size
     return PlannedMemory(
         parts=parts,
         peak_phase=peak_phase,
         peak=peak,
         reserve=RESERVE_SHARE * peak + RESERVE_BYTES,
-        state_bytes=layout.weight_bytes * sum(row.numel for row in param_specs(config))
-        + optimizer_state_bytes(param_specs(config), layout, 1),
-        host_bytes=max(optimizer_state_bytes(stages.rows, layout, layout.tp) for stages in iter_stages(config, layout))
-        / layout.fsdp_size
-        * layout.optimizer_offload,
+        state_bytes=layout.weight_bytes * sum(row.numel for row in table) + optimizer_state_bytes(table, layout, 1),
+        host_bytes=host_bytes * layout.optimizer_offload,
     )
+
+
+def _size(phase: tuple[str, Parts]) -> float:
+    return sum(phase[1].values())
 
 
 class _RankPlan:
     """Phases of a step on one pipeline rank; for the arguments see `plan_memory`."""
 
-    def __init__(self, config: LlamaConfig, seq_len: int, layout: PlannedLayout, stages: PlannedStages) -> None:
+    def __init__(self, config: LlamaConfig, seq_len: int, layout: PlannedLayout, weights: RankWeights) -> None:
         size = layout.element_bytes
-        self._config, self._layout, self._stages = config, layout, stages
-        self._counts = parameter_counts(config, stages, layout)
+        self._config, self._layout, self._weights = config, layout, weights
         self._tokens = layout.micro_batch_size * seq_len // layout.cp
         self._stream = self._tokens * config.hidden_size * size
         self._block_activations = self._tokens * activations_per_token(config, layout)
         self._outside = self._tokens * non_block_bytes_per_token(config, element_bytes=size)
-        if not stages.has_head:  # nor the last norm
+        if not weights.has_head:  # nor the last norm
             self._outside -= self._stream
-        self._activations = layout.resident_blocks(stages.n_layers) * self._block_activations + self._outside
-        self._gathered = gathered_weights(self._counts, layout, stages)
-        self._shard = self._counts.all * layout.gradient_bytes / layout.fsdp_size
-        self._head = head_gradients(self._counts, layout, stages)
-        self._sent = self._counts.block * layout.master_bytes if layout.fsdp_size > 1 else 0.0
+        self._activations = layout.resident_blocks(weights.n_layers) * self._block_activations + self._outside
+        self._sent = weights.block * layout.master_bytes if layout.fsdp_size > 1 else 0.0
         """Input of the reduce-scatter of one block."""
 
-    def peak(self, upcast_bytes: int, workspace_bytes: int) -> tuple[str, dict[str, float]]:
+    def peak(self, upcast_bytes: int, workspace_bytes: int) -> tuple[str, Parts]:
         """Return the phase that needs most, and all parts in it."""
-        layout = self._layout
+        layout, weights = self._layout, self._weights
+        state = 0.0 if layout.optimizer_offload else optimizer_state_bytes(weights.rows, layout, layout.tp)
         permanent = {
-            "weights": self._counts.all * layout.weight_bytes / layout.fsdp_size,
-            "optimizer state": 0.0
-            if layout.optimizer_offload
-            else optimizer_state_bytes(self._stages.rows, layout, layout.tp) / layout.fsdp_size,
+            "weights": weights.all * layout.weight_bytes / layout.fsdp_size,
+            "optimizer state": state / layout.fsdp_size,
             "workspace": float(workspace_bytes),
         }
-        update = _phase_parts(
-            gathered=self._gathered.afterwards,
-            gradients=self._shard,
-            optimizer=optimizer_temporary_bytes(self._stages.rows, layout, upcast_bytes),
-        )
+        update = {
+            "gathered weights": weights.gathered_after,
+            "gradients": weights.shard_gradients,
+            "optimizer": optimizer_temporary_bytes(weights.rows, layout, upcast_bytes),
+        }
         phases = [("optimizer step", update)]
-        for planned_pass in layout.fullest_backward_passes(self._stages.pp_rank):
-            earlier = earlier_gradient_bytes(self._counts, layout) * planned_pass.has_earlier
+        for planned_pass in layout.fullest_backward_passes(weights.pp_rank):
+            earlier = weights.earlier_gradients * planned_pass.has_earlier
             found = self._pass_phases(earlier, reduces=planned_pass.reduces)
             if layout.uses_fsdp and planned_pass.reduces:
                 found |= self._reductions(earlier)
             phases += self._with_others(found, planned_pass.in_flight)
-        name, parts = max(phases, key=lambda phase: sum(phase[1].values()))
+        name, parts = max(phases, key=_size)
         return name, permanent | parts
 
-    def _pass_phases(self, earlier: float, *, reduces: bool) -> dict[str, dict[str, float]]:
+    def _pass_phases(self, earlier: float, *, reduces: bool) -> dict[str, Parts]:
         """Return the phases of a pass and its backward pass, beside these gradients of earlier ones."""
-        config, layout, last = self._config, self._layout, self._stages.n_layers - 1
+        layout, last = self._layout, self._weights.n_layers - 1
         loss = loss_bytes(
-            config,
+            self._config,
             self._tokens,
             element_bytes=layout.element_bytes,
             chunk_tokens=layout.loss_chunk_tokens,
             tp=layout.tp,
         )
-
-        def backward(*indices: int) -> dict[str, float]:
-            blocks = [self._block_backward(index, earlier, reduces=reduces) for index in indices]
-            return max(blocks, key=lambda parts: sum(parts.values()))
-
-        return {
-            "loss": _phase_parts(
-                gathered=self._gathered.loss,
-                activations=self._activations,
-                gradients=earlier,
-                loss=sum(loss.values()) if self._stages.has_head else 0.0,
-            ),
-            "last block": backward(last, max(0, last - 1)),
-            "first block": backward(min(1, last), 0),
+        in_loss = {
+            "gathered weights": self._weights.gathered_in_loss,
+            "activations": self._activations,
+            "gradients": earlier,
+            "loss": sum(loss.values()) if self._weights.has_head else 0.0,
+        }
+        ends = {"last block": (last, max(0, last - 1)), "first block": (min(1, last), 0)}
+        return {"loss": in_loss} | {
+            name: max(
+                (self._block_backward(i, earlier, reduces=reduces) for i in blocks), key=lambda p: sum(p.values())
+            )
+            for name, blocks in ends.items()
         }
 
-    def _block_backward(self, index: int, earlier: float, *, reduces: bool) -> dict[str, float]:
+    def _block_backward(self, index: int, earlier: float, *, reduces: bool) -> Parts:
         """Return the parts while block `index` runs backward, at the larger of its two peaks."""
-        config, layout, counts, last = self._config, self._layout, self._counts, self._stages.n_layers - 1
-        done = (last - index) * counts.block
+        config, layout, weights, last = self._config, self._layout, self._weights, self._weights.n_layers - 1
+        done = (last - index) * weights.block
         if not reduces and layout.uses_fsdp:
             gradients = max(earlier, done * layout.master_bytes)
-            gradients += counts.head * layout.element_bytes if index == last else 0.0
+            gradients += weights.head * layout.element_bytes if index == last else 0.0
         else:
             others = done * layout.gradient_bytes / layout.fsdp_size
-            if earlier > self._shard:  # unsharded until they are sent
+            if earlier > weights.shard_gradients:  # unsharded until they are sent
                 others += earlier - done * layout.master_bytes
-            gradients = max(others, earlier if earlier <= self._shard else 0.0)
-            gradients += self._head.last_block if index == last else self._head.first_block + self._sent
+            gradients = max(others, earlier if earlier <= weights.shard_gradients else 0.0)
+            gradients += weights.head_in_last_block if index == last else weights.head_in_first_block + self._sent
         held_now, held_after = (layout.resident_blocks(n) * self._block_activations for n in (index + 1, index))
         backward = self._tokens * block_backward_per_token(config, layout)
         in_mlp = held_now + backward, config.intermediate_size * config.hidden_size / layout.tp
-        at_end = held_after + self._tokens * attention_backward_per_token(config, layout), counts.block
+        at_end = held_after + self._tokens * attention_backward_per_token(config, layout), weights.block
         held, own = max(in_mlp, at_end, key=lambda peak: peak[0] + peak[1] * layout.element_bytes)
-        held += self._outside if index == last else 0.0
-        return _phase_parts(
-            gathered=self._gathered.in_block(index),
-            activations=held,
-            gradients=gradients + own * layout.element_bytes,
-        )
-
-    def _reductions(self, earlier: float) -> dict[str, dict[str, float]]:
-        """Return the phases in which FSDP reduces gradients."""
-        gathered, counts = self._gathered, self._counts
         return {
-            "head reduction": _phase_parts(
-                gathered=gathered.start_of_backward,
-                activations=self._activations,
-                gradients=earlier + self._head.reduction,
-            ),
-            "block reduction": _phase_parts(
-                gathered=gathered.outside_blocks,
-                activations=self._stream,
-                gradients=max(self._shard, earlier)
-                + self._head.unsharded
-                + counts.block * self._layout.element_bytes
-                + self._sent,
-            ),
-            "embedding reduction": _phase_parts(
-                gathered=gathered.outside_blocks,
-                activations=self._stream,
-                gradients=self._shard + embedding_reduction_bytes(counts, self._layout),
-            ),
+            "gathered weights": weights.gathered_in_block(index),
+            "activations": held + (self._outside if index == last else 0.0),
+            "gradients": gradients + own * layout.element_bytes,
         }
 
-    def _with_others(
-        self, phases: Mapping[str, dict[str, float]], in_flight: int
-    ) -> list[tuple[str, dict[str, float]]]:
+    def _reductions(self, earlier: float) -> dict[str, Parts]:
+        """Return the phases in which FSDP reduces gradients."""
+        weights = self._weights
+        in_blocks = weights.head_unsharded + weights.block * self._layout.element_bytes + self._sent
+        return {
+            "head reduction": {
+                "gathered weights": weights.gathered_at_start,
+                "activations": self._activations,
+                "gradients": earlier + weights.head_reduction,
+            },
+            "block reduction": {
+                "gathered weights": weights.gathered_outside,
+                "activations": self._stream,
+                "gradients": max(weights.shard_gradients, earlier) + in_blocks,
+            },
+            "embedding reduction": {
+                "gathered weights": weights.gathered_outside,
+                "activations": self._stream,
+                "gradients": weights.shard_gradients + weights.embedding_reduction,
+            },
+        }
+
+    def _with_others(self, phases: Mapping[str, Parts], in_flight: int) -> list[tuple[str, Parts]]:
         """Return the phases with the other passes in flight, and messages on their way, on a pipeline rank."""
         layout = self._layout
         if layout.pp == 1:
             return list(phases.items())
-        blocks = max(0.0, in_flight / layout.stages_per_rank - 1) * self._stages.n_layers
+        blocks = max(0.0, in_flight / layout.stages_per_rank - 1) * self._weights.n_layers
         if layout.activation_offload:  # the last block of each pass stays
             blocks = in_flight - 1
         message = self._stream / layout.tp if layout.sequence_parallel else self._stream
         pipeline = blocks * self._block_activations + (in_flight - 1 + MESSAGES) * message
         return [(name, parts | {"pipeline": pipeline}) for name, parts in phases.items()]
-
-
-def _phase_parts(
-    *,
-    gathered: float = 0.0,
-    activations: float = 0.0,
-    gradients: float = 0.0,
-    loss: float = 0.0,
-    optimizer: float = 0.0,
-) -> dict[str, float]:
-    return {
-        "gathered weights": gathered,
-        "activations": activations,
-        "gradients": gradients,
-        "loss": loss,
-        "optimizer": optimizer,
-    }

@@ -8,7 +8,7 @@ short documents need hardly more than a device's own.
 from __future__ import annotations
 
 from lt_model import LlamaConfig
-from lt_model.activation_memory import activation_bytes_per_token, block_backward_bytes_per_token
+from lt_model.activation_memory import CheckpointingMode, activation_bytes_per_token, block_backward_bytes_per_token
 from lt_trainer.planning.layout import PlannedLayout
 
 ATTENTION_TENSORS = 6
@@ -21,10 +21,10 @@ row, and keys that both see are selected twice."""
 def activations_per_token(config: LlamaConfig, layout: PlannedLayout) -> float:
     """Return activation bytes per token and block; "memory_budget" interpolates between "full" and "none"."""
 
-    def saved(mode: str) -> float:
+    def saved(mode: CheckpointingMode) -> float:
         n_bytes = activation_bytes_per_token(
             config,
-            mode,  # pyright: ignore[reportArgumentType] - same names as the engine's options
+            mode,
             element_bytes=layout.element_bytes,
             tp=layout.tp,
             sequence_parallel=layout.sequence_parallel,
@@ -41,7 +41,7 @@ def block_backward_per_token(config: LlamaConfig, layout: PlannedLayout) -> floa
     mode = "full" if layout.activation_checkpointing == "memory_budget" else layout.activation_checkpointing
     n_bytes = block_backward_bytes_per_token(
         config,
-        mode,  # pyright: ignore[reportArgumentType] - same names as the engine's options
+        mode,
         element_bytes=layout.element_bytes,
         tp=layout.tp,
         sequence_parallel=layout.sequence_parallel,

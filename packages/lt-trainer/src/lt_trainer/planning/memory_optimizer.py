@@ -9,7 +9,7 @@ from lt_trainer.optimizers import optimizer_spec
 from lt_trainer.optimizers.adamw import ADAMW
 from lt_trainer.optimizers.spec import DTYPE_BYTES
 from lt_trainer.planning.layout import PlannedLayout
-from lt_trainer.planning.memory_stages import local_size
+from lt_trainer.planning.memory_weights import local_size
 
 UPCAST_BYTES = 256 * 2**20
 """Temporaries of AdamW at most, if gradients or moments are narrower than the weights."""

@@ -1,4 +1,4 @@
-"""Bytes of gathered weights and of gradients in the phases of a micro-batch.
+"""Part of the model on each pipeline rank: parameter counts, bytes of gathered weights and of gradients.
 
 With FSDP a module's weights are gathered while it computes, and in backward the next block's are being gathered
 beside. What an all-gather returns exists twice while it is copied into place, and the forward pass keeps the last such
@@ -10,103 +10,131 @@ master weights.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
+from lt_model import LlamaConfig
+from lt_model.params import ParamSpec, param_specs
+from lt_model.stages import stage_layers
 from lt_trainer.planning.layout import PlannedLayout
-from lt_trainer.planning.memory_stages import ParameterCounts, PlannedStages
 
 
-@dataclass(frozen=True, kw_only=True)
-class GatheredWeights:
-    """Bytes of gathered weights in the phases of a micro-batch."""
-
-    loss: float
-    start_of_backward: float
-    outside_blocks: float
-    """While no block is gathered."""
-    block: float
-    keeps_blocks: bool
-    prefetched: float
-    """Of the next block, while the one before it computes."""
-    afterwards: float
-
-    def in_block(self, index: int) -> float:
-        """Return the bytes while block `index` runs backward."""
-        n_gathered = index + 1 if self.keeps_blocks else 1
-        prefetched = self.prefetched if index > 0 else 0.0
-        return self.outside_blocks + n_gathered * self.block + prefetched
+def iter_ranks(config: LlamaConfig, layout: PlannedLayout) -> Iterator[RankWeights]:
+    """Yield each pipeline rank's part of the model."""
+    layers, rows = stage_layers(config, layout.pp * layout.stages_per_rank), param_specs(config)
+    for pp_rank in range(layout.pp):
+        own = {layer for stage in layers[pp_rank :: layout.pp] for layer in stage}
+        is_first, is_last = pp_rank == 0, pp_rank == layout.pp - 1
+        ends = {"embed": is_first, "final": is_last}
+        found = [row for row in rows if (row.layer in own if row.layer is not None else ends[row.role])]
+        if config.tie_word_embeddings and is_last and not is_first:  # its own copy of the embedding
+            found.append(rows[0])
+        is_tied = config.tie_word_embeddings and is_first and is_last
+        yield RankWeights(config, layout, found, pp_rank=pp_rank, n_layers=len(own), is_tied=is_tied)
 
 
-def gathered_weights(counts: ParameterCounts, layout: PlannedLayout, stages: PlannedStages) -> GatheredWeights:
-    """Return the gathered weights of a rank."""
-    size, block = layout.element_bytes, counts.block * layout.element_bytes
-    if not layout.uses_fsdp:
-        model = counts.all * size if layout.has_separate_master_weights else 0.0
-        return GatheredWeights(
-            loss=model,
-            start_of_backward=model,
-            outside_blocks=model,
-            block=0.0,
-            keeps_blocks=False,
-            prefetched=0.0,
-            afterwards=model,
-        )
-    head, is_sharded, tied = counts.head * size, layout.fsdp_size > 1, stages.is_tied
-    # All-gather output that the forward pass keeps: of the last group in it.
-    buffer = (block if tied or not stages.has_head else head) * is_sharded
-    # Embedding and head outside their own computation.
-    ends = head if tied else 0.0 if layout.reshard_after_forward else head + counts.embedding * size
-    # The last block stays gathered: backward starts with it.
-    blocks = block if layout.reshard_after_forward else block * stages.n_layers
-    gathers_in_backward = is_sharded and layout.reshard_after_forward
-    return GatheredWeights(
-        loss=max(ends, head) + buffer + blocks,
-        start_of_backward=ends + blocks,
-        outside_blocks=ends,
-        block=block,
-        keeps_blocks=not layout.reshard_after_forward,
-        prefetched=block * gathers_in_backward,
-        afterwards=0.0,
-    )
+def local_size(row: ParamSpec, tp: int) -> float:
+    """Return a device's elements of a parameter after tensor parallelism."""
+    return row.numel if row.tp_dim is None else row.numel / tp
 
 
-@dataclass(frozen=True, kw_only=True)
-class HeadGradients:
-    """Bytes of the head's gradient beside those of earlier micro-batches and the shards of the blocks."""
+class RankWeights:
+    """Weights and gradients of one pipeline rank, whose counts are those after tensor parallelism, before sharding.
 
-    reduction: float = 0.0
-    last_block: float
-    first_block: float
-    unsharded: float
-    """Of the embedding too if they are tied."""
+    Args:
+        config: model config.
+        layout: parallel layout.
+        rows: the rank's parameters.
+        pp_rank: the rank.
+        n_layers: its number of blocks.
+        is_tied: embedding and head are one tensor on this rank.
+    """
 
+    def __init__(
+        self,
+        config: LlamaConfig,
+        layout: PlannedLayout,
+        rows: Sequence[ParamSpec],
+        *,
+        pp_rank: int,
+        n_layers: int,
+        is_tied: bool,
+    ) -> None:
+        self.rows, self.pp_rank, self.n_layers, self.is_tied = rows, pp_rank, n_layers, is_tied
+        self.has_head = pp_rank == layout.pp - 1
+        self._layout = layout
+        by_block = Counter[int]()
+        for row in rows:
+            if row.layer is not None:
+                by_block[row.layer] += local_size(row, layout.tp)  # pyright: ignore[reportArgumentType]
+        end = math.ceil(config.vocab_size / layout.tp) * config.hidden_size
+        self.all = sum(local_size(row, layout.tp) for row in rows)
+        self.block = max(by_block.values())
+        """Parameters of the largest block."""
+        self.head = end if self.has_head else 0
+        self.embedding = end if pp_rank == 0 else 0
+        self.shard_gradients = self.all * layout.gradient_bytes / layout.fsdp_size
+        self._count_gathered()
+        self._count_head_gradients()
 
-def head_gradients(counts: ParameterCounts, layout: PlannedLayout, stages: PlannedStages) -> HeadGradients:
-    """Return the head's gradients: kept unsharded if it is tied or nothing is sharded, else sent at once."""
-    narrow, wide = counts.head * layout.element_bytes, counts.head * layout.master_bytes
-    if not layout.uses_fsdp or stages.is_tied:
-        return HeadGradients(last_block=narrow, first_block=narrow, unsharded=narrow)
-    shard = wide / layout.fsdp_size
-    if layout.accumulation_steps > 1:  # the gradients of earlier micro-batches have it: sharded, or wide and unsharded
-        added = narrow if layout.reduce_each_micro_batch else 0.0
-        return HeadGradients(reduction=added + wide, last_block=wide, first_block=0.0, unsharded=0.0)
-    return HeadGradients(reduction=narrow + wide, last_block=wide + shard, first_block=shard, unsharded=0.0)
+    def _count_gathered(self) -> None:
+        """Set the bytes of gathered weights in the phases of a micro-batch."""
+        layout, size = self._layout, self._layout.element_bytes
+        if not layout.uses_fsdp:
+            model = self.all * size if layout.has_separate_master_weights else 0.0
+            self.gathered_in_loss = self.gathered_at_start = self.gathered_outside = self.gathered_after = model
+            self._gathered_block, self._prefetched = 0.0, 0.0
+            return
+        head, block, is_sharded = self.head * size, self.block * size, layout.fsdp_size > 1
+        # All-gather output that the forward pass keeps: of the last group in it.
+        buffer = (block if self.is_tied or not self.has_head else head) * is_sharded
+        # Embedding and head outside their own computation.
+        ends = head if self.is_tied else 0.0 if layout.reshard_after_forward else head + self.embedding * size
+        # The last block stays gathered: backward starts with it.
+        blocks = block if layout.reshard_after_forward else block * self.n_layers
+        self.gathered_in_loss, self.gathered_at_start = max(ends, head) + buffer + blocks, ends + blocks
+        self.gathered_outside, self.gathered_after = ends, 0.0
+        self._gathered_block = block
+        self._prefetched = block * (is_sharded and layout.reshard_after_forward)
 
+    def gathered_in_block(self, index: int) -> float:
+        """Return the bytes of gathered weights while block `index` runs backward."""
+        n_gathered = 1 if self._layout.reshard_after_forward else index + 1
+        return self.gathered_outside + n_gathered * self._gathered_block + (self._prefetched if index > 0 else 0.0)
 
-def embedding_reduction_bytes(counts: ParameterCounts, layout: PlannedLayout) -> float:
-    """Return the bytes beyond all sharded gradients while the embedding's are cast and reduced."""
-    if not layout.uses_fsdp:
-        return 0.0
-    wide = counts.embedding * layout.master_bytes
-    unsharded = wide if layout.keeps_unsharded else counts.embedding * layout.element_bytes
-    shard = wide / layout.fsdp_size
-    # First the unsharded gradient and its copy to send, then that copy and the shard.
-    return max(unsharded + wide - shard, wide)
+    def _count_head_gradients(self) -> None:
+        """Set the bytes of the head's gradient beside those of earlier micro-batches and the shards of the blocks.
 
+        It is kept unsharded if it is tied or nothing is sharded, else sent at once.
+        """
+        layout = self._layout
+        narrow, wide = self.head * layout.element_bytes, self.head * layout.master_bytes
+        if not layout.uses_fsdp or self.is_tied:
+            self.head_reduction = 0.0
+            self.head_in_last_block = self.head_in_first_block = self.head_unsharded = narrow
+            return
+        self.head_unsharded = 0.0
+        if layout.accumulation_steps > 1:  # earlier gradients have it: sharded, or wide and unsharded
+            self.head_reduction = wide + (narrow if layout.reduce_each_micro_batch else 0.0)
+            self.head_in_last_block, self.head_in_first_block = wide, 0.0
+        else:
+            shard = wide / layout.fsdp_size
+            self.head_reduction, self.head_in_last_block, self.head_in_first_block = narrow + wide, wide + shard, shard
 
-def earlier_gradient_bytes(counts: ParameterCounts, layout: PlannedLayout) -> float:
-    """Return gradient bytes of earlier micro-batches: unsharded master dtype unless each one reduces."""
-    if layout.accumulation_steps == 1:
-        return 0.0
-    unsharded = counts.all * layout.master_bytes
-    return unsharded / layout.fsdp_size if layout.reduce_each_micro_batch or not layout.uses_fsdp else unsharded
+    @property
+    def embedding_reduction(self) -> float:
+        """Bytes beyond all sharded gradients while the embedding's are cast and reduced."""
+        layout, wide = self._layout, self.embedding * self._layout.master_bytes
+        unsharded = wide if layout.keeps_unsharded else self.embedding * layout.element_bytes
+        # First the unsharded gradient and its copy to send, then that copy and the shard.
+        return max(unsharded + wide - wide / layout.fsdp_size, wide)
+
+    @property
+    def earlier_gradients(self) -> float:
+        """Gradient bytes of earlier micro-batches: unsharded master dtype unless each one reduces."""
+        layout = self._layout
+        if layout.accumulation_steps == 1:
+            return 0.0
+        unsharded = self.all * layout.master_bytes
+        return unsharded / layout.fsdp_size if layout.reduce_each_micro_batch or not layout.uses_fsdp else unsharded

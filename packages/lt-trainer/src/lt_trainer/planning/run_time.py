@@ -13,18 +13,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lt_model import LlamaConfig, flops_per_token
-from lt_model.activation_memory import SELECTIVE_SAVED_PRODUCTS
-from lt_model.params import param_specs
+from lt_model.costs import recomputed_flops_per_token
+from lt_model.devices import DeviceModel
 from lt_trainer.config.sections.recipe import Recipe
-from lt_trainer.planning.devices import PlannedDevice
 from lt_trainer.planning.layout import PlannedLayout
 
 ASSUMED_HFU = 0.45
 """Published bfloat16 runs of dense Llamas on H100 reach 0.36 to 0.48 of the peak, on A100 up to 0.68."""
-
-# Matrix products of a block that are not recomputed. With "full", torch stops before the last one, whose result is not
-# needed.
-_NOT_RECOMPUTED = {"selective": SELECTIVE_SAVED_PRODUCTS, "full": ("down_proj",)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +48,7 @@ class PlannedTime:
 
 
 def plan_time(
-    recipe: Recipe, config: LlamaConfig, layout: PlannedLayout, device: PlannedDevice, mfu: float | None
+    recipe: Recipe, config: LlamaConfig, layout: PlannedLayout, device: DeviceModel, mfu: float | None
 ) -> PlannedTime:
     """Return time and energy of the whole run.
 
@@ -66,7 +61,7 @@ def plan_time(
     """
     seq_len = recipe.data.seq_len
     flops = flops_per_token(config, seq_len)
-    hfu_per_mfu = 1 + recomputed_flops_per_token(config, seq_len, layout) / flops
+    hfu_per_mfu = 1 + recomputed_flops(config, seq_len, layout) / flops
     source = "given"
     if mfu is None:
         mfu = ASSUMED_HFU * layout.pipeline_efficiency / hfu_per_mfu
@@ -90,21 +85,8 @@ def plan_time(
     )
 
 
-def recomputed_flops_per_token(config: LlamaConfig, seq_len: int, layout: PlannedLayout) -> float:
-    """Return the recomputed FLOPs per token: the difference between HFU and MFU.
-
-    "selective" keeps attention and every other matrix product. "memory_budget" is assumed to recompute in proportion to
-    the fraction that it does not keep.
-    """
-    mode = "full" if layout.activation_checkpointing == "memory_budget" else layout.activation_checkpointing
-    if mode == "none":
-        return 0.0
-    products = 2 * sum(
-        row.numel
-        for row in param_specs(config)
-        if row.role == "block" and row.kind not in (*_NOT_RECOMPUTED[mode], "norm")
-    )
-    attention = 4 * config.n_layers * config.n_heads * config.head_dim * seq_len if mode == "full" else 0
-    return (products + attention) * (
-        1 - layout.activation_memory_budget if layout.activation_checkpointing == "memory_budget" else 1.0
-    )
+def recomputed_flops(config: LlamaConfig, seq_len: int, layout: PlannedLayout) -> float:
+    """Return the recomputed FLOPs per token: a memory budget is assumed to recompute what it does not keep."""
+    if layout.activation_checkpointing == "memory_budget":
+        return (1 - layout.activation_memory_budget) * recomputed_flops_per_token(config, seq_len, "full")
+    return recomputed_flops_per_token(config, seq_len, layout.activation_checkpointing)

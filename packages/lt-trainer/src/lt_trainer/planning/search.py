@@ -22,14 +22,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 
-from lt_trainer.planning.layout import PlannedLayout
+from lt_trainer.planning.layout import PlannedLayout, Recomputation
 
 MAX_NODES = 1024
 MAX_TP = 8
 """Tensor parallelism stays within a node: its collectives are on the critical path of every block."""
 MAX_CP = 32
 """Context parallelism beyond this gathers more than it computes."""
+MODES: tuple[Recomputation, ...] = ("selective", "full")
 
 
 def find_nearest_layout(
@@ -49,16 +51,12 @@ def find_nearest_layout(
         fits: predicate of a layout.
         row_lengths: lengths of rows, which other context parallel degrees must divide; none are tried without.
     """
+    options = {"global_batch_size": global_batch_size, "kv_heads": kv_heads, "row_lengths": row_lengths}
     nodes = layout.nodes
     while nodes <= max(MAX_NODES, layout.nodes):
-        for candidate in candidate_layouts(
-            replace(layout, nodes=nodes),
-            global_batch_size=global_batch_size,
-            kv_heads=kv_heads,
-            row_lengths=row_lengths,
-        ):
-            if fits(candidate):
-                return candidate
+        found = next(filter(fits, candidate_layouts(replace(layout, nodes=nodes), **options)), None)
+        if found is not None:
+            return found
         nodes *= 2
     return None
 
@@ -67,61 +65,37 @@ def candidate_layouts(
     layout: PlannedLayout, *, global_batch_size: int, kv_heads: int, row_lengths: Sequence[int] = ()
 ) -> Iterator[PlannedLayout]:
     """Yield every layout of these devices in the order of the module docstring."""
-    for cp in _context_degrees(layout, row_lengths):
-        for tp in _tensor_degrees(layout, kv_heads):
-            sequence_parallel = layout.sequence_parallel if tp == layout.tp else tp > 1
-            chunks = math.lcm(2 if cp > 1 else 1, tp if sequence_parallel else 1) * cp
-            if layout.world_size % (layout.pp * tp * cp) or any(length % chunks for length in row_lengths):
-                continue
+    degrees = [1 << i for i in range(MAX_CP.bit_length())]
+    larger_cp = [cp for cp in degrees if cp > layout.cp and row_lengths]
+    tensor = [tp for tp in degrees if tp <= min(MAX_TP, layout.devices) and kv_heads % tp == 0]
+    other_tp = [tp for tp in tensor if tp > layout.tp] + [tp for tp in reversed(tensor) if tp < layout.tp]
+    for cp, tp in product([layout.cp, *larger_cp], [layout.tp, *other_tp]):
+        sequence_parallel = layout.sequence_parallel if tp == layout.tp else tp > 1
+        chunks = math.lcm(2 if cp > 1 else 1, tp if sequence_parallel else 1) * cp
+        if layout.world_size % (layout.pp * tp * cp) == 0 and all(length % chunks == 0 for length in row_lengths):
             parallel = replace(layout, tp=tp, cp=cp, sequence_parallel=sequence_parallel)
             yield from _data_layouts(parallel, layout.world_size // (layout.pp * tp * cp), global_batch_size)
 
 
 def _data_layouts(layout: PlannedLayout, data: int, global_batch_size: int) -> Iterator[PlannedLayout]:
     """Yield the layouts with these model parallel degrees and `data` data parallel ranks."""
-    for replicas in _descending_divisors(layout.dp_replicate, data):
-        for reduce_each in _bool_choices(layout.reduce_each_micro_batch):
-            for checkpointing in _checkpointing_choices(layout.activation_checkpointing):
-                for micro_batch_size in range(layout.micro_batch_size, 0, -1):
-                    rows = micro_batch_size * data
-                    if global_batch_size % rows:
-                        continue
-                    accumulation = global_batch_size // rows
-                    if layout.stages_per_rank > 1 and accumulation % layout.pp:
-                        continue  # an interleaved pipeline runs micro-batches in groups
-                    if accumulation == 1 and reduce_each != layout.reduce_each_micro_batch:
-                        continue  # no effect with one micro-batch
-                    yield replace(
-                        layout,
-                        dp_replicate=replicas,
-                        dp_shard=data // replicas,
-                        reduce_each_micro_batch=reduce_each,
-                        activation_checkpointing=checkpointing,
-                        micro_batch_size=micro_batch_size,
-                        accumulation_steps=accumulation,
-                    )
-
-
-def _context_degrees(layout: PlannedLayout, row_lengths: Sequence[int]) -> list[int]:
-    larger = [1 << i for i in range(1, MAX_CP.bit_length()) if 1 << i > layout.cp] if row_lengths else []
-    return [layout.cp, *larger]
-
-
-def _tensor_degrees(layout: PlannedLayout, kv_heads: int) -> list[int]:
-    limit = min(MAX_TP, layout.devices)
-    powers = [1 << i for i in range(limit.bit_length()) if 1 << i <= limit and kv_heads % (1 << i) == 0]
-    larger = [degree for degree in powers if degree > layout.tp]
-    smaller = [degree for degree in reversed(powers) if degree < layout.tp]
-    return [layout.tp, *larger, *smaller]
-
-
-def _descending_divisors(limit: int, number: int) -> list[int]:
-    return [n for n in range(limit, 0, -1) if number % n == 0]
-
-
-def _bool_choices(first: bool) -> list[bool]:
-    return [first] if first else [False, True]
-
-
-def _checkpointing_choices(first: str) -> list[str]:
-    return [first, *(mode for mode in ("selective", "full") if mode != first)] if first != "full" else ["full"]
+    first = layout.activation_checkpointing
+    modes = [first, *(mode for mode in MODES if first not in (mode, "full"))]
+    replicas = [n for n in range(layout.dp_replicate, 0, -1) if data % n == 0]
+    reductions = [True] if layout.reduce_each_micro_batch else [False, True]
+    sizes = [n for n in range(layout.micro_batch_size, 0, -1) if global_batch_size % (n * data) == 0]
+    for dp_replicate, reduce_each, mode, size in product(replicas, reductions, modes, sizes):
+        accumulation = global_batch_size // (size * data)
+        if layout.stages_per_rank > 1 and accumulation % layout.pp:
+            continue  # an interleaved pipeline runs micro-batches in groups
+        if accumulation == 1 and reduce_each != layout.reduce_each_micro_batch:
+            continue  # no effect with one micro-batch
+        yield replace(
+            layout,
+            dp_replicate=dp_replicate,
+            dp_shard=data // dp_replicate,
+            reduce_each_micro_batch=reduce_each,
+            activation_checkpointing=mode,
+            micro_batch_size=size,
+            accumulation_steps=accumulation,
+        )

@@ -18,10 +18,10 @@ from lt_trainer.config.toml import dump
 from lt_trainer.constants import GIB
 from lt_trainer.errors import RecipeError, TrainerError
 from lt_trainer.files import write_atomic
-from lt_trainer.planning.devices import find_device
 from lt_trainer.planning.layout import layout_from_recipe
 from lt_trainer.planning.memory import plan_memory
 from lt_trainer.planning.plan import vocab_size_and_source
+from lt_trainer.planning.result import find_device
 from lt_trainer.tuning.journal import ProbeJournal, journal_key
 from lt_trainer.tuning.probe import ProbeResult
 from lt_trainer.tuning.search import find_fastest
