@@ -2,7 +2,7 @@
 
 The kernels of torch ("varlen") and of flash-attn take the rows of a batch concatenated into one, with the positions at
 which documents begin. "split" does the same with torch's fused attention, one call per document: for the CPU, where a
-dense mask costs the whole square (`docs/benchmarks/model.md` has the figures).
+dense mask costs the whole square.
 
 Cost: the sum of the squares of the documents' lengths. Boundaries stay on the host, where the data comes from, so there
 is no device synchronization.

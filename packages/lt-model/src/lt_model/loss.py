@@ -4,7 +4,7 @@
 chunk are computed, turned in place into their gradient (softmax - one-hot), and used for the gradients of hidden
 states and head before the next chunk overwrites them. The full [N, V] matrix never exists, forward does the work of
 backward, and backward only scales. The multiplications are those of the plain form; on CPUs it has been between 0.9 and
-1.8 times as fast (docs/benchmarks/model.md). Without gradients only the forward half runs. Idea: Liger Kernel
+1.8 times as fast. Without gradients only the forward half runs. Idea: Liger Kernel
 (arXiv:2410.10989).
 
 The z-loss adds z_loss * logsumexp(logits)^2 per label (PaLM, arXiv:2204.02311, section 5), which keeps the softmax's
