@@ -7,8 +7,8 @@ layer's `attend`. "reference" is the plain formula: the oracle that the others a
 `BACKENDS` is their table. A backend that cannot run raises an error with the reason and the backends that can; there is
 no silent fallback. "auto" selects, in this order,
 
-- on the CPU: torch's fused attention where rows are one document each, else "split" (measured by
-  `tools/bench/model.py`: with documents of 256 and 32 tokens 2.6 to 11 times as fast as a dense mask);
+- on the CPU: torch's fused attention where rows are one document each, else "split" (with
+  documents of 256 and 32 tokens 2.6 to 11 times as fast as a dense mask);
 - on CUDA, in bf16 or fp16: cuDNN before flash where rows are one document each; else "varlen" where torch has it; in
   other dtypes and without it "sdpa". This order follows published figures and is not measured here;
 - elsewhere: "sdpa".
