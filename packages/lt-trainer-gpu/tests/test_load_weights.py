@@ -15,6 +15,7 @@ from lt_trainer.checkpointing.pretrained import open_pretrained
 from lt_trainer.config.recipe import load
 from lt_trainer.config.sections.recipe import Recipe
 from lt_trainer.engine import World
+from lt_trainer.errors import RecipeError
 from lt_trainer_gpu.spec import SPEC
 
 DTYPES = ("float32", "bfloat16")
@@ -113,3 +114,23 @@ def test_the_weights_are_computed_with_from_the_first_step_on(config, ranks, tmp
     losses = [ranks.run(first_loss, str(tmp_path / "model"), config, dtype, ranks=1)[0] for dtype in DTYPES]
     assert losses[0] > 2 * np.log(config.vocab_size), "weights from a normal distribution guess badly"
     assert losses[1] == pytest.approx(losses[0], rel=0.05)
+
+
+def refusal(folder: str, config: LlamaConfig) -> str:
+    """In a rank: what is said of weights of which another rank holds one that is not a number."""
+    recipe, world = recipe_of(folder, "bfloat16"), World.from_env(os.environ)
+    engine = SPEC.open(recipe, config, world)
+    with open_pretrained(recipe.model, config, {}, engine.control, world.rank, lambda: None) as pretrained:
+        engine.load_weights(pretrained)
+        with pytest.raises(RecipeError) as caught:
+            pretrained.check_finite(engine.control)
+    engine.close()
+    return str(caught.value)
+
+
+def test_every_rank_refuses_weights_that_are_not_finite(config, ranks, tmp_path) -> None:
+    weights = written(tmp_path / "model", config)
+    weights["model.layers.1.mlp.down_proj.weight"][-1, -1] = np.nan
+    save_file(weights, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    for said in ranks.run(refusal, str(tmp_path / "model"), config, ranks=2):
+        assert "NaN or infinite in model.layers.1.mlp.down_proj.weight" in said

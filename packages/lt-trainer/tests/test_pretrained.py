@@ -160,7 +160,7 @@ def test_a_vocabulary_of_another_size(model, new, begin, n, column, monkeypatch)
         assert (
             joined(pretrained.read("model.norm.weight", (0,), (32,), "F32"), (32,)) == weights["model.norm.weight"]
         ).all()
-        assert new == 300 or f"vocabulary resized from 300 to {new} ids" in pretrained.describe()
+        assert new == 300 or f"vocab_size 300 -> {new}" in pretrained.describe()
 
 
 def test_without_resize_the_vocabulary_must_be_the_models(model) -> None:
@@ -255,7 +255,7 @@ def test_ids_must_mean_the_same(own_tokenizer, tmp_path) -> None:
     write_model(tmp_path / "short", CONFIG, changed(own_tokenizer, shorten))
     write_model(tmp_path / "none", CONFIG)
     for name in ("same", "none"):
-        opened(ModelOptions(init_from=str(tmp_path / name)), CONFIG, own_tokenizer).close()
+        opened(ModelOptions(init_from=str(tmp_path / name)), CONFIG, own_tokenizer)
     with pytest.raises(
         RecipeError, match=r"another tokenizer than the model's: id \d+ is .* in the data and .* in the model"
     ):
@@ -266,11 +266,11 @@ def test_ids_must_mean_the_same(own_tokenizer, tmp_path) -> None:
             opened(ModelOptions(init_from=str(tmp_path / f"damaged{i}")), CONFIG, own_tokenizer)
     with pytest.raises(RecipeError, match=r"10 ids of the data are not in the model's tokenizer"):
         opened(ModelOptions(init_from=str(tmp_path / "short")), CONFIG, own_tokenizer)
-    opened(ModelOptions(init_from=str(tmp_path / "short"), resize_vocab=True), CONFIG, own_tokenizer).close()
+    opened(ModelOptions(init_from=str(tmp_path / "short"), resize_vocab=True), CONFIG, own_tokenizer)
     with pytest.raises(RecipeError, match="another tokenizer"):
         opened(ModelOptions(init_from=str(tmp_path / "swapped"), resize_vocab=True), CONFIG, own_tokenizer)
     anyway = ModelOptions(init_from=str(tmp_path / "swapped"), allow_tokenizer_mismatch=True)
-    opened(anyway, CONFIG, own_tokenizer).close()
+    opened(anyway, CONFIG, own_tokenizer)
 
 
 def blob(data: bytes) -> str:
@@ -381,3 +381,26 @@ def test_a_damaged_model_ends_the_start(model, recipe_base, fake_engine) -> None
     with pytest.raises((RecipeError, CheckpointError), match=r"model\.safetensors"):
         run(resolved, environ={})
     assert not list((Path(recipe_base["run"]["dir"]) / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.parametrize(("value", "dtype"), [(np.nan, np.float32), (-np.inf, np.float32), (1e300, np.float64)])
+def test_weights_that_are_not_finite_end_the_start(model, recipe_base, fake_engine, value, dtype) -> None:
+    """Before a step, with the tensor's name; also what is too large for the dtype that is trained in."""
+    weights = {name: array.astype(dtype) for name, array in weights_of(CONFIG).items()}
+    weights["model.norm.weight"][3] = value
+    weights["lm_head.weight"][299, 31] = value
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    with opened(ModelOptions(init_from=str(model)), CONFIG) as pretrained:
+        list(pretrained.read("model.embed_tokens.weight", (0, 0), (300, 32), "F32"))
+        list(pretrained.read("lm_head.weight", (0, 0), (299, 32), "F32"))
+        pretrained.check_finite(SoloControl())
+        list(pretrained.read("lm_head.weight", (299, 0), (1, 32), "F32"))
+        with pytest.raises(RecipeError, match=r"NaN or infinite in lm_head\.weight"):
+            pretrained.check_finite(SoloControl())
+    if np.isfinite(value):
+        return  # the fake engine has float64
+    recipe_base["model"] = {"init_from": str(model)}
+    with pytest.raises(RecipeError, match=r"NaN or infinite in model\.norm\.weight; train") as caught:
+        start(recipe_base)
+    assert caught.value.exit_code == 64
+    assert fake_engine.opened[0].rows == []

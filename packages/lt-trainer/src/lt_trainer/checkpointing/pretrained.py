@@ -3,9 +3,10 @@
 Supports every format of lt-ckpt, and models on a Hugging Face hub. When the recipe is loaded, missing fields of
 `[model]` are read from the model's config (from a hub, only that file is downloaded), or from the newest checkpoint of
 the run directory if there is one: then the run resumes, and the model is not read. At a fresh start, each rank reads
-its own slices block by block and casts them to the master dtype. Before, rank 0 compares the files with their checksums
-where the format has some, because ranks read parts of what a checksum covers; a hub's branch, or the newest valid
-checkpoint of a run, is resolved once, so that all ranks read the same.
+its own slices block by block, casts them to the master dtype and notes tensors with NaN or infinity, which end all
+ranks when all have read. Before, rank 0 compares the files with their checksums where the format has some, because
+ranks read parts of what a checksum covers; a hub's branch, or the newest valid checkpoint of a run, is resolved once,
+so that all ranks read the same.
 
 A vocabulary that grows (`model.resize_vocab`) gets rows that are the mean of the others, so that a new token is
 initially as likely as an average one (J. Hewitt, "Initializing New Word Embeddings for Pretrained Language Models",
@@ -14,15 +15,12 @@ initially as likely as an average one (J. Hewitt, "Initializing New Word Embeddi
 Memory: a block of rows and its cast, a few MiB. Imports no torch.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -34,21 +32,20 @@ from lt_ckpt.lt_format import hf_model_files
 from lt_ckpt.source import TensorReader
 from lt_model import LlamaConfig, config_from_hf
 from lt_trainer.config.architecture import as_recipe_error
+from lt_trainer.config.sections.model import ModelOptions
+from lt_trainer.control import Control
 from lt_trainer.errors import RecipeError
 from lt_trainer.resilience.rank_sync import run_on_all_ranks, run_with_keepalive
 
-if TYPE_CHECKING:
-    from lt_trainer.config.sections.model import ModelOptions
-    from lt_trainer.control import Control
-
 HUB_PREFIX = "hf://"
 BLOCK_BYTES = 2**24
+KEEPALIVE_S = 5.0
 OVERRIDABLE_FIELDS = ("rope_theta", "rope_scaling", "max_position_embeddings")
 """Fields that a recipe may change, for example to train a longer context."""
 VOCAB_PARAMETERS = ("model.embed_tokens.weight", "lm_head.weight")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class PretrainedWeights:
     """Weights of a pretrained model, read as those of this run's model; a context that closes the files.
 
@@ -57,17 +54,24 @@ class PretrainedWeights:
         source_model: Architecture of the source.
         model: Architecture of the run.
         heartbeat: Called for every block.
+        not_finite: Names of the tensors read so far that have NaN or infinity.
     """
 
     source: Source
     source_model: LlamaConfig
     model: LlamaConfig
     heartbeat: Callable[[], None] = lambda: None
-    _reader: TensorReader = field(init=False)
+    not_finite: set[str] = field(default_factory=set, init=False)
     _means: dict[str, np.ndarray] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_reader", TensorReader(self.source.root))
+        self._reader = TensorReader(self.source.root)
+
+    def __enter__(self) -> "PretrainedWeights":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._reader.close()
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -80,18 +84,13 @@ class PretrainedWeights:
 
     def describe(self) -> str:
         """Return a sentence for the log."""
-        revision = self.source.format_info.get("revision")
-        place = f"{self.source.format_info['hub']} at commit {revision}" if revision else str(self.source.path)
-        size, source_size = self.model.vocab_size, self.source_model.vocab_size
-        resized = f"; vocabulary resized from {source_size} to {size} ids" if size != source_size else ""
-        overridden = [
-            f"{name} {getattr(self.source_model, name)} -> {getattr(self.model, name)}"
-            for name in OVERRIDABLE_FIELDS
-            if _is_overridden(self, name)
-        ]
-        changed = f"; changed by the recipe: {', '.join(overridden)}" if overridden else ""
-        fallbacks = "".join(f"; {sentence}" for sentence in self.source.fallbacks)
-        return f"starting from the weights of {place} ({self.source.format}){resized}{changed}{fallbacks}"
+        info, old, new = self.source.format_info, self.source_model.to_dict(), self.model.to_dict()
+        place = f"{info['hub']} at commit {info['revision']}" if info.get("revision") else str(self.source.path)
+        names = [name for name in ("vocab_size", *OVERRIDABLE_FIELDS) if old[name] != new[name]]
+        changes = [f"{name} {old[name]} -> {new[name]}" for name in names]
+        return "; ".join(
+            [f"starting from the weights of {place} ({self.source.format})", *changes, *self.source.fallbacks]
+        )
 
     def read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...], dtype: str) -> Iterator[np.ndarray]:
         """Read a slice of a parameter, in blocks of rows.
@@ -117,17 +116,20 @@ class PretrainedWeights:
             end = min(start + step, first + rows)
             if start < n_old:
                 box = ((start, *offset[1:]), (min(end, n_old) - start, *shape[1:])) if shape else ((), ())
-                yield self._cast(name, box, dtype)
+                yield self._read_box(name, box, dtype).view(np.uint8)
             if end > n_old:
                 mean = self._mean(name)[offset[1] : offset[1] + shape[1]]
-                n_new = end - max(start, n_old)
-                yield np.tile(mean, n_new).astype("<f8" if dtype == "F64" else "<f4").view(np.uint8)
+                yield np.tile(mean, end - max(start, n_old)).astype("<f8" if dtype == "F64" else "<f4").view(np.uint8)
 
-    def _cast(self, name: str, box: tuple[tuple[int, ...], tuple[int, ...]], dtype: str) -> np.ndarray:
+    def _read_box(self, name: str, box: tuple[tuple[int, ...], tuple[int, ...]], dtype: str) -> np.ndarray:
         self.heartbeat()
         weights = self.source.weights
         with as_recipe_error(str(self.source.path)):
-            return cast(self._reader.read(weights, name, box), weights.specs[name].dtype, dtype)
+            data = cast(self._reader.read(weights, name, box), weights.specs[name].dtype, dtype)
+        values = data.view("<f8" if dtype == "F64" else "<f4")
+        if not np.isfinite(values).all():
+            self.not_finite.add(name)
+        return values
 
     def _mean(self, name: str) -> np.ndarray:
         """Return the mean row of a matrix, summed in float64."""
@@ -137,25 +139,24 @@ class PretrainedWeights:
             total = np.zeros(width)
             for start in range(0, n_rows, step):
                 box = ((start, 0), (min(step, n_rows - start), width))
-                total += self._cast(name, box, "F64").view("<f8").reshape(-1, width).sum(axis=0)
+                total += self._read_box(name, box, "F64").reshape(-1, width).sum(axis=0)
             self._means[name] = total / n_rows
         return self._means[name]
 
-    def close(self) -> None:
-        """Close the files."""
-        self._reader.close()
+    def check_finite(self, control: Control) -> None:
+        """Check what all ranks have read; collective.
 
-    def __enter__(self) -> PretrainedWeights:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-def _is_overridden(pretrained: PretrainedWeights, name: str) -> bool:
-    return getattr(pretrained.source_model, name) != getattr(pretrained.model, name)
+        Raises:
+            RecipeError: (on every rank) a tensor has NaN or infinity, in the model or as the dtype read.
+        """
+        names = sorted({name for names in control.all_gather(sorted(self.not_finite)) for name in names})
+        if names:
+            raise RecipeError(
+                f"weights are NaN or infinite in {', '.join(names[:3])}"
+                + (f" and {len(names) - 3} more tensors" if len(names) > 3 else ""),
+                values={"model.init_from": str(self.source.path)},
+                remedy="train from an earlier checkpoint of that model",
+            )
 
 
 def open_pretrained(
@@ -181,89 +182,79 @@ def open_pretrained(
             tokenizer differs from the data's.
     """
     opened: list[Source] = []
-    fallbacks: list[str] = []
 
-    def open_at(address: str) -> str:
+    def open_at(address: str) -> Source:
         with as_recipe_error(options.init_from):
-            opened[:] = [open_source(address, config=options.init_config or None)]
-        return address
+            opened.append(open_source(address, config=options.init_config or None))
+        return opened[-1]
 
-    def open_first() -> str:
-        open_at(options.init_from)
-        (source,) = opened
-        if not options.init_from.startswith(HUB_PREFIX):
-            fallbacks.extend(source.fallbacks)
-            if source.format != "lt" or source.path == Path(options.init_from):  # a run's was verified by opening it
-                _check_checksums(source, options.init_from)
-            return str(source.path) if source.format == "lt" else options.init_from
-        return str(replace(Address.parse(options.init_from), revision=str(opened[0].format_info["revision"])))
+    def resolve() -> str:
+        source = open_at(options.init_from)
+        if options.init_from.startswith(HUB_PREFIX):
+            return str(replace(Address.parse(options.init_from), revision=str(source.format_info["revision"])))
+        if source.format != "lt" or source.path == Path(options.init_from):  # a run's was verified by opening it
+            _check_checksums(source, options.init_from)
+        return str(source.path) if source.format == "lt" else options.init_from
 
-    address = run_with_keepalive(control, rank == 0, open_first, heartbeat, 5.0)
-    run_on_all_ranks(control, lambda: open_at(address), heartbeat, 5.0)
-    (source,) = opened
+    address = run_with_keepalive(control, rank == 0, resolve, heartbeat, KEEPALIVE_S)
+    run_on_all_ranks(control, lambda: open_at(address), heartbeat, KEEPALIVE_S)
+    source = replace(opened[-1], fallbacks=opened[0].fallbacks)
     assert source.config is not None, "open_source requires a config"
     with as_recipe_error(options.init_from):
         source_model = config_from_hf(dict(source.config))
     _check_architecture(options, source_model, model)
     if not options.allow_tokenizer_mismatch:
         _check_tokenizer(options, source.aux_files, tokenizer_files)
-    source = replace(source, fallbacks=tuple(fallbacks))
     return PretrainedWeights(source=source, source_model=source_model, model=model, heartbeat=heartbeat)
 
 
 def _check_checksums(source: Source, address: str) -> None:
     """Raise RecipeError if bytes of the weights differ from their checksums."""
     weights = replace(source, groups={"weights": source.weights}, other_files=())
-    problem = next(iter_checksum_errors(weights), "")
-    if problem:
-        raise RecipeError(
-            f"the model of model.init_from is damaged: {problem}",
-            values={"model.init_from": address},
-            remedy="take another copy of it",
-        )
+    for problem in iter_checksum_errors(weights):
+        values, remedy = {"model.init_from": address}, "take another copy of it"
+        raise RecipeError(f"the model of model.init_from is damaged: {problem}", values=values, remedy=remedy)
 
 
 def _check_architecture(options: ModelOptions, source_model: LlamaConfig, model: LlamaConfig) -> None:
     """Raise RecipeError if the recipe describes another architecture than the pretrained model's."""
     expected, actual = source_model.to_dict(), model.to_dict()
-    skipped = {*OVERRIDABLE_FIELDS, "vocab_size"} if options.resize_vocab else {*OVERRIDABLE_FIELDS}
+    skipped = (*OVERRIDABLE_FIELDS, "vocab_size") if options.resize_vocab else OVERRIDABLE_FIELDS
     names = [name for name in actual if name not in skipped and actual[name] != expected[name]]
     if names:
+        also = "; model.resize_vocab resizes the vocabulary" if "vocab_size" in names else ""
         raise RecipeError(
             f"the model of model.init_from = {options.init_from!r} has "
             + ", ".join(f"{name} = {expected[name]!r}" for name in names),
             values={f"model.{name}": actual[name] for name in names},
-            remedy="remove these fields to use the model's"
-            + ("; model.resize_vocab resizes the vocabulary" if "vocab_size" in names else ""),
+            remedy=f"remove these fields to use the model's{also}",
         )
 
 
 def _check_tokenizer(options: ModelOptions, model_files: Mapping[str, bytes], data_files: Mapping[str, bytes]) -> None:
     """Raise RecipeError if token ids of the data have another meaning than in the model."""
-    name = "tokenizer.json"
+    name, values = "tokenizer.json", {"model.init_from": options.init_from}
     if name not in model_files or name not in data_files:
         return
+    data_tokens = tokens_by_id(data_files[name])  # the store was opened: the file is as its manifest says
     try:
         model_tokens = tokens_by_id(model_files[name])
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as exc:
-        raise RecipeError(
-            f"the model's {name} cannot be read: {type(exc).__name__}: {exc}",
-            values={"model.init_from": options.init_from},
-            remedy="fetch the file again, or set model.allow_tokenizer_mismatch to train without a look at it",
-        ) from exc
-    data_tokens = tokens_by_id(data_files[name])  # the store was opened: the file is as its manifest says
-    differing = [i for i in sorted(data_tokens.keys() & model_tokens.keys()) if data_tokens[i] != model_tokens[i]]
-    n_unknown = len(data_tokens.keys() - model_tokens.keys())
-    if differing or (n_unknown and not options.resize_vocab):
-        problems = []
-        if differing:
-            i = differing[0]
-            problems.append(f"id {i} is {data_tokens[i]!r} in the data and {model_tokens[i]!r} in the model")
-        if n_unknown:
-            problems.append(f"{n_unknown} ids of the data are not in the model's tokenizer")
+        remedy = "fetch the file again, or set model.allow_tokenizer_mismatch to train without a look at it"
+        problem = f"the model's {name} cannot be read: {type(exc).__name__}: {exc}"
+        raise RecipeError(problem, values=values, remedy=remedy) from exc
+    unknown = data_tokens.keys() - model_tokens.keys()
+    problems = [
+        f"id {i} is {data_tokens[i]!r} in the data and {model_tokens[i]!r} in the model"
+        for i in sorted(data_tokens.keys() - unknown)
+        if data_tokens[i] != model_tokens[i]
+    ][:1]
+    if unknown and not options.resize_vocab:
+        problems.append(f"{len(unknown)} ids of the data are not in the model's tokenizer")
+    if problems:
         raise RecipeError(
             f"the data was prepared with another tokenizer than the model's: {', '.join(problems)}",
-            values={"model.init_from": options.init_from},
+            values=values,
             remedy="prepare the data with the model's tokenizer (lt data prepare --tokenizer), or, if intended, set "
             "model.allow_tokenizer_mismatch (or model.resize_vocab for added tokens)",
         )

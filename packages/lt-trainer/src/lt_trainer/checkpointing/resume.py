@@ -106,6 +106,7 @@ class RunRestorer:
                 options, self.model, self.data.tokenizer_files, engine.control, engine.topology.rank, self.heartbeat
             ) as pretrained:
                 engine.load_weights(pretrained)
+                pretrained.check_finite(engine.control)
                 self.checkpoint_manager.carry_hf_files(pretrained.hf_files())
                 self.logger.log_event("init_from", address=options.init_from, model=pretrained.metadata)
                 self.logger.log_message(pretrained.describe())
