@@ -50,63 +50,6 @@ def page_steps(page: str) -> list[Step]:
     return found
 
 
-# ---- what a page says ----
-
-
-SAMPLE = """Text, and
-
-    lt data pack store \\
-        --seq-len 4   # so
-
-<!-- not run: it has no end -->
-
-    uv run lt train watch RUN   or so
-    lt train report [--out x]
-
-    loss = a x b
-    [data]
-
-<!-- not run: -->
-```python
-import os
-```
-
-    store.pack(1)
-
-1. In a list:
-
-    that goes on here.
-
-    <!-- not run: needs a cluster -->
-
-    ```sh
-    lt launch run a.toml
-    ```
-
-```toml
-lt = "lt data pack"
-```
-"""
-
-
-def test_blocks_are_found_with_what_stands_before_them() -> None:
-    found = [(block.line, block.kind, block.skip_reason) for block in parse_blocks(SAMPLE)]
-    assert found == [
-        (3, "commands", None),
-        (8, "commands", "it has no end"),
-        (15, "python", ""),
-        (19, "python", None),
-        (23, "", None),
-        (27, "commands", "needs a cluster"),
-        (31, "toml", None),
-    ]
-    first, second, *_ = parse_blocks(SAMPLE)
-    assert parse_commands(first.text) == ["lt data pack store --seq-len 4"]
-    assert parse_commands(second.text) == ["lt train watch RUN", "lt train report [--out x]", "loss = a x b", "[data]"]
-    assert split_words("lt train report [--out x]") == ["lt", "train", "report", "--out", "x"]
-    assert parse_blocks("    a/b/   what lies there\n\n    x = [1]\n")[0].kind == ""
-
-
 @pytest.mark.parametrize("page", RUN_HERE)
 def test_a_block_runs_or_says_why_not(page: str) -> None:
     """No reason without a word, no block that only looks as if it were run."""
@@ -121,20 +64,6 @@ def test_a_block_runs_or_says_why_not(page: str) -> None:
                     f"{where}: `{line}` cannot be run by tests; say why above the block: <!-- not run: REASON -->"
                 )
                 assert not re.search(r"[|><`$]|&&", re.sub(r"'[^']*'|\"[^\"]*\"", "", line)), f"{where}: `{line}`"
-
-
-def test_most_of_them_run() -> None:
-    kinds = [block for found in PAGES.values() for block in found if block.kind in ("commands", "python")]
-    told = [block for block in kinds if block.skip_reason is not None]
-    assert sum(len(page_steps(page)) for page in RUN_HERE) > 80
-    assert len(told) < len(kinds) / 2
-
-
-def test_replacements_belong_to_a_page_and_are_needed() -> None:
-    for page, wanted in standins.PAGES.items():
-        text = (ROOT / page).read_text(encoding="utf-8")
-        spare = [word for word in wanted.replacements if word not in text]
-        assert spare == [], f"{page}: {spare}"
 
 
 INSTALLS = sorted(
@@ -152,9 +81,6 @@ def test_what_is_to_be_installed_is_there(line: str) -> None:
         name, _, extras = word.rstrip("])").partition("(")
         assert name in offered, f"{line}: {name}"
         assert set(filter(None, extras.split(","))) <= offered[name], line
-
-
-# ---- what becomes of it ----
 
 
 @pytest.fixture(scope="module")
