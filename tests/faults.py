@@ -41,6 +41,25 @@ def data_loader_hangs_on_rank_1(rank: int) -> None:
     Stream.next = stuck_reader
 
 
+def data_loader_keeps_pythons_lock_on_rank_1(rank: int) -> None:
+    """Rank 1 hangs in a C call for its fifth batch, during which no thread of Python runs."""
+    import ctypes
+
+    from lt_data import Stream
+    from lt_trainer.resilience import watchdog
+
+    following, calls = Stream.next, [0]
+    watchdog.ALARM_MARGIN_S = 30.0 if rank == 0 else 2.0
+
+    def stuck_reader(self: Stream):
+        calls[0] += 1
+        if rank == 1 and calls[0] == 5:
+            ctypes.PyDLL(None).sleep(600)
+        return following(self)
+
+    Stream.next = stuck_reader
+
+
 def disk_error_on_rank_1(rank: int) -> None:
     """The disk of rank 1 cannot read the fifth batch."""
     from lt_data import DataError, Stream

@@ -99,6 +99,13 @@ def test_a_rank_that_hangs_is_named_with_its_stack_and_the_others_end(prepared: 
     assert sorted(path.name for path in folder.iterdir()) == ["rank_0", "rank_1"]
 
 
+def test_a_rank_that_hangs_with_pythons_lock_ends_and_is_named_by_the_others(prepared: Path, tmp_path: Path) -> None:
+    sets, fault = "fault_tolerance.hang_timeout_s=4", "data_loader_keeps_pythons_lock_on_rank_1"
+    said = run_to_end(prepared, tmp_path, sets, codes=[75, -signal.SIGALRM], fault=fault)
+    assert "rank 1" in said[0]
+    assert "stuck_reader" in (tmp_path / "run" / "logs" / "rank00001.log").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("mesh", ["parallel.pp=2", "parallel.cp=2"])
 def test_a_rank_that_hangs_is_named_on_other_meshes(prepared: Path, tmp_path: Path, mesh: str) -> None:
     sets = ("fault_tolerance.hang_timeout_s=4", mesh)

@@ -5,11 +5,12 @@ import os
 import signal
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 
 from lt_trainer.__main__ import main
-from lt_trainer.cli import torchrun
+from lt_trainer.cli import torchrun, torchrun_process
 from lt_trainer.config.recipe import load
 from lt_trainer.resilience.stop_signals import STOP_SIGNALS
 
@@ -50,8 +51,9 @@ def test_one_code_for_all_ranks(of_torchrun, of_ranks, code) -> None:
     assert torchrun.combine_exit_codes(of_torchrun, of_ranks) == code
 
 
-def test_doctest() -> None:
-    result = doctest.testmod(torchrun)
+@pytest.mark.parametrize("module", [torchrun, torchrun_process])
+def test_doctest(module: ModuleType) -> None:
+    result = doctest.testmod(module)
     assert (result.attempted, result.failed) == (1, 0)
 
 

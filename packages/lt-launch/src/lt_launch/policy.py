@@ -317,6 +317,8 @@ def mark(spec: Table, place: Place, key_before: str | None = None) -> str:
 # --- how an attempt ended
 
 REQUEUE, INTERNAL, USER = 75, 70, 64
+HUNG = 128 + int(signal.SIGALRM)
+"""Exit code of a rank that hung and held Python's lock, so that the kernel's timer ended it: the same as REQUEUE."""
 DONE, STOPPED, REQUEUED, LOST, KILLED, FAILED = "done", "stopped", "requeued", "lost", "killed", "failed"
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 BY_A_STOP = tuple(128 + int(number) for number in STOPS)
@@ -343,8 +345,13 @@ def read_notes(folder: Path) -> dict[int, Note]:
             except OSError:
                 continue
             if match:  # else it is being written
-                found[int(path.name)] = int(match[1]), match[2], path.stat().st_mtime
+                found[int(path.name)] = unhung(int(match[1])), match[2], path.stat().st_mtime
     return found
+
+
+def unhung(code: int) -> int:
+    """Return an exit code, REQUEUE for HUNG."""
+    return REQUEUE if code == HUNG else code
 
 
 def judge(
@@ -363,6 +370,7 @@ def judge(
         >>> judge(range(2), {0: (75, "a", 0.0), 1: (137, "b", 0.0)}, 137)[:2], judge([0], {}, 0)[:2]
         (('killed', 137), ('lost', 75))
     """
+    code = unhung(code)
     own = [rank for rank, note in notes.items() if note[0] not in (0, REQUEUE)]
     own = [rank for rank in own if not (asked and notes[rank][0] in BY_A_STOP)]
     missing = [] if killed or asked else [rank for rank in ranks if rank not in notes]

@@ -319,6 +319,7 @@ def test_training_is_done_when_rank_0_noted_so_in_this_attempt(tmp_path: Path) -
         ({}, 1, False, False, ("failed", 1, None)),
         ({}, 137, False, False, ("killed", 137, None)),
         ({}, 138, True, False, ("stopped", 75, None)),
+        ({}, 142, False, False, ("requeued", 75, None)),
         ({}, 75, True, False, ("stopped", 75, None)),
         ({0: 75, 1: 75, 2: 75}, 75, False, False, ("requeued", 75, 0)),
         ({0: 75, 1: 75, 2: 75}, 75, True, False, ("stopped", 75, None)),
@@ -339,6 +340,15 @@ def test_how_an_attempt_ended(
     notes = {rank: (one, f"n{rank + 1}", float(at)) for at, (rank, one) in enumerate(codes.items())}
     kind, ended, _, first = policy.judge(range(3), notes, code, asked=asked, killed=killed)
     assert (kind, ended, first) == ending
+
+
+def test_a_rank_that_the_kernels_timer_ended_has_left_with_75(tmp_path: Path) -> None:
+    """It hung and held Python's lock."""
+    (tmp_path / "1").write_text("142 n2\n")
+    (tmp_path / "0").write_text("75 n1\n")
+    notes = policy.read_notes(tmp_path)
+    assert {rank: note[0] for rank, note in notes.items()} == {0: 75, 1: 75}
+    assert policy.judge(range(2), notes, 142)[:2] == ("requeued", 75)
 
 
 def test_the_policy_runs_alone(tmp_path: Path) -> None:
