@@ -18,19 +18,15 @@ On a stop, the mirror has three quarters of `fault_tolerance.grace_period_s`, co
 unlimited time while bytes are uploaded, and `fault_tolerance.grace_period_s` while none are.
 """
 
-from __future__ import annotations
-
-import json
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from lt_ckpt import CheckpointError, Mirror, find_latest_valid
+from lt_ckpt import Checkpoint, CheckpointError, CheckpointManifest, Mirror, list_steps
 from lt_ckpt.folders import COMMIT, random_id
 from lt_ckpt.s3.client import S3Folder, UnreachableError
 from lt_ckpt.s3.download import download_latest, read_latest_manifest
@@ -39,18 +35,16 @@ from lt_ckpt.s3.owner import NotOwnerError, Owner, ensure_owner
 from lt_ckpt.s3.upload import UploadReport, check_upload_access
 from lt_ckpt.summary import format_bytes
 from lt_trainer.checkpointing.mirror_identity import resolve_mirror_name
+from lt_trainer.config.sections.recipe import Recipe
 from lt_trainer.constants import EXIT_REQUEUE, EXIT_USER
+from lt_trainer.engine import Engine
 from lt_trainer.errors import MirrorError, RecipeError
 from lt_trainer.resilience.rank_sync import run_with_keepalive
-from lt_trainer.run_directory.run_dir import read_mirror_name
+from lt_trainer.resilience.stop_signals import StopSignals
+from lt_trainer.run_directory.run_dir import RunDir, read_mirror_name
 
 if TYPE_CHECKING:
-    from lt_ckpt import Checkpoint, CheckpointManifest
-    from lt_trainer.config.sections.recipe import Recipe
-    from lt_trainer.engine import Engine
     from lt_trainer.observability.run_logger import NullLogger, Rank0Logger
-    from lt_trainer.resilience.stop_signals import StopSignals
-    from lt_trainer.run_directory.run_dir import RunDir
 
 POLL_INTERVAL_S = 0.2
 """Interval of synchronizations while rank 0 waits for bytes."""
@@ -58,6 +52,8 @@ PROGRESS_LOG_INTERVAL_S = 30.0
 """Interval of log messages during a long download."""
 ERROR_EXIT_TIMEOUT_S = 10.0
 """Time for an upload after an error that ends the run."""
+STOPPED = "stopped by a signal"
+"""Result of a download that a stop signal has ended."""
 
 
 class StopRequested(Exception):
@@ -66,10 +62,6 @@ class StopRequested(Exception):
     def __init__(self, number: int) -> None:
         super().__init__(number)
         self.number = number
-
-
-class _DownloadCancelledError(Exception):
-    """Stop signal received, raised in the download thread."""
 
 
 class RunMirror:
@@ -92,22 +84,20 @@ class RunMirror:
         values: Mapping[str, Any],
         run_dir: RunDir | None,
         engine: Engine,
-        logger: Rank0Logger | NullLogger,
+        logger: "Rank0Logger | NullLogger",
         stop: StopSignals,
         heartbeat: Callable[[], None],
     ) -> None:
-        self._recipe, self._options, self._values = recipe, recipe.checkpoint, values
-        self._fault_tolerance = recipe.fault_tolerance
-        self._run_dir, self._control, self._is_rank0 = run_dir, engine.control, engine.topology.rank == 0
+        self._recipe, self._url, self._values, self._run_dir = recipe, recipe.checkpoint.mirror_url, values, run_dir
+        self._grace_s = recipe.fault_tolerance.grace_period_s
+        self._hang_timeout_s = recipe.fault_tolerance.hang_timeout_s
+        self._control, self._is_rank0 = engine.control, engine.topology.rank == 0
         self._logger, self._stop, self._heartbeat = logger, stop, heartbeat
-        self._url = recipe.checkpoint.mirror_url
-        self._root: S3Folder | None = None
         self._mirror: Mirror | None = None
         self._owner: Owner | None = None
         self._is_owner = False
         self._damaged: list[str] = []
         self._reports: deque[MirrorProblem | UploadReport] = deque()
-        self._last_progress, self._progress_time, self._stopped_at = -1, 0.0, 0.0
         self._stop_signal = 0
         """Stop signal of any rank, synchronized while waiting."""
         self._download_progress, self._last_progress_log = (0, 0), time.monotonic()
@@ -125,73 +115,71 @@ class RunMirror:
         """
         if not self._url:
             return None
-        step = -1 if local is None else local.step
-        result = json.loads(
-            run_with_keepalive(
-                self._control, self._is_rank0, lambda: self._download_latest(step), self._on_poll, POLL_INTERVAL_S
-            )
-        )
-        if self._stop_signal and result.get("stopped"):
+        step, report = -1 if local is None else local.step, list[Callable[[], None]]()
+        action = partial(self._download_latest, step, report)
+        result = run_with_keepalive(self._control, self._is_rank0, action, self._on_poll, POLL_INTERVAL_S)
+        for log in report:
+            log()
+        if result == STOPPED:
             raise StopRequested(self._stop_signal)
-        self._log_download(result)
-        return Path(result["path"]) if result["path"] else None
+        return Path(result) if result else None
 
-    def _download_latest(self, step: int) -> str:
-        """Download in a thread of rank 0; return the result as JSON."""
+    def _download_latest(self, step: int, report: list[Callable[[], None]]) -> str:
+        """Download in a thread of rank 0; return the path, and append to `report` what the main thread logs."""
         assert self._run_dir is not None
-        out = self._run_dir.path
-        self._root = S3Folder(self._url)
-        result: dict[str, Any] = {"path": "", "rejected": [], "problem": ""}
+        root, field = S3Folder(self._url), f"checkpoint.mirror_url = {self._url!r}"
         try:
-            check_upload_access(self._root)
-            name = resolve_mirror_name(self._root, out, self._values)
-            self._set_owner(name)
-            assert self._owner is not None
-            ensure_owner(self._root, self._owner, allow_takeover=True)
+            check_upload_access(root)
+            owner = self._set_owner(resolve_mirror_name(root, self._run_dir.path, self._values))
+            ensure_owner(root, owner, allow_takeover=True)
             self._is_owner = True
-            report, rejected = download_latest(
-                self._root,
+            done, rejected = download_latest(
+                root,
                 self._run_dir.checkpoints,
                 after_step=step,
                 validate_manifest=partial(_check_resume_allowed, self._recipe),
-                progress=self._progress,
+                progress=self._on_progress,
                 check_stop=self._raise_if_stopped,
             )
-            self._damaged = [item.url.rpartition("/")[2] for item in rejected if item.damaged]
-            result["rejected"] = [f"{item.url} is not used: {item.reason}" for item in rejected]
-            if report is not None:
-                result |= {
-                    "path": str(report.path),
-                    "url": report.url,
-                    "bytes": report.n_bytes,
-                    "seconds": report.seconds,
-                }
-        except _DownloadCancelledError:
-            result["stopped"] = True
+        except StopRequested:
+            return STOPPED
         except NotOwnerError as exc:
-            raise MirrorError(f"checkpoint.mirror_url = {self._url!r}: {exc}") from exc
+            raise MirrorError(f"{field}: {exc}") from exc
         except CheckpointError as exc:
             if step < 0:
                 raise MirrorError(
-                    f"checkpoint.mirror_url = {self._url!r}: {exc}. There is no checkpoint in {out}, and the mirror "
-                    "may have one; rerun when it is available, or remove checkpoint.mirror_url to start from nothing",
+                    f"{field}: {exc}. There is no checkpoint in {self._run_dir.path}, and the mirror may have one; "
+                    "rerun when it is available, or remove checkpoint.mirror_url to start from nothing",
                     retryable=isinstance(exc, UnreachableError),
                 ) from exc
-            result["problem"] = str(exc)
-        return json.dumps(result)
+            then = "the run continues with local checkpoints, and the mirror is retried"
+            report.append(partial(self._warn, str(exc), f"the mirror cannot be used: {exc}; {then}"))
+            return ""
+        self._damaged = [item.url.rpartition("/")[2] for item in rejected if item.damaged]
+        for item in rejected:
+            text = f"{item.url} is not used: {item.reason}"
+            report.append(partial(self._warn, text, text))
+        if done is None:
+            return ""
+        size = {"bytes": done.n_bytes, "seconds": done.seconds}
+        text = f"downloaded {done.url} to {done.path}: {_format_rate(**size)}, verified"
+        report.append(partial(self._logger.log_event, "mirror_downloaded", url=done.url, path=str(done.path), **size))
+        report.append(partial(self._logger.log_message, text))
+        return str(done.path)
 
-    def _set_owner(self, name: str) -> None:
+    def _set_owner(self, name: str) -> Owner:
         assert self._run_dir is not None
         if name != read_mirror_name(self._run_dir.path):
             self._run_dir.write_mirror_name(name)
         self._owner = Owner(run=name, holder=random_id())
+        return self._owner
 
-    def _progress(self, done: int, total: int, unit: str) -> None:
+    def _on_progress(self, done: int, total: int, unit: str) -> None:
         self._download_progress = (done, total)
 
     def _raise_if_stopped(self) -> None:
         if self._stop_signal:
-            raise _DownloadCancelledError
+            raise StopRequested(self._stop_signal)
 
     def _on_poll(self) -> None:
         """Synchronize stop signals and log progress, on all ranks, while rank 0 downloads."""
@@ -199,44 +187,26 @@ class RunMirror:
         done, total = self._download_progress
         if total and time.monotonic() - self._last_progress_log > PROGRESS_LOG_INTERVAL_S:
             self._last_progress_log = time.monotonic()
-            self._logger.log_message(
-                f"downloading a checkpoint from {self._url}: {format_bytes(done)} of {format_bytes(total)}"
-            )
+            part = f"{format_bytes(done)} of {format_bytes(total)}"
+            self._logger.log_message(f"downloading a checkpoint from {self._url}: {part}")
 
-    def _log_download(self, result: Mapping[str, Any]) -> None:
-        for text in result.get("rejected", ()):
-            self._logger.log_event("mirror_problem", message=text)
-            self._logger.log_message(f"warning: {text}")
-        if result.get("problem"):
-            self._logger.log_event("mirror_problem", message=result["problem"])
-            self._logger.log_message(
-                f"warning: the mirror cannot be used: {result['problem']}; the run continues with local checkpoints, "
-                "and the mirror is retried"
-            )
-        if result["path"]:
-            n_bytes, seconds = result["bytes"], result["seconds"]
-            self._logger.log_event(
-                "mirror_downloaded", url=result["url"], path=result["path"], bytes=n_bytes, seconds=seconds
-            )
-            self._logger.log_message(
-                f"downloaded {result['url']} to {result['path']}: {_format_rate(n_bytes, seconds)}, verified"
-            )
+    def _warn(self, problem: str, text: str, **values: Any) -> None:
+        self._logger.log_event("mirror_problem", message=problem, **values)
+        self._logger.log_message(f"warning: {text}")
 
     def start(self) -> None:
         """Start uploading committed checkpoints (rank 0)."""
-        if not self._url or not self._is_rank0:
+        if self._run_dir is None or not self._url:
             return
-        assert self._run_dir is not None
-        if self._owner is None:  # the bucket was unreachable: the mirror checks it before uploading
-            self._set_owner(read_mirror_name(self._run_dir.path) or random_id())
-        assert self._root is not None
+        # without an owner the bucket was unreachable: the mirror checks it before uploading
+        owner = self._owner or self._set_owner(read_mirror_name(self._run_dir.path) or random_id())
         self._mirror = Mirror(
             self._run_dir.checkpoints,
-            self._root,
-            owner=self._owner,
+            S3Folder(self._url),
+            owner=owner,
             already_claimed=self._is_owner,
-            keep_last=self._options.mirror_keep_last,
-            keep_every=self._options.mirror_keep_every,
+            keep_last=self._recipe.checkpoint.mirror_keep_last,
+            keep_every=self._recipe.checkpoint.mirror_keep_every,
             overwrite=True,  # a remote checkpoint of this run and the same step is older
             force_upload=self._damaged,
             on_event=self._reports.append,
@@ -255,22 +225,15 @@ class RunMirror:
         """Log uploads and problems since the last call; called by the main thread."""
         while self._reports:
             item = self._reports.popleft()
-            if isinstance(item, UploadReport):
-                name = item.url.rpartition("/")[2]
-                self._logger.log_event(
-                    "mirror_uploaded",
-                    step=int(name.removeprefix("step-")),
-                    url=item.url,
-                    bytes=item.n_bytes,
-                    seconds=item.seconds,
-                    sent=len(item.uploaded),
-                    kept=len(item.skipped),
-                )
-                self._logger.log_message(f"uploaded {name} to the mirror: {_format_rate(item.n_bytes, item.seconds)}")
-            else:
-                self._logger.log_event("mirror_problem", path=str(item.path), message=item.message, final=item.final)
+            if isinstance(item, MirrorProblem):
                 then = "it is not retried" if item.final else "it is retried while the run continues"
-                self._logger.log_message(f"warning: {item.path.name} is not in the mirror: {item.message}; {then}")
+                text = f"{item.path.name} is not in the mirror: {item.message}; {then}"
+                self._warn(item.message, text, path=str(item.path), final=item.final)
+                continue
+            name, size = item.url.rpartition("/")[2], {"bytes": item.n_bytes, "seconds": item.seconds}
+            step, sent, kept = int(name.removeprefix("step-")), len(item.uploaded), len(item.skipped)
+            self._logger.log_event("mirror_uploaded", step=step, url=item.url, sent=sent, kept=kept, **size)
+            self._logger.log_message(f"uploaded {name} to the mirror: {_format_rate(**size)}")
 
     def finish(self) -> int:
         """Wait until all checkpoints are uploaded, or the time is up; on all ranks.
@@ -283,39 +246,27 @@ class RunMirror:
         """
         if not self._url:
             return 0
-        mirror, code = self._mirror, 0
-        if self._is_rank0 and mirror is not None:
-            self._last_progress, self._progress_time = -1, time.monotonic()
-        while True:
-            is_waiting = self._is_rank0 and mirror is not None and not mirror.finish(POLL_INTERVAL_S)
+        mirror, n_progress, since, stopped_at = self._mirror, -1, time.monotonic(), 0.0
+        is_waiting = True
+        while is_waiting:
+            is_waiting = mirror is not None and not mirror.finish(POLL_INTERVAL_S)
             self.log_progress()
             self._heartbeat()
-            signal = self._control.all_reduce_max(self._stop.received)
-            is_waiting = is_waiting and mirror is not None and not self._is_overdue(mirror, is_stopped=bool(signal))
-            if not self._control.broadcast(is_waiting):
-                break
-        if self._is_rank0 and mirror is not None:
-            code = self._close_and_report(mirror)
-        return self._control.broadcast(code)
-
-    def _is_overdue(self, mirror: Mirror, *, is_stopped: bool) -> bool:
-        now, grace_s = time.monotonic(), self._fault_tolerance.grace_period_s
-        if is_stopped:
-            self._stopped_at = self._stop.received_at or self._stopped_at or now  # another rank may have received it
-            return now - self._stopped_at > 0.75 * grace_s
-        if mirror.progress_count != self._last_progress:
-            self._last_progress, self._progress_time = mirror.progress_count, now
-        return now - self._progress_time > grace_s
+            now = time.monotonic()
+            if self._control.all_reduce_max(self._stop.received):
+                stopped_at = self._stop.received_at or stopped_at or now  # another rank may have received it
+                is_overdue = now - stopped_at > 0.75 * self._grace_s
+            else:
+                if mirror is not None and mirror.progress_count != n_progress:
+                    n_progress, since = mirror.progress_count, now
+                is_overdue = now - since > self._grace_s
+            is_waiting = self._control.broadcast(is_waiting and not is_overdue)
+        self._mirror = None
+        return self._control.broadcast(0 if mirror is None else self._close_and_report(mirror))
 
     def _close_and_report(self, mirror: Mirror) -> int:
-        missing = mirror.close(
-            0,
-            stop_timeout_s=min(
-                30.0, self._fault_tolerance.grace_period_s / 8, self._fault_tolerance.hang_timeout_s / 4
-            ),
-        )
+        missing = mirror.close(0, stop_timeout_s=min(30.0, self._grace_s / 8, self._hang_timeout_s / 4))
         self.log_progress()
-        self._mirror = None
         if not missing:
             self._logger.log_message(f"all checkpoints are in {self._url}")
             return 0
@@ -327,74 +278,54 @@ class RunMirror:
         ]
         reason = problems[-1].message if problems else "there was no time left to upload it"
         needs_user = bool(problems) and not problems[-1].transient
-        is_newest = missing[-1] == self._latest_local(mirror.root)
-        names = ", ".join(path.name for path in missing)
-        self._logger.log_event(
-            "mirror_incomplete", names=[path.name for path in missing], newest=is_newest, message=reason
-        )
-        remedy = "fix this, then rerun" if needs_user else "rerun to upload it"
+        committed = (path for _, path in list_steps(mirror.root) if (path / COMMIT).is_file())
+        is_newest, names = missing[-1] == next(committed, None), [path.name for path in missing]
+        self._logger.log_event("mirror_incomplete", names=names, newest=is_newest, message=reason)
         self._logger.log_message(
-            f"warning: not in the mirror {self._url}: {names} ({reason}); the files are in {mirror.root}; {remedy}"
+            f"warning: not in the mirror {self._url}: {', '.join(names)} ({reason}); the files are in {mirror.root}; "
+            + ("fix this, then rerun" if needs_user else "rerun to upload it")
         )
-        if not is_newest:
-            return 0
-        return EXIT_USER if needs_user else EXIT_REQUEUE
+        return 0 if not is_newest else EXIT_USER if needs_user else EXIT_REQUEUE
 
-    @staticmethod
-    def _latest_local(root: Path) -> Path | None:
-        from lt_ckpt import list_steps
-
-        return next((path for _, path in list_steps(root) if (path / COMMIT).is_file()), None)
-
-    def __enter__(self) -> RunMirror:
+    def __enter__(self) -> "RunMirror":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         mirror, self._mirror = self._mirror, None
         if mirror is None:
             return
         assert error is not None, "a run without an error has finished its mirror"
-        timeout_s = min(ERROR_EXIT_TIMEOUT_S, self._fault_tolerance.hang_timeout_s / 4)
+        timeout_s = min(ERROR_EXIT_TIMEOUT_S, self._hang_timeout_s / 4)
         try:
             missing = mirror.close(timeout_s, stop_timeout_s=timeout_s)
-        except BaseException as exc:  # noqa: BLE001 - becomes a note of the error that ends the run
-            error.add_note(f"the mirror could not be finished: {type(exc).__name__}: {exc}")
+        except CheckpointError as exc:  # becomes a note of the error that ends the run
+            error.add_note(f"the mirror could not be finished: {exc}")
             return
         self.log_progress()
         if missing:
             error.add_note(f"not in the mirror {self._url} yet: {', '.join(path.name for path in missing)}")
 
 
-def check_mirror(
-    recipe: Recipe, values: Mapping[str, Any], check_manifest: Callable[[CheckpointManifest, str], None]
-) -> list[str]:
+def check_mirror(recipe: Recipe, values: Mapping[str, Any]) -> str:
     """Check the mirror as a run would at its start, and describe it; for `lt train check`, on rank 0.
 
     Args:
         recipe: Recipe.
         values: Recipe as nested tables.
-        check_manifest: Raises if the run cannot resume from a checkpoint with this manifest, at this address; called
-            for the newest one if the run would download it.
 
     Raises:
         MirrorError: the mirror belongs to another run.
-        RecipeError: the bucket has a checkpoint from which the run may not or cannot resume.
+        RecipeError: the bucket has a checkpoint from which the run may not resume.
         CheckpointError: no permission to write, list, read or delete.
     """
-    root, out = S3Folder(recipe.checkpoint.mirror_url), Path(recipe.run.dir)
+    root = S3Folder(recipe.checkpoint.mirror_url)
     check_upload_access(root)
-    resolve_mirror_name(root, out, values)
+    resolve_mirror_name(root, Path(recipe.run.dir), values)
     newest = read_latest_manifest(root)
     if newest is not None:
-        url, manifest = newest
-        local = find_latest_valid(out / "checkpoints")[0]
-        if manifest.step > (-1 if local is None else local.step):
-            _check_resume_allowed(recipe, manifest)
-            check_manifest(manifest, url)
+        _check_resume_allowed(recipe, newest[1])
     described = f"newest checkpoint {newest[0].rpartition('/')[2]}" if newest else "no checkpoint yet"
-    return [f"permissions to write, list, read and delete in {root.url}", described]
+    return f"permissions to write, list, read and delete in {root.url}; {described}"
 
 
 def _check_resume_allowed(recipe: Recipe, manifest: CheckpointManifest) -> None:
@@ -407,5 +338,5 @@ def _check_resume_allowed(recipe: Recipe, manifest: CheckpointManifest) -> None:
         )
 
 
-def _format_rate(n_bytes: int, seconds: float) -> str:
-    return f"{format_bytes(n_bytes)} in {seconds:.1f} s ({format_bytes(round(n_bytes / max(seconds, 1e-9)))}/s)"
+def _format_rate(*, bytes: int, seconds: float) -> str:
+    return f"{format_bytes(bytes)} in {seconds:.1f} s ({format_bytes(round(bytes / max(seconds, 1e-9)))}/s)"

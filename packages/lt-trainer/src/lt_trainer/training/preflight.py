@@ -4,7 +4,7 @@ It does what a run does, in the same order and with the same code: recipe, ranks
 checkpoint folder, the start (the newest checkpoint, model.init_from or initial weights), one step, one save. The save
 goes into a scratch folder on the file system of the checkpoints, is verified and restored, and the next step must have
 the same loss twice. Then the scratch folder is deleted. An error that would end a run ends the preflight, with the same
-message and exit code. Only a checkpoint that is newer in the mirror is not downloaded: its manifest is checked.
+message and exit code. Only a checkpoint that is newer in the mirror is not downloaded.
 
 Cost: the start of the run, two more steps, and one checkpoint written and read.
 """
@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lt_ckpt import Checkpoint, CheckpointError, list_steps, verify
 from lt_data import Mixture
@@ -35,18 +34,13 @@ from lt_trainer.config.lr_schedule import learning_rate
 from lt_trainer.config.recipe import ResolvedRecipe, to_dict
 from lt_trainer.constants import GIB, MIB
 from lt_trainer.data.batches import Batches, open_batches
-from lt_trainer.data.generations import reopen_data, resume_state
 from lt_trainer.data.synthetic import SyntheticRows
-from lt_trainer.data.training_data import open_stream
 from lt_trainer.engine import Engine, StepBatch, StepMetrics
 from lt_trainer.errors import TrainerError
 from lt_trainer.resilience.rank_sync import run_on_rank0
 from lt_trainer.resilience.stop_signals import install_handlers, restore_handlers
 from lt_trainer.run_directory.run_dir import RunDir
 from lt_trainer.training.run_setup import RunSetup
-
-if TYPE_CHECKING:
-    from lt_ckpt import CheckpointManifest
 
 SCRATCH_PREFIX = ".lt-run.preflight-"
 
@@ -155,19 +149,11 @@ def _check_services(setup: RunSetup, engine: Engine, table: PreflightTable) -> N
     recipe, is_rank0 = setup.recipe, setup.world.rank == 0
 
     def check_bucket() -> str:
-        return "; ".join(check_mirror(recipe, to_dict(recipe), lambda *newest: _check_remote(setup, engine, *newest)))
+        return check_mirror(recipe, to_dict(recipe))
 
     if recipe.checkpoint.mirror_url:
         with table.row("mirror") as words:
             words.append(run_on_rank0(engine.control, is_rank0, check_bucket))
-
-
-def _check_remote(setup: RunSetup, engine: Engine, manifest: CheckpointManifest, place: str) -> None:
-    """Raise if the run cannot resume from a checkpoint in the mirror, by its manifest."""
-    setup.checkpoint_manager(setup.folder / "checkpoints").check_model(manifest, place)
-    if setup.data.train is not None and manifest.data is not None:
-        data = reopen_data(setup.recipe, setup.data, manifest.data)
-        open_stream(setup.recipe, data, engine.topology, resume_state(setup.recipe, data, manifest.data))
 
 
 def _describe_data(setup: RunSetup, table: PreflightTable) -> None:
