@@ -89,6 +89,7 @@ log_interval = 1
 
 [engine.gpu]
 device = "cpu"
+dtype = "float32"
 """
     )
     return root

@@ -30,6 +30,7 @@ SHRUNK_OVERRIDES = (
     "metrics.log_interval=1",
     f"data.seq_len={SEQ_LEN}",
     "engine.gpu.device=cpu",
+    "engine.gpu.dtype=float32",
     "engine.gpu.attention=auto",
 )
 SMALL_MODEL_OVERRIDES = (

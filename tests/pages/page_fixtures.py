@@ -46,6 +46,7 @@ log_interval = 1
 
 [engine.gpu]
 device = "cpu"
+dtype = "float32"
 """
 """Heads and layers that can be cut as those of Llama 3 70B are: TP 32 with key/value heads four times, 8 stages."""
 

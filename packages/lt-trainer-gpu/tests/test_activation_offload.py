@@ -19,9 +19,7 @@ from lt_trainer.planning.layout import layout_from_recipe
 from lt_trainer.planning.memory import plan_memory
 from lt_trainer_gpu import activation_offload
 from lt_trainer_gpu.activation_offload import ActivationOffload, SavedBlock, apply_activation_offload
-from lt_trainer_gpu.checks import check_offload
 from lt_trainer_gpu.engine import GpuEngine
-from lt_trainer_gpu.options import GpuOptions
 from lt_trainer_gpu.spec import SPEC
 
 MODEL: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "n_heads": 4, "n_kv_heads": 4, "n_layers": 4}
@@ -193,7 +191,3 @@ def test_what_cannot_be_offloaded_is_refused(recipe) -> None:
         RecipeError, match=r"activation_offload = True, model.n_layers = 1, .*: activations of a stage's"
     ):
         SPEC.check(recipe(OFFLOAD, "model.n_layers=1"), World())
-    check_offload(GpuOptions(activation_offload=True), "cuda")
-    check_offload(GpuOptions(), "mps")
-    with pytest.raises(RecipeError, match="from cuda only, not from mps"):
-        check_offload(GpuOptions(activation_offload=True), "mps")

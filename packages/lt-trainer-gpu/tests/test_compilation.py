@@ -1,7 +1,5 @@
 """What `compile = "auto"` decides from what a machine has, and compiled rows of several lengths."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -10,51 +8,41 @@ from lt_test_helpers.layouts import step_batch
 from lt_trainer.errors import RecipeError
 from lt_trainer_gpu import checks
 from lt_trainer_gpu.checks import parse_torch_version
-from lt_trainer_gpu.compilation import CompileConditions, find_missing_compiler, resolve_compile
+from lt_trainer_gpu.compilation import choose_compile, find_missing_compiler
 from lt_trainer_gpu.options import GpuOptions
 
-PROVED = CompileConditions(device_type="cuda", tp=1, torch_version="2.15.0+cu132", missing_compiler="")
-
-
-def test_auto_compiles_on_cuda_with_a_proved_torch_and_a_compiler() -> None:
-    options, note = resolve_compile(GpuOptions(), PROVED)
-    assert options.compile is True
-    assert note == "engine.gpu.compile = auto: compiled"
+PROVED = {"device_type": "cuda", "torch_version": "2.15.0+cu132", "missing_compiler": ""}
 
 
 @pytest.mark.parametrize(
     ("conditions", "sets", "reason"),
     [
+        ({}, {}, ""),
         ({"device_type": "cpu"}, {}, "auto compiles on cuda only, not on cpu"),
-        ({"device_type": "mps"}, {}, "auto compiles on cuda only, not on mps"),
-        (
-            {"torch_version": "2.13.1"},
-            {},
-            "the parity tests with torch 2.13.1; they have with 2.11 or 2.14 or 2.15",
-        ),
-        ({"torch_version": "2.13.1", "tp": 2}, {}, "with torch 2.13.1 under tensor parallelism; they have with 2.11"),
+        ({"torch_version": "2.13.1"}, {}, "the parity tests with torch 2.13.1; they have with 2.11 or 2.14 or 2.15"),
         ({"missing_compiler": "Triton is not installed"}, {}, "eager, as Triton is not installed"),
         ({}, {"attention": "split"}, "attention = 'split' would be recompiled for every batch"),
     ],
 )
-def test_auto_is_eager_elsewhere_and_says_why(conditions: dict, sets: dict, reason: str) -> None:
-    options, note = resolve_compile(GpuOptions(**sets), replace(PROVED, **conditions))
-    assert options.compile is False
-    assert note.startswith("engine.gpu.compile = auto: eager, as ")
+def test_auto_compiles_with_a_proved_torch_and_a_compiler_and_else_says_why_not(
+    conditions: dict, sets: dict, reason: str
+) -> None:
+    compiled, note = choose_compile(GpuOptions(**sets), **PROVED | conditions)
+    assert compiled == (not reason)
+    assert note.startswith("engine.gpu.compile = auto: " + ("eager, as " if reason else "compiled"))
     assert reason in note
 
 
 @pytest.mark.parametrize("given", [True, False])
 def test_what_is_given_is_kept_without_a_note(given: bool) -> None:
-    conditions = replace(PROVED, device_type="cpu")
-    assert resolve_compile(GpuOptions(compile=given), conditions) == (GpuOptions(compile=given), "")
+    assert choose_compile(GpuOptions(compile=given), **PROVED | {"device_type": "cpu"}) == (given, "")
 
 
 def test_a_memory_budget_is_refused_where_auto_is_eager() -> None:
     options = GpuOptions(activation_checkpointing="memory_budget")
-    assert resolve_compile(options, PROVED)[0].compile is True
+    assert choose_compile(options, **PROVED)[0]
     with pytest.raises(RecipeError, match=r"'memory_budget'.* = 'auto': .* not on cpu; set .*selective"):
-        resolve_compile(options, replace(PROVED, device_type="cpu"))
+        choose_compile(options, **PROVED | {"device_type": "cpu"})
 
 
 def test_a_machine_without_triton_or_a_c_compiler_is_told(monkeypatch, tmp_path) -> None:

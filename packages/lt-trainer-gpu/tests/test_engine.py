@@ -26,7 +26,7 @@ from lt_model.init import init_model
 from lt_model.llama import Llama
 from lt_trainer.engine import StepBatch, World
 from lt_trainer.errors import RecipeError
-from lt_trainer_gpu.checks import check_compile_version, check_vocab_size
+from lt_trainer_gpu.checks import DeviceFacts, check_device
 from lt_trainer_gpu.engine import GpuEngine
 from lt_trainer_gpu.spec import SPEC
 
@@ -319,7 +319,7 @@ INTERLEAVED = ["engine.gpu.pipeline_stages_per_rank=2", "model.n_layers=4"]
         (
             ["parallel.tp=4", "model.n_kv_heads=2", "model.intermediate_size=2048"],
             World(size=4, local_size=4),
-            r"parallel.tp = 4, model.n_kv_heads = 2: each rank needs whole key and value heads.* to a divisor of 2,",
+            r"parallel.tp = 4, model.n_kv_heads = 2: tensor-parallel ranks need whole heads.* to a divisor of 2,",
         ),
         (
             ["parallel.tp=8", "model.n_heads=8", "model.n_kv_heads=8", "model.intermediate_size=2052"],
@@ -352,21 +352,31 @@ def test_check_refuses_with_field_value_and_remedy(recipe, sets, world, message)
         SPEC.check(recipe(*sets), world)
 
 
-def test_compile_is_refused_for_versions_of_torch_that_have_not_passed(recipe) -> None:
-    options = recipe("engine.gpu.compile=true").engine["gpu"]
-    check_compile_version(options, 1, "2.15.0+cu132")
-    check_compile_version(options, 2, "2.15.1")
-    check_compile_version(recipe().engine["gpu"], 2, "2.13.0")
-    with pytest.raises(RecipeError, match=r"compile = True.*torch 2.13.0; set .* install torch 2.11 or 2.14 or 2.15"):
-        check_compile_version(options, 1, "2.13.0")
-    with pytest.raises(RecipeError, match=r"parallel.tp = 2: .* torch 2.13.0 under tensor parallelism; set"):
-        check_compile_version(options, 2, "2.13.0")
+FP8 = ("engine.gpu.fp8=rowwise", "model.preset=llama-160m", "data.seq_len=2048")
+GOOD = DeviceFacts(type="cuda", capability=(9, 0), torch_version="2.15.0+cu132")
 
 
-def test_a_vocabulary_smaller_than_the_ranks_is_refused(config) -> None:
-    check_vocab_size(config, config.vocab_size)
-    with pytest.raises(RecipeError, match=r"parallel.tp = 65: .* to at most 64"):
-        check_vocab_size(config, config.vocab_size + 1)
+@pytest.mark.parametrize(
+    ("sets", "facts", "message"),
+    [
+        (["engine.gpu.compile=true"], {"torch_version": "2.13.0"}, r"compile = True: .* torch 2.13.0; set .* 2.11 or"),
+        (FP8, {"capability": (8, 0)}, r"fp8 = 'rowwise': .* capability 8.9, and this is cuda .* 8.0; set .* off"),
+        (FP8, {"capability": (9, 4), "is_rocm": True}, "and this is ROCm"),
+        (FP8, {"type": "mps"}, "and this is mps"),
+        (["engine.gpu.optimizer_offload=true"], {"type": "neuron"}, "optimizer_offload = True: .* not from neuron"),
+        (["engine.gpu.activation_offload=true"], {"type": "mps"}, "activation_offload = True: .* not from mps"),
+        (["optimizer.weights_dtype=bfloat16"], {"dtype": "float32"}, "weights_dtype = 'bfloat16'.* not float32; set"),
+        (["metrics.memory_snapshot_step=3"], {"type": "mps"}, "CUDA memory only, and this run computes on mps"),
+        (["metrics.memory_snapshot_on_oom=true"], {"type": "cpu"}, "CUDA memory only, and this run computes on cpu"),
+    ],
+)
+def test_what_a_device_cannot_do_is_refused(recipe, sets, facts: dict, message: str) -> None:
+    made = recipe(*sets, "engine.gpu.dtype=auto", "engine.gpu.device=auto")
+    SPEC.check(made, World())
+    check_device(made, GOOD)
+    check_device(recipe(), replace(GOOD, **facts))
+    with pytest.raises(RecipeError, match=message):
+        check_device(made, replace(GOOD, **facts))
 
 
 @pytest.mark.parametrize(

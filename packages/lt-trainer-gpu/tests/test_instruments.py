@@ -5,7 +5,6 @@ import json
 import mmap
 import os
 import pickle
-import time
 from pathlib import Path
 
 import pytest
@@ -16,8 +15,6 @@ from lt_model import LlamaConfig, flops_per_token
 from lt_model.costs import recomputed_flops_per_token
 from lt_model.llama import Llama
 from lt_trainer.config.sections.metrics import MetricsOptions
-from lt_trainer.engine import World
-from lt_trainer.errors import RecipeError
 from lt_trainer.timing import STEP_PARTS
 from lt_trainer_gpu import flight_recorder
 from lt_trainer_gpu.activation_checkpointing import apply_activation_checkpointing
@@ -91,21 +88,6 @@ def test_steps_that_are_done_again_are_not_profiled_again(tmp_path: Path) -> Non
 # ---- memory ----
 
 
-@pytest.mark.parametrize("field", [{"memory_snapshot_step": 3}, {"memory_snapshot_on_oom": True}])
-def test_a_memory_history_on_a_cpu_is_refused_with_the_reason(tmp_path: Path, field: dict[str, object]) -> None:
-    with pytest.raises(
-        RecipeError, match=r"torch records a history of CUDA memory only, and this run computes on a CPU"
-    ):
-        instruments(tmp_path, **field)
-
-
-def test_it_is_refused_before_anything_is_loaded_where_the_recipe_says_cpu(recipe) -> None:
-    with pytest.raises(RecipeError, match=r"metrics.memory_snapshot_step = 4, .*a history of CUDA memory only"):
-        SPEC.check(recipe("metrics.memory_snapshot_step=4"), World())
-    SPEC.check(recipe("metrics.memory_snapshot_step=4", "engine.gpu.device=auto"), World())  # known at the start
-    SPEC.check(recipe(), World())
-
-
 @pytest.mark.gpu
 def test_a_memory_history_is_written_after_its_step_and_when_memory_is_exhausted(
     tmp_path: Path, cuda: torch.device
@@ -118,8 +100,7 @@ def test_a_memory_history_is_written_after_its_step_and_when_memory_is_exhausted
     assert made.on_step_begin(3) == []
     sizes = [entry["size"] for trace in pickle.loads(path.read_bytes())["device_traces"] for entry in trace]
     assert held.nbytes in sizes
-    with pytest.raises(torch.OutOfMemoryError), made.memory_snapshot_on_oom():
-        torch.empty(1 << 60, dtype=torch.uint8, device=cuda)
+    made.on_out_of_memory()
     assert (tmp_path / "memory" / "out-of-memory-rank00000.pickle").exists()
 
 
@@ -173,30 +154,18 @@ def test_the_users_own_allocator_settings_are_kept(recipe, monkeypatch, name: st
 def test_a_dump_has_the_last_collectives(open_on, tmp_path: Path) -> None:
     engine = open_on("cpu", LITTLE)
     torch.distributed.all_reduce(torch.ones(17))
-    path, deadline = tmp_path / "flight" / "abc" / "rank_0", time.monotonic() + 60
-    said = engine.dump_debug_info(path.parent)
-    while not said.endswith(", ended"):  # torch's own thread records it, a moment after the call has returned
-        assert said.endswith(", not ended")
-        assert time.monotonic() < deadline
-        said = engine.dump_debug_info(path.parent)
+    path = tmp_path / "flight" / "abc" / "rank_0"
+    assert engine.dump_debug_info(path.parent) == f"the last collectives of this rank are in {path}"
     entry = pickle.loads(path.read_bytes())["entries"][-1]
     assert (entry["profiling_name"], entry["input_sizes"]) == ("gloo:all_reduce", [[17]])
-    number = entry["collective_seq_id"]
-    assert said == (
-        f"the last collectives of this rank are in {path}; the newest of each group: number {number} of group 0 "
-        "default_pg, gloo:all_reduce of [[17]], ended"
-    )
 
 
 def test_the_dump_of_a_gpu_is_that_of_nccl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL's recorder, simulated: a group that waits in an all-gather."""
-    entry = {"process_group": ("0", "default_pg"), "record_id": 3, "profiling_name": "nccl:_all_gather_base"}
-    entry |= {"input_sizes": [[17]], "retired": False, "state": "started", "collective_seq_id": 4}
-    trace = pickle.dumps({"version": "2.10", "entries": [entry | {"record_id": 2, "state": "completed"}, entry]})
+    """NCCL's recorder, simulated; the longest dump is the one that is not empty."""
+    trace = pickle.dumps({"version": "2.10", "entries": [{"record_id": n} for n in range(999)]})
     monkeypatch.setattr("torch._C._distributed_c10d._dump_nccl_trace", lambda: trace, raising=False)
     said = flight_recorder.dump(tmp_path, rank=5, on_gpu=True)
     assert (tmp_path / "rank_5").read_bytes() == trace
-    assert "number 4 of group 0 default_pg, nccl:_all_gather_base of [[17]], not ended" in said
     assert f"`python -m torch.distributed.flight_recorder.fr_trace {tmp_path} -p rank_` shows where" in said
 
 

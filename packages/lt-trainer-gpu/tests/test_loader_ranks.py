@@ -88,7 +88,7 @@ def test_two_ranks_train_as_one_and_go_on_with_both_states(ranks, tmp_path: Path
     assert found is not None
     rows = 4 + 4 + 4 + 8 + 8
     assert found.manifest.data["row"] == rows
-    assert found.manifest.data["loader"] == {"states": {"0": {"at": rows}, "1": {"at": rows + 1}}}
+    assert found.manifest.data["loader"] == {"0": {"at": rows}, "1": {"at": rows + 1}}
     assert ranks.run(train, str(tmp_path / "two"), 0, cp, ranks=2 * cp) == [0] * 2 * cp
     one, two = records(tmp_path / "one"), records(tmp_path / "two")
     assert sorted(one) == sorted(two) == list(range(1, 9))

@@ -19,9 +19,8 @@ from lt_trainer.config.recipe import load
 from lt_trainer.config.sections.optimizer import OptimizerOptions
 from lt_trainer.engine import StepBatch, StepMetrics, World
 from lt_trainer.optimizers.driver import OptimizerDriver
-from lt_trainer.optimizers.lr_scale import lr_scale
 from lt_trainer.optimizers.muon import MUON
-from lt_trainer.optimizers.spec import ParamSlice
+from lt_trainer.optimizers.spec import ParamSlice, lr_scale
 from lt_trainer.planning.layout import layout_from_recipe
 from lt_trainer.planning.memory import plan_memory
 from lt_trainer_gpu.engine import GpuEngine
@@ -134,7 +133,7 @@ def test_the_iteration_makes_singular_values_near_one(shape: tuple[int, int], si
     u = size * torch.randn(shape, generator=torch.Generator().manual_seed(0))
     for dtype, spread in (("float32", 1e-5), ("bfloat16", 0.1)):
         options = OptimizerOptions(name="muon", newton_schulz_dtype=dtype)
-        orthogonal = MUON.transform.make_transform(options)(u.to(getattr(torch, dtype)))
+        orthogonal = MUON.transform.transform(options, u.to(getattr(torch, dtype)))
         assert orthogonal.dtype == getattr(torch, dtype)
         values = torch.linalg.svdvals(orthogonal.double())
         assert 0.5 < values.min() < values.max() < 1.3
@@ -144,7 +143,7 @@ def test_the_iteration_makes_singular_values_near_one(shape: tuple[int, int], si
 
 def test_a_matrix_without_gradient_stays() -> None:
     assert MUON.transform is not None
-    assert MUON.transform.make_transform(OptimizerOptions(name="muon"))(torch.zeros(3, 4)).tolist() == [[0.0] * 4] * 3
+    assert MUON.transform.transform(OptimizerOptions(name="muon"), torch.zeros(3, 4)).tolist() == [[0.0] * 4] * 3
 
 
 def open_engine(*sets: str) -> GpuEngine:

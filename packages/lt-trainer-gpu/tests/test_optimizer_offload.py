@@ -13,14 +13,11 @@ from lt_test_helpers import layouts
 from lt_test_helpers.layouts import StateSlice
 from lt_trainer.config.recipe import load
 from lt_trainer.engine import World
-from lt_trainer.errors import RecipeError
 from lt_trainer.planning.layout import layout_from_recipe
 from lt_trainer.planning.memory import plan_memory
 from lt_trainer_gpu import optimizer_offload
-from lt_trainer_gpu.checks import check_offload
 from lt_trainer_gpu.engine import GpuEngine
 from lt_trainer_gpu.optimizer_offload import ChunkPipeline
-from lt_trainer_gpu.options import GpuOptions
 from lt_trainer_gpu.spec import SPEC
 
 MODEL: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "n_heads": 4, "n_kv_heads": 4, "n_layers": 2}
@@ -55,14 +52,14 @@ def global_batches() -> list[Any]:
 def trained(sets: tuple[str, ...]) -> tuple[list[Any], list[list[StateSlice]], int]:
     """In a rank: three steps, the second not finite; metrics, states, and the chunks that were copied."""
     engine, n_chunks = open_engine(*sets), 0
-    update = ChunkPipeline.update
+    iter_on_device = ChunkPipeline.iter_on_device
 
-    def counted(self: ChunkPipeline, chunks: Any, update_chunk: Any) -> None:
+    def counted(self: ChunkPipeline, chunks: Any) -> Any:
         nonlocal n_chunks
         n_chunks += len(chunks)
-        update(self, chunks, update_chunk)
+        return iter_on_device(self, chunks)
 
-    ChunkPipeline.update = counted
+    ChunkPipeline.iter_on_device = counted
     metrics, states, _ = layouts.train_with_nonfinite_step(engine, global_batches(), lambda: engine.state().shards)
     return metrics, states, n_chunks
 
@@ -136,15 +133,12 @@ def test_a_run_goes_on_with_and_without_it(
 def test_chunks_have_at_most_two_buffers_and_come_back() -> None:
     chunks = [[torch.full((n,), 1.0), torch.full((3, n), 2.0, dtype=torch.bfloat16)] for n in (5, 130, 7, 64)]
     memory: dict[int, int] = {}
-
-    def add_one(index: int, tensors: list[torch.Tensor]) -> None:
+    for index, tensors in enumerate(ChunkPipeline(torch.device("cpu")).iter_on_device(chunks)):
         assert [one.dtype for one in tensors] == [torch.float32, torch.bfloat16]
         assert all(one.storage_offset() * one.itemsize % optimizer_offload.ALIGN == 0 for one in tensors)
         memory[index] = tensors[0].untyped_storage().data_ptr()
         for one in tensors:
             one += 1 + index
-
-    ChunkPipeline(torch.device("cpu")).update(chunks, add_one)
     assert memory[0] == memory[2] != memory[1] == memory[3]
     for index, (first, second) in enumerate(chunks):
         assert first.unique().tolist() == [2 + index]
@@ -165,9 +159,3 @@ def test_the_plan_has_the_state_on_the_host(recipe: Callable[..., Any]) -> None:
     assert (offloaded.host_bytes, offloaded.parts["optimizer state"]) == (n_bytes, 0)
     assert offloaded.peak == without.peak - n_bytes
     assert offloaded.state_bytes == without.state_bytes
-
-
-def test_devices_without_it_are_refused() -> None:
-    check_offload(GpuOptions(optimizer_offload=True), "cuda")
-    with pytest.raises(RecipeError, match="optimizer_offload = True: optimizer state is offloaded from cuda only"):
-        check_offload(GpuOptions(optimizer_offload=True), "neuron")

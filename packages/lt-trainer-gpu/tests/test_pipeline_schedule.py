@@ -1,6 +1,6 @@
 """Pipeline schedules by themselves: every pass once, inputs before outputs, no deadlock, balanced stages."""
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 from hypothesis import given
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from lt_model import LlamaConfig, stage_layers
 from lt_trainer.planning.layout import PlannedLayout
-from lt_trainer_gpu.pipeline_schedule import StagePass, forward_passes, max_in_flight, training_passes
+from lt_trainer_gpu.pipeline_schedule import StagePass, forward_passes, training_passes
 
 Message = tuple[int, int, bool, int, int]
 """Sender, receiver, forward or backward, stage of the sender, micro-batch."""
@@ -98,6 +98,11 @@ def test_1f1b_by_hand() -> None:
         "F0 F1 B0 F2 B1 F3 B2 B3",
         "F0 B0 F1 B1 F2 B2 F3 B3",
     ]
+
+
+def max_in_flight(**schedule: int) -> int:
+    """The most forward passes of a rank whose backward pass is still to come."""
+    return max(accumulate(1 if one.is_forward else -1 for one in training_passes(**schedule)))
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 9])

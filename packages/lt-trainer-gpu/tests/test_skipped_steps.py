@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from lt_trainer.config.recipe import load
 from lt_trainer.engine import Snapshot, World
+from lt_trainer_gpu import engine as engine_module
 from lt_trainer_gpu.engine import GpuEngine
 
 
@@ -85,13 +87,13 @@ def test_the_decision_is_made_without_reading_a_value_back(
         raise AssertionError("the host asked for a value")
 
     with monkeypatch.context() as patch:
-        agree = engine._all_reduce_loss_and_norm
+        agree = engine_module.reduce_loss_and_norm
 
-        def from_here_on(*args) -> tuple[torch.Tensor, torch.Tensor]:
+        def from_here_on(*args: Any, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
             for name in ("item", "tolist", "__bool__", "__float__", "__int__"):
                 patch.setattr(torch.Tensor, name, refuse)
-            return agree(*args)
+            return agree(*args, **more)
 
-        patch.setattr(engine, "_all_reduce_loss_and_norm", from_here_on)
+        patch.setattr(engine_module, "reduce_loss_and_norm", from_here_on)
         pending = engine.step(replace(batch, valid_tokens=0), 1e-2)
     assert not engine.fetch_metrics([pending])[0].is_finite

@@ -107,15 +107,15 @@ def test_sums_are_kept_in_the_masters_dtype_and_gradients_let_go_of() -> None:
     model = torch.nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
     narrow = MixedPrecisionWeights(dict(model.named_parameters()), torch.float32)
     narrow.master_weights["weight"].fill_(2.0)
-    narrow.sync_model_params()
+    narrow.sync_model()
     assert model.weight.item() == 2.0
     for gradient in (1.0, 2.0**-9):
-        narrow.on_step_begin(n_micro_batches=2)
+        narrow.is_accumulating = True
         (model.weight * torch.tensor(gradient, dtype=torch.bfloat16)).sum().backward()
         assert model.weight.grad is None
     assert narrow.gradients()["weight"].item() == 1 + 2**-9
-    narrow.zero_grad()
-    narrow.on_step_begin(n_micro_batches=1)
+    narrow.sync_model()
+    narrow.is_accumulating = False
     (model.weight * 3).sum().backward()
     assert narrow.gradients()["weight"].dtype == torch.bfloat16
     assert narrow.gradients()["weight"].item() == 3

@@ -50,6 +50,7 @@ interval = 10
 log_interval = 1
 [engine.gpu]
 device = "cpu"
+dtype = "float32"
 """
 JOB = """
 [job]

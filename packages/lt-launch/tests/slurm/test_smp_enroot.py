@@ -36,7 +36,7 @@ RECIPE = {
     "max_steps = 20000": "max_steps = 6",
     "warmup_steps = 2000": "warmup_steps = 2",
     "n_nodes = 8": "n_nodes = 2",
-    "interval = 500": 'interval = 3\n[engine.gpu]\ndevice = "cpu"\n[metrics]\nlog_interval = 1',
+    "interval = 500": 'interval = 3\n[engine.gpu]\ndevice = "cpu"\ndtype = "float32"\n[metrics]\nlog_interval = 1',
 }
 
 

@@ -56,6 +56,7 @@ n_nodes = 2
 ON_A_CPU = """
 [engine.gpu]
 device = "cpu"
+dtype = "float32"
 """
 JOB = """
 [job]

@@ -24,7 +24,7 @@ RECIPE = {
     "global_batch_size = 512": "global_batch_size = 4",
     "max_steps = 20000": "max_steps = 6",
     "warmup_steps = 2000": "warmup_steps = 2",
-    "[schedule]": '[metrics]\nlog_interval = 1\n[engine.gpu]\ndevice = "cpu"\n[schedule]',
+    "[schedule]": '[metrics]\nlog_interval = 1\n[engine.gpu]\ndevice = "cpu"\ndtype = "float32"\n[schedule]',
 }
 
 

@@ -229,6 +229,7 @@ interval = 50000
 log_interval = 1
 [engine.gpu]
 device = "cpu"
+dtype = "float32"
 """
 
 

@@ -1,27 +1,31 @@
 """Choice of device, dtypes, attention and compilation, before anything is built.
 
 All that a device or torch cannot do is refused here, before the ranks meet; what torch keeps for the whole process
-(TF32, determinism) is set here.
+(TF32, determinism) is set here. One choice needs the ranks: what `dtype = "auto"` is on CPUs (`agree_on_cpu_dtype`).
+Products in bfloat16 are more than twice as fast as in float32 on CPUs with AVX512-BF16 or AMX, and slower on others.
+All ranks take the same dtype, and a run keeps it, whatever CPU resumes it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
+from lt_model.attention import available_backends, unavailable_reason
 from lt_trainer.config.sections.recipe import Recipe
+from lt_trainer.control import Control
 from lt_trainer.engine import World
-from lt_trainer_gpu.checks import check_bf16_weights, check_fp8_device, check_offload
-from lt_trainer_gpu.compilation import (
-    CompileConditions,
-    find_missing_compiler,
-    fp8_note,
-    resolve_compile,
-    select_attention,
-)
-from lt_trainer_gpu.devices import compute_capability, compute_dtype, select_device
+from lt_trainer.errors import RecipeError
+from lt_trainer.run_directory.jsonl import read_jsonl
+from lt_trainer.torch import cpu_multiplies_bfloat16
+from lt_trainer_gpu.checks import DeviceFacts, check_device
+from lt_trainer_gpu.compilation import choose_compile, find_missing_compiler
+from lt_trainer_gpu.devices import compute_dtype, select_device
 from lt_trainer_gpu.options import GpuOptions
+
+DTYPE_FIELD = "engine.gpu.dtype"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +33,11 @@ class Computation:
     """Decisions on how a rank computes.
 
     Attributes:
-        options: the engine's options, with `compile` resolved.
+        options: the engine's options.
         device: the rank's device.
         dtype: dtype of forward and backward.
-        master_dtype: dtype of the weights' updates and of sums of gradients.
         attention: attention backend of lt-model.
+        compile: whether blocks and loss are compiled.
         rounds_stochastically: the weights are in bfloat16, rounded stochastically (`optimizer.weights_dtype`).
         notes: lines for the log.
     """
@@ -41,10 +45,15 @@ class Computation:
     options: GpuOptions
     device: torch.device
     dtype: torch.dtype
-    master_dtype: torch.dtype
     attention: str
+    compile: bool
     rounds_stochastically: bool
     notes: tuple[str, ...]
+
+    @property
+    def master_dtype(self) -> torch.dtype:
+        """Dtype of the weights' updates and of sums of gradients."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
 
 
 def choose_computation(recipe: Recipe, world: World) -> Computation:
@@ -56,20 +65,25 @@ def choose_computation(recipe: Recipe, world: World) -> Computation:
     """
     options: GpuOptions = recipe.engine["gpu"]
     device = select_device(options, world)
-    conditions = CompileConditions(
+    compile, compile_note = choose_compile(
+        options,
         device_type=device.type,
-        tp=recipe.parallel.tp,
         torch_version=torch.__version__,
         missing_compiler=find_missing_compiler(),
     )
-    options, compile_note = resolve_compile(options, conditions)
     dtype = compute_dtype(options, device)
-    check_fp8_device(options.fp8, device.type, compute_capability(device), is_rocm=torch.version.hip is not None)
-    check_offload(options, device.type)
-    rounds_stochastically = recipe.optimizer.weights_dtype == "bfloat16"
-    if rounds_stochastically:
-        check_bf16_weights(str(dtype).removeprefix("torch."))
-    attention = select_attention(options, device, dtype, document_mask=recipe.data.document_mask)
+    facts = DeviceFacts(
+        type=device.type,
+        dtype=str(dtype).removeprefix("torch."),
+        capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0),
+        is_rocm=torch.version.hip is not None,
+        torch_version=torch.__version__,
+    )
+    check_device(recipe, facts)
+    notes = [compile_note] if compile_note else []
+    if options.fp8 != "off":
+        eager = "" if compile else "; without compile its casts cost more than it gains"
+        notes.append(f"fp8 {options.fp8} in the blocks' linear layers; mfu is relative to the bfloat16 peak{eager}")
     torch.set_float32_matmul_precision(options.float32_matmul_precision)
     if options.deterministic:
         torch.use_deterministic_algorithms(True)
@@ -77,8 +91,56 @@ def choose_computation(recipe: Recipe, world: World) -> Computation:
         options=options,
         device=device,
         dtype=dtype,
-        master_dtype=torch.float64 if dtype == torch.float64 else torch.float32,
-        attention=attention,
-        rounds_stochastically=rounds_stochastically,
-        notes=tuple(note for note in (compile_note, fp8_note(options)) if note),
+        attention=_choose_attention(recipe, compile, device, dtype),
+        compile=compile,
+        rounds_stochastically=recipe.optimizer.weights_dtype == "bfloat16",
+        notes=tuple(notes),
     )
+
+
+def _choose_attention(recipe: Recipe, compile: bool, device: torch.device, dtype: torch.dtype) -> str:
+    """Return the attention backend; "auto" in compiled blocks is the fastest that compiles once.
+
+    lt-model's "auto" inspects the documents of every batch, which a compiled block cannot do.
+
+    Raises:
+        RecipeError: the backend that the recipe names cannot run on this device in this dtype.
+    """
+    attention = recipe.engine["gpu"].attention
+    reason = unavailable_reason(attention, device.type, dtype)
+    if reason is not None:
+        raise RecipeError(
+            f"this attention cannot run here: {reason}",
+            values={"engine.gpu.attention": attention},
+            remedy=f"set it to one of {', '.join(available_backends(device.type, dtype))}",
+        )
+    if not (compile and attention == "auto"):
+        return attention
+    has_varlen = device.type == "cuda" and unavailable_reason("varlen", "cuda", dtype) is None
+    return "varlen" if recipe.data.document_mask and has_varlen else "sdpa"
+
+
+def agree_on_cpu_dtype(computation: Computation, recipe: Recipe, world: World, control: Control) -> Computation:
+    """Return the computation with the dtype that all ranks take where "auto" is for CPUs to decide; collective.
+
+    It is that of the run's last start, if there was one, else bfloat16 if the CPUs of all ranks multiply it in
+    hardware, or if the weights are in bfloat16 and need it.
+    """
+    if computation.device.type != "cpu" or computation.options.dtype != "auto":
+        return computation
+    recorded = control.broadcast(recorded_dtype(Path(recipe.run.dir)) if world.rank == 0 else "")
+    is_fast = not control.all_reduce_max(not cpu_multiplies_bfloat16())
+    dtype = recorded or ("bfloat16" if is_fast or computation.rounds_stochastically else "float32")
+    if recorded:
+        reason = "as at the run's last start" + ("" if is_fast or recorded != "bfloat16" else ", which is slow here")
+    else:
+        reason = f"as {'all' if is_fast else 'not all'} CPUs have products in bfloat16 (AVX512-BF16 or AMX)"
+    note = f"{DTYPE_FIELD} = auto: {dtype}, {reason}"
+    return replace(computation, dtype=getattr(torch, dtype), notes=(*computation.notes, note))
+
+
+def recorded_dtype(run_dir: Path) -> str:
+    """Return the dtype in which the run of this folder was started last; "" if it was not."""
+    events = read_jsonl(run_dir / "events.jsonl") if (run_dir / "events.jsonl").exists() else []
+    starts = [event["resolved"] for event in events if DTYPE_FIELD in event.get("resolved", {})]
+    return starts[-1][DTYPE_FIELD] if starts else ""

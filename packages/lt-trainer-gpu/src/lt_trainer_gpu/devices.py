@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import resource
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -162,19 +160,14 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def compute_capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of a CUDA device; (0, 0) of another."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-
-
 def compute_dtype(options: GpuOptions, device: torch.device) -> torch.dtype:
-    """Return the dtype of forward and backward.
+    """Return the dtype of forward and backward; "auto" on a CPU is bfloat16 until the ranks agree.
 
     Raises:
         DeviceError: the device cannot compute in it.
     """
     if options.dtype == "auto":
-        return torch.bfloat16 if device.type in ("cuda", "neuron") else torch.float32
+        return torch.float32 if device.type == "mps" else torch.bfloat16
     if options.dtype == "float64" and device.type in WITHOUT_FLOAT64:
         raise DeviceError(
             f"engine.gpu.dtype = 'float64': {device.type} has no float64; set it to 'float32', or engine.gpu.device to "
@@ -186,22 +179,6 @@ def compute_dtype(options: GpuOptions, device: torch.device) -> torch.dtype:
 def accumulation_dtype(device: torch.device) -> torch.dtype:
     """Return the dtype of sums over micro-batches and parameters: float64 if the device has it."""
     return torch.float32 if device.type in WITHOUT_FLOAT64 else torch.float64
-
-
-def total_device(device: torch.device) -> torch.device:
-    """Return the device of float64 sums over a validation set: the host if the device has no float64."""
-    return torch.device("cpu") if device.type in WITHOUT_FLOAT64 else device
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """Return and reset the peak of allocated memory; on mps what is allocated, on a CPU the peak RSS."""
-    if device.type == "cpu":
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    if device.type == "mps":
-        return torch.mps.driver_allocated_memory()
-    peak = torch.accelerator.max_memory_allocated(device)
-    torch.accelerator.reset_peak_memory_stats(device)
-    return peak
 
 
 def init_process_group(device: torch.device, world: World, timeout_s: float) -> None:

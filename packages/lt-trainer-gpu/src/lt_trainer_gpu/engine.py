@@ -14,34 +14,37 @@ Shapes: M micro-batches, B rows, T positions.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import resource
+import sys
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lt_ckpt import Checkpoint
 from lt_model import LlamaConfig
 from lt_model.costs import recomputed_flops_per_token
+from lt_model.loss import LossParts
+from lt_model.scoring import LabelScores
 from lt_trainer.checkpointing.pretrained import PretrainedWeights
 from lt_trainer.config.sections.recipe import Recipe
 from lt_trainer.control import Control, SoloControl
 from lt_trainer.engine import Device, Snapshot, StepBatch, StepMetrics, World
 from lt_trainer.evaluation.position_scores import PositionScores
-from lt_trainer.torch import GlooControl, PendingStep, allocate_host_memory, translate_dist_errors
+from lt_trainer.torch import GlooControl, PendingStep, allocate_host_memory, local_tensor, translate_dist_errors
 from lt_trainer_gpu import flight_recorder
-from lt_trainer_gpu.computation import Computation, choose_computation
+from lt_trainer_gpu.computation import DTYPE_FIELD, Computation, agree_on_cpu_dtype, choose_computation
 from lt_trainer_gpu.context_parallel_rows import rank_positions
-from lt_trainer_gpu.devices import device_name, init_process_group, peak_memory_bytes, total_device
-from lt_trainer_gpu.fsdp_sync import FsdpSync
-from lt_trainer_gpu.gradients import all_reduce_loss_and_norm, clip_coefficient, squared_norm
+from lt_trainer_gpu.devices import accumulation_dtype, init_process_group
+from lt_trainer_gpu.gradients import clip_coefficient, reduce_loss_and_norm
 from lt_trainer_gpu.mesh_layout import MeshLayout
-from lt_trainer_gpu.micro_batches import DeviceMicroBatch, micro_batches
+from lt_trainer_gpu.micro_batches import ModelRunner, PassRunner, micro_batches
 from lt_trainer_gpu.parallelize import open_stages
 from lt_trainer_gpu.peak_flops import peak_flops
-from lt_trainer_gpu.pipeline import TiedGradient, open_runner
+from lt_trainer_gpu.pipeline import PipelineRunner, TiedGradient
 from lt_trainer_gpu.step_profiler import StepProfiler
 from lt_trainer_gpu.timing import create_stopwatch
 from lt_trainer_gpu.trained_state import TrainedState
@@ -58,8 +61,7 @@ class GpuEngine:
 
     def __init__(self, recipe: Recipe, config: LlamaConfig, world: World) -> None:
         timeout_s = recipe.fault_tolerance.collective_timeout_s
-        self._optimizer_options = recipe.optimizer
-        self._computation = computation = choose_computation(recipe, world)
+        computation = choose_computation(recipe, world)
         self._mesh_layout = layout = MeshLayout.from_options(
             recipe.parallel, world.rank, world.size, tie_word_embeddings=config.tie_word_embeddings
         )
@@ -67,24 +69,30 @@ class GpuEngine:
         with translate_dist_errors():  # a rank that never joins counts as lost
             init_process_group(computation.device, world, timeout_s)
             self.control: Control = GlooControl(timeout_s) if world.size > 1 else SoloControl()
+            computation = agree_on_cpu_dtype(computation, recipe, world, self.control)
             self._stages = open_stages(config, computation, layout, timeout_s)
-            self._fsdp_syncs = [FsdpSync(stage, computation.options) for stage in self._stages]
-            self._runner = open_runner(
-                self._stages,
-                self._fsdp_syncs,
-                mesh_layout=layout,
-                device=computation.device,
-                compute_dtype=computation.dtype,
-                timeout_s=timeout_s,
+            self._runner: PassRunner = (
+                PipelineRunner(self._stages, computation, layout, timeout_s)
+                if layout.pp > 1
+                else ModelRunner(self._stages[0])
             )
-            self._tied_gradient = (
-                TiedGradient(EMBEDDING, layout, timeout_s) if layout.pp > 1 and layout.has_embedding_twice else None
-            )
-        self._state = TrainedState(self._stages, config, recipe, computation, layout)
-        self.device = _describe_device(computation, world)
-        self._profiler = StepProfiler(
-            recipe.metrics, run_dir=Path(recipe.run.dir), rank=world.rank, device=computation.device
+            self._tied_gradient = TiedGradient(EMBEDDING, layout, timeout_s) if layout.has_embedding_twice else None
+        self._micro_batches = partial(
+            micro_batches,
+            device=computation.device,
+            fixed_boundaries=computation.compile,
+            cp=layout.cp,
+            cp_rank=layout.cp_rank,
+            has_ids=any(stage.is_first for stage in self._stages),
+            has_labels=any(stage.is_last for stage in self._stages),
         )
+        self._state = TrainedState(self._stages, config, recipe, computation, layout)
+        self._computation, self._optimizer_options = computation, recipe.optimizer
+        # Summed over ranks: the first of the TP ranks of the last stage reports the loss.
+        self._reports_loss = layout.tp_rank == 0 and layout.pp_rank == layout.pp - 1
+        self._no_loss = torch.zeros((), dtype=accumulation_dtype(computation.device), device=computation.device)
+        self.device = _describe_device(computation, world)
+        self._profiler = StepProfiler.open(recipe, rank=world.rank, device=computation.device)
         self.stopwatch = create_stopwatch(computation.device)
         mode = computation.options.activation_checkpointing
         self.recomputed_flops_per_token = (  # with a memory budget the compiler chooses
@@ -97,53 +105,35 @@ class GpuEngine:
         Raises:
             PeerError: another rank is gone.
         """
-        with translate_dist_errors(), self._profiler.memory_snapshot_on_oom():
-            return self._step(batch, lr)
-
-    def _step(self, batch: StepBatch, lr: float) -> PendingStep:
-        self.stopwatch.begin("forward_backward")
-        for stage in self._stages:
-            stage.train()
-        micros = self._micro_batches(batch)
-        self._state.weights.on_step_begin(n_micro_batches=len(micros))
-        loss_sum = self._runner.forward_backward(
-            micros, valid_tokens=batch.valid_tokens, z_loss=self._optimizer_options.z_loss
-        )
-        self.stopwatch.begin("optimizer")
-        gradients = self._state.weights.gradients()
-        if self._tied_gradient is not None:
-            self._tied_gradient.all_reduce(gradients)
-        loss, grad_norm = self._all_reduce_loss_and_norm(loss_sum / batch.valid_tokens, gradients)
-        max_norm = self._optimizer_options.grad_clip
-        scale = clip_coefficient(grad_norm, max_norm) if max_norm > 0 else None
-        finite = torch.isfinite(loss) & torch.isfinite(grad_norm)
-        self._state.update(gradients, lr, finite, scale)
-        return PendingStep(loss, grad_norm)
-
-    def _micro_batches(self, batch: StepBatch) -> list[DeviceMicroBatch]:
-        layout = self._mesh_layout
-        return micro_batches(
-            batch,
-            self._computation.device,
-            fixed_boundaries=self._computation.options.compile is True,
-            cp=layout.cp,
-            cp_rank=layout.cp_rank,
-            has_ids=any(stage.is_first for stage in self._stages),
-            has_labels=any(stage.is_last for stage in self._stages),
-        )
-
-    def _all_reduce_loss_and_norm(self, loss: Tensor, gradients: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the loss and the global gradient norm, reduced over all ranks and equal on each."""
-        squares = squared_norm([gradients[name] for name in self._state.norm_param_names], self._computation.device)
-        loss, squares = all_reduce_loss_and_norm(
-            loss * self._is_loss_reporter, squares, world_size=self.topology.world_size
-        )
-        return loss, squares.sqrt()
-
-    @property
-    def _is_loss_reporter(self) -> float:
-        """Factor of this rank's loss: 1 on the first of the TP ranks of the last stage, else 0."""
-        return float(self._mesh_layout.tp_rank == 0 and self._mesh_layout.pp_rank == self._mesh_layout.pp - 1)
+        weights, options = self._state.weights, self._optimizer_options
+        try:
+            with translate_dist_errors():
+                self.stopwatch.begin("forward_backward")
+                for stage in self._stages:
+                    stage.train()
+                micros = self._micro_batches(batch)
+                weights.is_accumulating = len(micros) > 1
+                losses = self._runner.forward_backward(micros, valid_tokens=batch.valid_tokens, z_loss=options.z_loss)
+                self.stopwatch.begin("optimizer")
+                gradients = weights.gradients()
+                if self._tied_gradient is not None:
+                    self._tied_gradient.all_reduce(gradients)
+                loss_sum = torch.stack(losses or [self._no_loss]).sum(dtype=self._no_loss.dtype)
+                loss, grad_norm = reduce_loss_and_norm(
+                    loss_sum / batch.valid_tokens * self._reports_loss,
+                    [gradients[name] for name in self._state.norm_param_names],
+                    world_size=self.topology.world_size,
+                )
+                scale = clip_coefficient(grad_norm, options.grad_clip) if options.grad_clip > 0 else None
+                finite = torch.isfinite(loss) & torch.isfinite(grad_norm)
+                masters = {name: local_tensor(weight).detach() for name, weight in weights.master_weights.items()}
+                self._state.optimizer.step(masters, gradients, lr, finite, scale)
+                weights.sync_model()
+                return PendingStep(loss, grad_norm)
+        except torch.OutOfMemoryError:
+            if self._profiler is not None:
+                self._profiler.on_out_of_memory()
+            raise
 
     def fetch_metrics(self, pendings: Sequence[PendingStep]) -> list[StepMetrics]:
         """Return the metrics of `pendings`; the only place where the host synchronizes."""
@@ -159,13 +149,16 @@ class GpuEngine:
         """Return the summed loss (nats) and the number of valid tokens over all ranks' batches."""
         for stage in self._stages:
             stage.eval()
-        totals = torch.zeros(2, dtype=torch.float64, device=total_device(self._computation.device))
+        device = self._computation.device if self._no_loss.dtype == torch.float64 else "cpu"
+        totals = torch.zeros(2, dtype=torch.float64, device=device)
         with translate_dist_errors():
             for batch in batches:
-                totals[0] += self._runner.forward(self._micro_batches(batch)).to(totals.device)
+                parts: list[LossParts] = self._runner.forward(self._micro_batches(batch), z_loss=0.0)
+                losses = [one.cross_entropy for one in parts] or [self._no_loss]
+                totals[0] += torch.stack(losses).sum(dtype=self._no_loss.dtype).to(totals.device)
                 # Context-parallel ranks compute their own part of a row's loss, and all know its number of tokens.
                 totals[1] += batch.valid_tokens * (self._mesh_layout.cp_rank == 0)
-            totals *= self._is_loss_reporter
+            totals *= self._reports_loss
             if self.topology.world_size > 1:
                 dist.all_reduce(totals)
             loss_sum, tokens = totals.tolist()
@@ -178,10 +171,8 @@ class GpuEngine:
         for stage in self._stages:
             stage.eval()
         with translate_dist_errors():
-            found = self._runner.score(self._micro_batches(batch))
-            if not self._is_loss_reporter:
-                found = []
-            scores = [(one.log_probs.cpu().numpy(), one.is_greedy.cpu().numpy()) for one in found]
+            found: list[LabelScores] = self._runner.forward(self._micro_batches(batch), z_loss=None)
+            scores = [(one.log_probs.cpu().numpy(), one.is_greedy.cpu().numpy()) for one in found if self._reports_loss]
         self._reshard_params()
         if not scores:
             return PositionScores.unreported(batch)
@@ -191,20 +182,28 @@ class GpuEngine:
         return PositionScores.at_positions(batch, indices, log_probs, is_greedy)
 
     def _reshard_params(self) -> None:
-        for fsdp_sync in self._fsdp_syncs:
-            fsdp_sync.reshard_params()
+        for stage in self._stages:
+            if stage.fsdp_sync is not None:
+                stage.fsdp_sync.reshard_params()
 
     def on_step_begin(self, step: int) -> list[Path]:
         """Open or close profiler and memory-snapshot windows; return the files written."""
-        return self._profiler.on_step_begin(step)
+        return [] if self._profiler is None else self._profiler.on_step_begin(step)
 
     def dump_debug_info(self, folder: Path) -> str:
         """Dump this rank's last collectives from torch's flight recorder; return a hint on reading them."""
         return flight_recorder.dump(folder, rank=self.topology.rank, on_gpu=self._computation.device.type == "cuda")
 
     def peak_memory_bytes(self) -> int:
-        """Return peak allocated device bytes since the last call; on a CPU, the process's peak RSS."""
-        return peak_memory_bytes(self._computation.device)
+        """Return peak allocated device bytes since the last call; on mps what is allocated, on a CPU the peak RSS."""
+        device = self._computation.device
+        if device.type == "cpu":
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        if device.type == "mps":
+            return torch.mps.driver_allocated_memory()
+        peak = torch.accelerator.max_memory_allocated(device)
+        torch.accelerator.reset_peak_memory_stats(device)
+        return peak
 
     def state_bytes(self) -> int:
         """Return the bytes of this rank's share of weights and optimizer state."""
@@ -232,16 +231,18 @@ class GpuEngine:
 
 
 def _describe_device(computation: Computation, world: World) -> Device:
-    name = device_name(computation.device)
-    peak, source = peak_flops(computation.device, computation.dtype, name)
+    device = computation.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    peak, source = peak_flops(device, computation.dtype, name)
     return Device(
         name=name,
-        kind=computation.device.type,
+        kind=device.type,
         count=world.size,
         peak_flops=peak,
         peak_source=source,
         resolved={
-            "engine.gpu.compile": computation.options.compile is True,
+            DTYPE_FIELD: str(computation.dtype).removeprefix("torch."),
+            "engine.gpu.compile": computation.compile,
             "engine.gpu.attention": computation.attention,
             "engine.gpu.fp8": computation.options.fp8,
         },

@@ -3,8 +3,8 @@
 Torch reads its settings from the environment when the process group is created. The names are those of torch 2.9, 2.11
 and 2.15; variables that the user has set are kept.
 
-Our watchdog ends a hanging run before NCCL's own would, so it requests the dump itself (`dump`) and reports the last
-collective: ranks whose counts differ diverged there. The file is torch's pickle; for NCCL's,
+Our watchdog ends a hanging run before NCCL's own would, so it requests the dump itself (`dump`). The file is torch's
+pickle, of each rank's collectives by number: ranks whose counts differ diverged there. For NCCL's,
 `python -m torch.distributed.flight_recorder.fr_trace` compares the ranks (gloo's lack the groups that it needs). Open
 such files only from a trusted source.
 
@@ -13,7 +13,6 @@ Cost: some hundred nanoseconds per collective and 2000 entries of memory.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -51,31 +50,13 @@ def dump(folder: Path, *, rank: int, on_gpu: bool) -> str:
         on_gpu: whether the collectives are NCCL's, not gloo's.
 
     Returns:
-        A sentence that names the file and the last collective of each group.
+        A sentence that names the file.
     """
-    data = _dump_trace(on_gpu)
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{DUMP_PREFIX}{rank}"
-    write_atomic(path, data)
-    text = f"the last collectives of this rank are in {path}; the newest of each group: {_describe_latest(data)}"
+    write_atomic(folder / f"{DUMP_PREFIX}{rank}", _dump_trace(on_gpu))
+    text = f"the last collectives of this rank are in {folder / f'{DUMP_PREFIX}{rank}'}"
     command = f"python -m torch.distributed.flight_recorder.fr_trace {folder} -p {DUMP_PREFIX}"
     return f"{text}; once it has those of all ranks, `{command}` shows where they diverge" if on_gpu else text
-
-
-def _describe_latest(data: bytes) -> str:
-    """Describe the last collective that each process group began.
-
-    Torch records that a collective has ended, not whether it failed: on the rank that loses another one it has "ended".
-    """
-    entries = pickle.loads(data)["entries"] if data else []  # noqa: S301 - this process has just written it
-    newest = {tuple(entry["process_group"]): entry for entry in sorted(entries, key=lambda entry: entry["record_id"])}
-    descriptions = []
-    for group, entry in sorted(newest.items()):
-        collective = f"{entry['profiling_name']} of {entry['input_sizes']}"
-        state = "ended" if entry["retired"] or entry["state"] == "completed" else "not ended"
-        number = f"number {entry['collective_seq_id']} of group {' '.join(group)}"
-        descriptions.append(f"{number}, {collective}, {state}")
-    return "; ".join(descriptions) or "none"
 
 
 def _dump_trace(on_gpu: bool) -> bytes:

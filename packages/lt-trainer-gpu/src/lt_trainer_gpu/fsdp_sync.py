@@ -16,23 +16,19 @@ from lt_trainer_gpu.options import GpuOptions
 
 
 class FsdpSync:
-    """Per-micro-batch FSDP settings of a model; no effect if it is not sharded.
+    """Per-micro-batch settings of a stage that is sharded or replicated.
 
     Args:
-        model: after `parallelize`.
+        model: the stage, under FSDP.
         options: the engine's options.
     """
 
     def __init__(self, model: nn.Module, options: GpuOptions) -> None:
-        # A plain model needs no settings; isinstance with FSDP's class would import it.
-        self._root: Any = model if hasattr(model, "set_requires_gradient_sync") else None
-        self._fsdp_modules: list[Any] = [module for module in model.modules() if hasattr(module, "reshard")]
+        self._root: Any = model
         self._options = options
 
     def on_backward_begin(self, *, is_last: bool) -> None:
         """Set gradient sync for the next backward pass; `is_last` marks the step's last micro-batch."""
-        if self._root is None:
-            return
         if self._options.reduce_each_micro_batch:
             self._root.set_requires_all_reduce(is_last)
         else:
@@ -46,5 +42,6 @@ class FsdpSync:
         Without a backward pass FSDP keeps weights that are not resharded after the forward pass, and a later forward
         would use them even after the sharded ones have been overwritten.
         """
-        for module in self._fsdp_modules:
-            module.reshard()
+        for module in self._root.modules():
+            if hasattr(module, "reshard"):
+                module.reshard()

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lt_model import ParamSpec
-from lt_trainer.optimizers.matrices import MatrixExchange, WholeMatrices
+from lt_trainer.optimizers.driver import MatrixExchange, exchange_nothing
 from lt_trainer.optimizers.spec import OptimizerSpec
 from lt_trainer.torch import LocalShard
 from lt_trainer_gpu.mesh_layout import MeshLayout
@@ -48,15 +48,15 @@ def matrix_exchange(
         timeout_s: timeout of a collective.
     """
     if spec.transform is None or mesh_layout.fsdp_size * mesh_layout.tp == 1:
-        return WholeMatrices()
+        return exchange_nothing
     for name, shard in shards.items():
         expected = mesh_layout.slice_of(specs[name], mesh_layout.fsdp_rank, mesh_layout.tp_rank)
         assert (shard.offset, tuple(shard.local.shape)) == expected or not shard.local.numel(), (name, expected)
-    return ShardedMatrices(specs, mesh_layout, timeout_s)
+    return ShardedMatrices(specs, mesh_layout, timeout_s).transform
 
 
 class ShardedMatrices:
-    """`MatrixExchange` between the ranks that share one replica of the weights.
+    """Matrices that are exchanged between the ranks that share one replica of the weights.
 
     Every rank of the run constructs it, in the same order as other process groups.
 

@@ -13,13 +13,9 @@ import torch
 from torch import Tensor
 
 from lt_model.documents import DocumentBoundaries
-from lt_model.loss import LossParts
-from lt_model.scoring import LabelScores
 from lt_trainer.engine import StepBatch
 from lt_trainer.torch import micro_batches_to_device
 from lt_trainer_gpu.context_parallel_rows import rank_positions, split_boundaries
-from lt_trainer_gpu.device_sum import DeviceSum
-from lt_trainer_gpu.fsdp_sync import FsdpSync
 from lt_trainer_gpu.model import LlamaStage
 
 
@@ -38,12 +34,6 @@ class DeviceMicroBatch(NamedTuple):
     position_ids: Tensor
     labels: Tensor | None
     boundaries: DocumentBoundaries
-
-    @property
-    def first_inputs(self) -> Tensor:
-        """Input of the model's first stage."""
-        assert self.input_ids is not None
-        return self.input_ids
 
 
 def micro_batches(
@@ -68,13 +58,13 @@ def micro_batches(
         has_labels: copy the labels, for the last stage.
     """
     (n_micro, n_rows, seq_len), found = batch.input_ids.shape, []
-
-    def copy(array: np.ndarray, is_needed: bool) -> Iterable[Tensor | None]:
-        return micro_batches_to_device(rank_positions(array, cp, cp_rank), device) if is_needed else [None] * n_micro
-
-    positions_of = micro_batches_to_device(rank_positions(batch.position_ids, cp, cp_rank), device)
-    ids_and_labels = zip(copy(batch.input_ids, has_ids), copy(batch.labels, has_labels), strict=True)
-    for cu_seqlens, positions, (ids, labels) in zip(batch.cu_seqlens, positions_of, ids_and_labels, strict=True):
+    columns: list[Iterable[Tensor | None]] = []
+    needed = ((batch.position_ids, True), (batch.input_ids, has_ids), (batch.labels, has_labels))
+    for array, is_needed in needed:
+        own = rank_positions(array, cp, cp_rank) if cp > 1 else array
+        columns.append(micro_batches_to_device(own, device) if is_needed else [None] * n_micro)
+    for cu_seqlens, positions, ids, labels in zip(batch.cu_seqlens, *columns, strict=True):
+        assert positions is not None
         if not fixed_boundaries:
             cu_seqlens = cu_seqlens[: np.searchsorted(cu_seqlens, n_rows * seq_len) + 1]
         boundaries = DocumentBoundaries(torch.from_numpy(cu_seqlens), n_rows, seq_len)
@@ -87,64 +77,42 @@ def micro_batches(
 class PassRunner(Protocol):
     """Forward and backward passes of a rank's stages over the micro-batches of a step."""
 
-    def forward_backward(self, micros: Sequence[DeviceMicroBatch], *, valid_tokens: int, z_loss: float) -> Tensor:
+    def forward_backward(self, micros: Sequence[DeviceMicroBatch], *, valid_tokens: int, z_loss: float) -> list[Tensor]:
         """Accumulate the gradients of the summed loss / `valid_tokens`.
 
         Returns:
-            The summed cross-entropy in nats, on the device; 0 where this rank has no head.
+            The summed cross-entropy in nats of each micro-batch, on the device; none where this rank has no head.
 
         Raises:
             PeerError: another rank is gone.
         """
         ...
 
-    def forward(self, micros: Sequence[DeviceMicroBatch]) -> Tensor:
-        """Return the summed cross-entropy, as above; call under `torch.no_grad`."""
-        ...
+    def forward(self, micros: Sequence[DeviceMicroBatch], z_loss: float | None) -> list[Any]:
+        """Return the `LossParts` by micro-batch, or with `z_loss` None the `LabelScores`; none without a head.
 
-    def score(self, micros: Sequence[DeviceMicroBatch]) -> list[LabelScores]:
-        """Return the scores of the labels by micro-batch, [B, T] each; call under `torch.no_grad`.
-
-        Empty where this rank has no head.
+        Call under `torch.no_grad`.
         """
         ...
 
 
 class ModelRunner:
-    """Passes through a model that is not pipelined, one micro-batch after the other.
+    """Passes through a model that is not pipelined, one micro-batch after the other."""
 
-    Args:
-        model: all layers.
-        fsdp_sync: its communication schedule.
-        device: the rank's device.
-    """
+    def __init__(self, model: LlamaStage) -> None:
+        self._model = model
 
-    def __init__(self, model: LlamaStage, fsdp_sync: FsdpSync, device: torch.device) -> None:
-        self._model, self._fsdp_sync, self._device = model, fsdp_sync, device
-
-    def forward_backward(self, micros: Sequence[DeviceMicroBatch], *, valid_tokens: int, z_loss: float) -> Tensor:
+    def forward_backward(self, micros: Sequence[DeviceMicroBatch], *, valid_tokens: int, z_loss: float) -> list[Tensor]:
         """Accumulate the gradients, as `PassRunner` says."""
-        loss_sum = DeviceSum(self._device)
-        for index, parts in enumerate(self._losses(micros, z_loss)):
-            self._fsdp_sync.on_backward_begin(is_last=index == len(micros) - 1)
+        losses = []
+        for index, (ids, positions, labels, boundaries) in enumerate(micros):
+            parts = self._model(ids, positions, boundaries, labels, z_loss)
+            if self._model.fsdp_sync is not None:
+                self._model.fsdp_sync.on_backward_begin(is_last=index == len(micros) - 1)
             (parts.total / valid_tokens).backward()
-            loss_sum.add(parts.cross_entropy)
-        return loss_sum.total
+            losses.append(parts.cross_entropy)
+        return losses
 
-    def forward(self, micros: Sequence[DeviceMicroBatch]) -> Tensor:
-        """Return the summed cross-entropy."""
-        loss_sum = DeviceSum(self._device)
-        for parts in self._losses(micros, z_loss=0.0):
-            loss_sum.add(parts.cross_entropy)
-        return loss_sum.total
-
-    def score(self, micros: Sequence[DeviceMicroBatch]) -> list[LabelScores]:
-        """Return the scores of the labels."""
-        return [self._forward(micro, None) for micro in micros]
-
-    def _losses(self, micros: Sequence[DeviceMicroBatch], z_loss: float) -> Iterable[LossParts]:
-        for micro in micros:
-            yield self._forward(micro, z_loss)
-
-    def _forward(self, micro: DeviceMicroBatch, z_loss: float | None) -> Any:
-        return self._model(micro.first_inputs, micro.position_ids, micro.boundaries, micro.labels, z_loss)
+    def forward(self, micros: Sequence[DeviceMicroBatch], z_loss: float | None) -> list[Any]:
+        """Return the losses or the scores, as `PassRunner` says."""
+        return [self._model(ids, positions, bounds, labels, z_loss) for ids, positions, labels, bounds in micros]

@@ -11,6 +11,7 @@ Shapes: B batch, T positions, D hidden_size.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from lt_model.loss import LossParts, linear_loss_parts
 from lt_model.rope import rope_tables
 from lt_model.scoring import LabelScores, linear_label_scores
 from lt_trainer_gpu.collectives import TensorParallelGroup, all_reduce_softmax_terms, copy_to_tp
+from lt_trainer_gpu.fsdp_sync import FsdpSync
 
 
 class LossHead(nn.Linear):
@@ -40,30 +42,18 @@ class LossHead(nn.Linear):
 
         With `z_loss` None, return the score of each label instead; not differentiable.
         """
-        all_reduce_softmax = None
+        arguments: dict[str, Any] = {
+            "pad_to_multiple_of": self.pad_vocab_to_multiple_of,
+            "vocab_start_index": self.vocab_start_index,
+            "chunk_tokens": self.chunk_tokens,
+        }
         if self.tp_group is not None:
             hidden_BTD = copy_to_tp(hidden_BTD, self.tp_group)
-            all_reduce_softmax = partial(all_reduce_softmax_terms, tp_group=self.tp_group)
+            arguments["all_reduce_softmax"] = partial(all_reduce_softmax_terms, tp_group=self.tp_group)
         if z_loss is None:
-            return linear_label_scores(
-                hidden_BTD,
-                self.weight,
-                labels_BT,
-                pad_to_multiple_of=self.pad_vocab_to_multiple_of,
-                vocab_start_index=self.vocab_start_index,
-                all_reduce_softmax=all_reduce_softmax,
-                chunk_tokens=self.chunk_tokens,
-            )
+            return linear_label_scores(hidden_BTD, self.weight, labels_BT, **arguments)
         return linear_loss_parts(
-            hidden_BTD,
-            self.weight,
-            labels_BT,
-            z_loss=z_loss,
-            pad_to_multiple_of=self.pad_vocab_to_multiple_of,
-            vocab_start_index=self.vocab_start_index,
-            all_reduce_softmax=all_reduce_softmax,
-            chunk_tokens=self.chunk_tokens,
-            compile=self.compile_loss,
+            hidden_BTD, self.weight, labels_BT, z_loss=z_loss, compile=self.compile_loss, **arguments
         )
 
 
@@ -75,8 +65,10 @@ class LlamaStage(Llama):
         is_first: it has the embedding.
         is_last: it has the norm, the head and the loss.
         blocks: its decoder blocks, in order.
+        fsdp_sync: its communication schedule, where it is sharded or replicated.
     """
 
+    fsdp_sync: FsdpSync | None = None
     layers: range
     blocks: list[LlamaBlock]
     is_first: bool

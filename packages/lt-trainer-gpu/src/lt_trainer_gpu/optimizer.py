@@ -2,7 +2,7 @@
 
 Other optimizers run their spec's pure update per tensor. The kernel needs weights, gradients and moments of one dtype.
 Where all have it, as with float32 gradients and moments, AdamW is one call per group of equal weight decay and learning
-rate. Where gradients or moments are in bfloat16, they are upcast in buckets of at most `temporary_bytes` (large
+rate. Where gradients or moments are in bfloat16, they are upcast in buckets of limited size (large
 parameters are split along their rows), and moments are rounded to nearest when they are stored. Weights in bfloat16
 (`optimizer.weights_dtype`) are upcast too and rounded stochastically. Tested against the pure update.
 
@@ -12,7 +12,8 @@ The host never reads whether a step takes effect: the kernel takes that as `foun
 With `engine.gpu.optimizer_offload` the slots are in host memory and come to the device in chunks
 (optimizer_offload.py).
 
-Cost: one pass over weights, gradients and moments; temporaries of at most `temporary_bytes`.
+Cost: one pass over weights, gradients and moments; temporaries of at most `DEVICE_TEMPORARY_BYTES`, on a CPU
+`CPU_TEMPORARY_BYTES`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor
 
 from lt_trainer.optimizers.adamw import ADAMW, FIRST_MOMENT, SECOND_MOMENT
-from lt_trainer.optimizers.driver import OptimizerDriver
+from lt_trainer.optimizers.driver import OptimizerDriver, Tensors
 
 _torch: Any = torch  # its functions on lists of tensors have no types
 DEVICE_TEMPORARY_BYTES = 256 * 2**20
@@ -35,11 +36,6 @@ FUSED_DEVICE_TYPES = ("cuda", "cpu")
 """Device types with torch's fused kernel, as tested; others take the pure update."""
 CPU_TEMPORARY_BYTES = 4 * 2**20
 """Temporaries of an update on a CPU: few enough for its cache."""
-
-
-def temporary_bytes(device_type: str) -> int:
-    """Return the most bytes that AdamW upcasts at a time on a device of this type."""
-    return CPU_TEMPORARY_BYTES if device_type == "cpu" else DEVICE_TEMPORARY_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +83,7 @@ class ParamUpdate:
 
 GroupKey = tuple[bool, float]
 """Weight decay or not, and the factor of the learning rate, of updates that share a call."""
-UpdateGroup = Callable[[GroupKey, list[ParamUpdate]], None]
+Groups = Mapping[GroupKey, list[ParamUpdate]]
 
 
 class GpuOptimizer(OptimizerDriver):
@@ -96,47 +92,38 @@ class GpuOptimizer(OptimizerDriver):
     def wait_for_slots(self) -> None:
         """Wait until the slots can be read on the host; those on the device are in the order of its stream."""
 
-    def update_groups(self, groups: Mapping[GroupKey, list[ParamUpdate]], update_group: UpdateGroup) -> None:
-        """Call `update_group` for all updates of each group; a subclass may call it for parts of them."""
-        for key, updates in groups.items():
-            update_group(key, updates)
+    def iter_on_device(self, groups: Groups) -> Iterable[tuple[GroupKey, list[ParamUpdate]]]:
+        """Return the groups; a subclass may yield parts of them, and go on when a part has been updated."""
+        return groups.items()
 
-    def step_by_spec(
-        self,
-        weights: Mapping[str, Tensor],
-        gradients: Mapping[str, Tensor],
-        lr: Tensor | float,
-        finite: Tensor,
-        scale: Tensor | None,
+    @torch.no_grad()
+    def step(
+        self, weights: Tensors, gradients: Tensors, lr: Tensor | float, finite: Tensor, scale: Tensor | None = None
     ) -> None:
-        """Update what AdamW updates by the fused kernel, the rest by its pure update."""
+        """Update what AdamW updates by the fused kernel, the rest by its pure update; see `OptimizerDriver.step`."""
         assert weights.keys() == gradients.keys()
+        self.step_count.add_(finite.to(self.step_count.dtype))
         has_kernel = self.device_type in FUSED_DEVICE_TYPES
-        fused = {name for name, spec in self.specs.items() if spec is ADAMW and has_kernel}
-        others = {name: weight for name, weight in weights.items() if name not in fused}
-        super().step_by_spec(others, gradients, lr, finite, scale)
+        others = {name: weights[name] for name, spec in self.specs.items() if spec is not ADAMW or not has_kernel}
+        if others:
+            self.update(others, gradients, lr, finite, scale)
         groups: dict[GroupKey, list[ParamUpdate]] = defaultdict(list)
-        for name, weight in weights.items():
-            if name in fused:
-                first, second = (self.slots[slot][name] for slot in (FIRST_MOMENT, SECOND_MOMENT))
-                update = ParamUpdate(
-                    name=name,
-                    start_row=0,
-                    dtype=self.update_dtype(weight.dtype),
-                    weight=weight,
-                    gradient=gradients[name],
-                    first=first,
-                    second=second,
-                )
-                groups[self.params[name].decay, self.params[name].lr_scale].append(update)
-
-        def update_group(key: GroupKey, updates: list[ParamUpdate]) -> None:
-            decay, lr_scale = key
+        for name in [name for name in weights if name not in others]:
+            update = ParamUpdate(
+                name=name,
+                start_row=0,
+                dtype=self.update_dtype,
+                weight=weights[name],
+                gradient=gradients[name],
+                first=self.slots[FIRST_MOMENT][name],
+                second=self.slots[SECOND_MOMENT][name],
+            )
+            groups[self.params[name].decay, self.params[name].lr_scale].append(update)
+        max_bytes = CPU_TEMPORARY_BYTES if self.device_type == "cpu" else DEVICE_TEMPORARY_BYTES
+        for (decay, lr_scale), updates in self.iter_on_device(groups):
             weight_decay = self.options.weight_decay if decay else 0.0
-            for bucket in split_buckets(updates, temporary_bytes(self.device_type), ParamUpdate.upcast_bytes):
+            for bucket in split_buckets(updates, max_bytes, ParamUpdate.upcast_bytes):
                 self._step_fused(bucket, lr * lr_scale, weight_decay, finite, scale)
-
-        self.update_groups(groups, update_group)
 
     def _step_fused(
         self, rows: list[ParamUpdate], lr: Tensor | float, weight_decay: float, finite: Tensor, scale: Tensor | None
@@ -202,7 +189,7 @@ def split_buckets(
                 bucket, room = [], max_bytes
                 continue
             n_taken = max(fewest, n_taken)
-            bucket.append(update.rows(start, start + n_taken))
+            bucket.append(update if n_taken == n_rows else update.rows(start, start + n_taken))
             start += n_taken
             room -= n_taken * row_bytes
     if bucket:

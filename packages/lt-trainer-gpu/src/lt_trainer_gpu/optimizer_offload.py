@@ -16,7 +16,7 @@ device two buffers of at most `CHUNK_BYTES` during the update.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lt_trainer.torch import allocate_host_memory
-from lt_trainer_gpu.optimizer import GpuOptimizer, GroupKey, ParamUpdate, UpdateGroup, split_buckets
+from lt_trainer_gpu.optimizer import GpuOptimizer, GroupKey, Groups, ParamUpdate, split_buckets
 
 CHUNK_BYTES = 128 * 2**20
 """Optimizer state in one of the two buffers: some milliseconds of the bus, many times the latency of a copy."""
@@ -51,21 +51,17 @@ class OffloadedOptimizer(GpuOptimizer):
         if self.device_type != "cpu":
             torch.accelerator.current_stream(self.step_count.device).synchronize()
 
-    def update_groups(self, groups: Mapping[GroupKey, list[ParamUpdate]], update_group: UpdateGroup) -> None:
-        """Call `update_group` for chunks whose moments are on the device."""
+    def iter_on_device(self, groups: Groups) -> Iterator[tuple[GroupKey, list[ParamUpdate]]]:
+        """Yield chunks whose moments are on the device; each is copied back when the next one is asked for."""
         chunks = [
             (key, chunk)
             for key, updates in groups.items()
             for chunk in split_buckets(updates, CHUNK_BYTES, ParamUpdate.slot_bytes)
         ]
-
-        def update_chunk(index: int, moments: list[Tensor]) -> None:
-            key, chunk = chunks[index]
+        on_host = [[moment for row in chunk for moment in (row.first, row.second)] for _, chunk in chunks]
+        for moments, (key, chunk) in zip(self._chunk_pipeline.iter_on_device(on_host), chunks, strict=True):
             on_device = zip(chunk, moments[::2], moments[1::2], strict=True)
-            update_group(key, [replace(row, first=first, second=second) for row, first, second in on_device])
-
-        moments = [[moment for row in chunk for moment in (row.first, row.second)] for _, chunk in chunks]
-        self._chunk_pipeline.update(moments, update_chunk)
+            yield key, [replace(row, first=first, second=second) for row, first, second in on_device]
 
     @cached_property
     def _chunk_pipeline(self) -> ChunkPipeline:
@@ -79,7 +75,7 @@ def zeros_on_host(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devi
 
 
 class ChunkPipeline:
-    """Update of tensors in host memory, chunk by chunk, through two buffers on a device."""
+    """Tensors in host memory that pass through two buffers on a device, chunk by chunk, and are changed there."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -87,51 +83,46 @@ class ChunkPipeline:
         self._to_device = None if on_cpu else torch.Stream(device=device)
         self._to_host = None if on_cpu else torch.Stream(device=device)
 
-    def update(self, chunks: Sequence[Sequence[Tensor]], update_chunk: Callable[[int, list[Tensor]], None]) -> None:
-        """Copy each chunk to the device, update it there and copy it back; what follows on the stream waits.
+    def iter_on_device(self, chunks: Sequence[Sequence[Tensor]]) -> Iterator[list[Tensor]]:
+        """Yield each chunk on the device; what the caller queues before it asks for the next one changes it.
+
+        Then the chunk is copied back. What follows on the caller's stream waits for all copies.
 
         Args:
             chunks: dense tensors in host memory.
-            update_chunk: function of a chunk's index and its tensors on the device, which it changes in place.
         """
         n_bytes = max((_padded_bytes(chunk) for chunk in chunks), default=0)
         buffers = [torch.empty(n_bytes, dtype=torch.uint8, device=self._device) for _ in chunks[:2]]
-        written_back: list[torch.Event | None] = [None] * len(chunks)
+        on_device = [_views(buffers[index % 2], chunk) for index, chunk in enumerate(chunks)]
         if self._to_device is None or self._to_host is None:
-            for index, chunk in enumerate(chunks):
-                tensors = _views(buffers[index % 2], chunk)
+            for chunk, tensors in zip(chunks, on_device, strict=True):
                 _copy_all(chunk, tensors)
-                update_chunk(index, tensors)
+                yield tensors
                 _copy_all(tensors, chunk)
             return
+        to_device, to_host = self._to_device, self._to_host
         current = torch.accelerator.current_stream(self._device)
-        self._to_device.wait_stream(
-            current
-        )  # earlier kernels may use the buffers' memory, and earlier copies the host's
+        to_device.wait_stream(current)  # earlier kernels may use the buffers' memory, and earlier copies the host's
+        written_back: list[torch.Event] = []
 
-        def fetch(index: int) -> tuple[list[Tensor], torch.Event]:
-            tensors = _views(buffers[index % 2], chunks[index])
-            assert self._to_device is not None
+        def fetch(index: int) -> torch.Event:
             if index >= 2:
-                event = written_back[index - 2]
-                assert event is not None
-                self._to_device.wait_event(event)
-            with self._to_device:
-                _copy_all(chunks[index], tensors)
-                return tensors, self._to_device.record_event()
+                to_device.wait_event(written_back[index - 2])
+            with to_device:
+                _copy_all(chunks[index], on_device[index])
+                return to_device.record_event()
 
-        fetched = fetch(0) if chunks else None
+        fetched = [fetch(0)] if chunks else []
         for index, chunk in enumerate(chunks):
-            assert fetched is not None
-            tensors, arrived = fetched
-            fetched = fetch(index + 1) if index + 1 < len(chunks) else None
-            current.wait_event(arrived)
-            update_chunk(index, tensors)
-            self._to_host.wait_stream(current)
-            with self._to_host:
-                _copy_all(tensors, chunk)
-                written_back[index] = self._to_host.record_event()
-        current.wait_stream(self._to_host)
+            if index + 1 < len(chunks):
+                fetched.append(fetch(index + 1))
+            current.wait_event(fetched[index])
+            yield on_device[index]
+            to_host.wait_stream(current)
+            with to_host:
+                _copy_all(on_device[index], chunk)
+                written_back.append(to_host.record_event())
+        current.wait_stream(to_host)
 
 
 def _padded_bytes(tensors: Iterable[Tensor]) -> int:

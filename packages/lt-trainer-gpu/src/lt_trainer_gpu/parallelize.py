@@ -21,14 +21,12 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from lt_model import LlamaConfig, stage_layers
 from lt_trainer_gpu.computation import Computation
 from lt_trainer_gpu.devices import current_device
+from lt_trainer_gpu.fsdp_sync import FsdpSync
 from lt_trainer_gpu.mesh_layout import MeshLayout
 from lt_trainer_gpu.model import LlamaStage, build_stage
-from lt_trainer_gpu.options import GpuOptions
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -62,42 +60,18 @@ def open_stages(
         )
         for layers_of_stage in layers[mesh_layout.pp_rank :: mesh_layout.pp]
     ]
-    parallelize(
-        stages,
-        mesh_layout=mesh_layout,
-        options=options,
-        device_type=computation.device.type,
-        compute_dtype=computation.dtype,
-        master_dtype=computation.master_dtype,
-        timeout_s=timeout_s,
-    )
+    _parallelize(stages, computation, mesh_layout, timeout_s)
     for stage in stages:
         stage.to_empty(device=computation.device)
         stage.tie_weights()  # to_empty allocates memory for each module separately
     return stages
 
 
-def parallelize(
-    stages: Sequence[LlamaStage],
-    *,
-    mesh_layout: MeshLayout,
-    options: GpuOptions,
-    device_type: str,
-    compute_dtype: torch.dtype,
-    master_dtype: torch.dtype,
-    timeout_s: float,
+def _parallelize(
+    stages: Sequence[LlamaStage], computation: Computation, mesh_layout: MeshLayout, timeout_s: float
 ) -> None:
-    """Shard, checkpoint, compile and wrap this rank's stages, in place.
-
-    Args:
-        stages: on the meta device, in the master dtype; in the compute dtype if they are not sharded.
-        mesh_layout: degrees of parallelism and this rank's coordinates.
-        options: the engine's options.
-        device_type: "cuda" or "cpu".
-        compute_dtype: dtype of forward and backward.
-        master_dtype: dtype of the sharded weights, of the gradients' reduction and of the optimizer.
-        timeout_s: timeout of a collective.
-    """
+    """Shard, checkpoint, compile and wrap this rank's stages, in place; they are on the meta device."""
+    options, device_type = computation.options, computation.device.type
     # Imported on use: DTensor's import takes seconds, and an unsharded model does not need it.
     mesh = _init_mesh(mesh_layout, device_type, timeout_s) if mesh_layout.uses_fsdp or mesh_layout.tp > 1 else None
     if mesh_layout.cp > 1:
@@ -127,7 +101,7 @@ def parallelize(
             from lt_trainer_gpu.activation_checkpointing import apply_activation_checkpointing
 
             apply_activation_checkpointing(stage.blocks, options.activation_checkpointing)
-        if options.compile is True:
+        if computation.compile:
             from lt_trainer_gpu.compilation import compile_blocks
 
             budget = options.activation_memory_budget if options.activation_checkpointing == "memory_budget" else 1.0
@@ -140,7 +114,8 @@ def parallelize(
             apply_activation_offload(stage.blocks, current_device(device_type))
         if mesh_layout.uses_fsdp:
             assert mesh is not None
-            _apply_fsdp(stage, mesh, mesh_layout, options, compute_dtype, master_dtype)
+            _apply_fsdp(stage, mesh, mesh_layout, computation)
+            stage.fsdp_sync = FsdpSync(stage, options)
 
 
 def _init_mesh(mesh_layout: MeshLayout, device_type: str, timeout_s: float) -> DeviceMesh:
@@ -159,21 +134,15 @@ def _init_mesh(mesh_layout: MeshLayout, device_type: str, timeout_s: float) -> D
     return mesh
 
 
-def _apply_fsdp(
-    model: LlamaStage,
-    mesh: DeviceMesh,
-    mesh_layout: MeshLayout,
-    options: GpuOptions,
-    compute_dtype: torch.dtype,
-    master_dtype: torch.dtype,
-) -> None:
+def _apply_fsdp(model: LlamaStage, mesh: DeviceMesh, mesh_layout: MeshLayout, computation: Computation) -> None:
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
     fsdp_mesh = mesh["dp_replicate", "fsdp"] if mesh_layout.dp_replicate > 1 else mesh["fsdp"]
-    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=master_dtype)
+    policy = MixedPrecisionPolicy(param_dtype=computation.dtype, reduce_dtype=computation.master_dtype)
+    reshard = computation.options.reshard_after_forward
     *others, last = model.blocks
     for block in others:
-        fully_shard(block, mesh=fsdp_mesh, mp_policy=policy, reshard_after_forward=options.reshard_after_forward)
+        fully_shard(block, mesh=fsdp_mesh, mp_policy=policy, reshard_after_forward=reshard)
     # Backward starts with the last block; the norm after it is too small for a collective of its own.
     group: list[Any] = [last, model.model.norm] if model.is_last else [last]
     fully_shard(group, mesh=fsdp_mesh, mp_policy=policy, reshard_after_forward=False)
@@ -181,7 +150,7 @@ def _apply_fsdp(
     first: list[Any] = [model.model.embed_tokens] if model.is_first and not has_two_uses else []
     head: list[Any] = [model.lm_head] if model.is_last and not has_two_uses else []
     for module in (*first, *head):  # a weight with two uses stays in the root's group
-        fully_shard(module, mesh=fsdp_mesh, mp_policy=policy, reshard_after_forward=options.reshard_after_forward)
+        fully_shard(module, mesh=fsdp_mesh, mp_policy=policy, reshard_after_forward=reshard)
         # Neither's backward reads the weight: the loss has computed its gradients in the forward pass.
         module.set_unshard_in_backward(False)
     in_order = [*first, *others, last, *head]

@@ -13,7 +13,7 @@ Tied weights: the head of the last stage is a copy of the embedding in the first
 of both before the norm, so both copies take the same update.
 
 Cost: B * T * D elements of the compute dtype per micro-batch, edge and direction. Each rank keeps the activations of
-`pipeline_schedule.max_in_flight` passes.
+the forward passes whose backward pass is still to come: at most pp - its rank with one stage per rank.
 
 Shapes: B rows, T positions, D hidden_size.
 """
@@ -29,11 +29,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lt_model.loss import LossParts
-from lt_model.scoring import LabelScores
-from lt_trainer_gpu.device_sum import DeviceSum
-from lt_trainer_gpu.fsdp_sync import FsdpSync
+from lt_trainer_gpu.computation import Computation
 from lt_trainer_gpu.mesh_layout import MeshLayout
-from lt_trainer_gpu.micro_batches import DeviceMicroBatch, ModelRunner, PassRunner
+from lt_trainer_gpu.micro_batches import DeviceMicroBatch
 from lt_trainer_gpu.model import LlamaStage
 from lt_trainer_gpu.pipeline_schedule import StagePass, forward_passes, training_passes
 
@@ -104,32 +102,23 @@ def new_pipeline_groups(mesh_layout: MeshLayout, pp_ranks: Sequence[int], timeou
 
 
 class PipelineRunner:
-    """Passes of one rank's stages.
+    """Passes of one rank's stages; creating it is collective over all ranks.
 
     Args:
         stages: this rank's stages, in the model's order.
-        fsdp_syncs: their communication schedules.
+        computation: device and dtype of the activations.
         mesh_layout: this rank's coordinates.
-        device: the rank's device.
-        compute_dtype: dtype of the activations.
         timeout_s: timeout of a message.
     """
 
     def __init__(
-        self,
-        stages: Sequence[LlamaStage],
-        fsdp_syncs: Sequence[FsdpSync],
-        *,
-        mesh_layout: MeshLayout,
-        device: torch.device,
-        compute_dtype: torch.dtype,
-        timeout_s: float,
+        self, stages: Sequence[LlamaStage], computation: Computation, mesh_layout: MeshLayout, timeout_s: float
     ) -> None:
-        self._stages, self._fsdp_syncs, self._layout = stages, fsdp_syncs, mesh_layout
-        self._device, self._dtype = device, compute_dtype
+        self._stages, self._layout = stages, mesh_layout
+        self._device, self._dtype = computation.device, computation.dtype
         self._edges = PipelineEdges(mesh_layout, stages_per_rank=len(stages), timeout_s=timeout_s)
 
-    def forward_backward(self, micros: Sequence[DeviceMicroBatch], *, valid_tokens: int, z_loss: float) -> Tensor:
+    def forward_backward(self, micros: Sequence[DeviceMicroBatch], *, valid_tokens: int, z_loss: float) -> list[Tensor]:
         """Accumulate the gradients, as `PassRunner` says."""
         passes = training_passes(
             pp=self._layout.pp,
@@ -138,56 +127,46 @@ class PipelineRunner:
             n_micro_batches=len(micros),
         )
         n_left = [len(micros)] * len(self._stages)
-        in_flight: dict[tuple[int, int], tuple[Tensor, Tensor | LossParts]] = {}
-        loss_sum = DeviceSum(self._device)
+        in_flight: dict[tuple[int, int], tuple[Tensor | None, Tensor | LossParts]] = {}
+        losses = []
         for one, received in self._with_messages(passes, micros):
             key = (one.chunk, one.micro_batch)
             if one.is_forward:
-                inputs = micros[one.micro_batch].first_inputs if received is None else received.requires_grad_()
+                inputs = None if received is None else received.requires_grad_()
                 outputs = self._forward(one, inputs, micros, z_loss)
                 if isinstance(outputs, LossParts):
-                    loss_sum.add(outputs.cross_entropy)
+                    losses.append(outputs.cross_entropy)
                 else:
                     self._send(outputs.detach(), one)
                 in_flight[key] = (inputs, outputs)
                 continue
             inputs, outputs = in_flight.pop(key)
             n_left[one.chunk] -= 1
-            self._fsdp_syncs[one.chunk].on_backward_begin(is_last=n_left[one.chunk] == 0)
+            fsdp_sync = self._stages[one.chunk].fsdp_sync
+            if fsdp_sync is not None:
+                fsdp_sync.on_backward_begin(is_last=n_left[one.chunk] == 0)
             if isinstance(outputs, LossParts):
                 (outputs.total / valid_tokens).backward()
             else:
                 outputs.backward(received)
-            if inputs.requires_grad:
+            if inputs is not None:
                 assert inputs.grad is not None
                 self._send(inputs.grad, one)
         self._edges.finish_sends()
-        return loss_sum.total
+        return losses
 
-    def forward(self, micros: Sequence[DeviceMicroBatch]) -> Tensor:
-        """Return the summed cross-entropy, 0 on ranks without the head."""
-        loss_sum = DeviceSum(self._device)
-        for parts in self._forward_all(micros, z_loss=0.0):
-            loss_sum.add(parts.cross_entropy)
-        return loss_sum.total
-
-    def score(self, micros: Sequence[DeviceMicroBatch]) -> list[LabelScores]:
-        """Return the scores of the labels, none on ranks without the head."""
-        return list(self._forward_all(micros, z_loss=None))
-
-    def _forward_all(self, micros: Sequence[DeviceMicroBatch], z_loss: float | None) -> Iterator[Any]:
-        """Run all forward passes; yield the results of the last stage by micro-batch."""
-        passes = list(
-            forward_passes(pp=self._layout.pp, stages_per_rank=len(self._stages), n_micro_batches=len(micros))
-        )
-        for one, received in self._with_messages(passes, micros):
-            inputs = micros[one.micro_batch].first_inputs if received is None else received
-            outputs = self._forward(one, inputs, micros, z_loss)
+    def forward(self, micros: Sequence[DeviceMicroBatch], z_loss: float | None) -> list[Any]:
+        """Return the losses or the scores, as `PassRunner` says."""
+        results = []
+        passes = forward_passes(pp=self._layout.pp, stages_per_rank=len(self._stages), n_micro_batches=len(micros))
+        for one, received in self._with_messages(list(passes), micros):
+            outputs = self._forward(one, received, micros, z_loss)
             if isinstance(outputs, Tensor):
                 self._send(outputs, one)
             else:
-                yield outputs
+                results.append(outputs)
         self._edges.finish_sends()
+        return results
 
     def _with_messages(
         self, passes: Sequence[StagePass], micros: Sequence[DeviceMicroBatch]
@@ -211,9 +190,12 @@ class PipelineRunner:
         buffer = torch.empty(shape, dtype=self._dtype, device=self._device)
         return self._edges.receive(buffer, stage - 1 if one.is_forward else stage + 1)
 
-    def _forward(self, one: StagePass, inputs: Tensor, micros: Sequence[DeviceMicroBatch], z_loss: float | None) -> Any:
-        micro = micros[one.micro_batch]
-        return self._stages[one.chunk](inputs, micro.position_ids, micro.boundaries, micro.labels, z_loss)
+    def _forward(
+        self, one: StagePass, received: Tensor | None, micros: Sequence[DeviceMicroBatch], z_loss: float | None
+    ) -> Any:
+        ids, positions, labels, boundaries = micros[one.micro_batch]
+        inputs = ids if received is None else received
+        return self._stages[one.chunk](inputs, positions, boundaries, labels, z_loss)
 
     def _send(self, tensor: Tensor, one: StagePass) -> None:
         stage = self._stage_index(one)
@@ -225,23 +207,6 @@ class PipelineRunner:
     @property
     def _n_stages(self) -> int:
         return self._layout.pp * len(self._stages)
-
-
-def open_runner(
-    stages: Sequence[LlamaStage],
-    fsdp_syncs: Sequence[FsdpSync],
-    *,
-    mesh_layout: MeshLayout,
-    device: torch.device,
-    compute_dtype: torch.dtype,
-    timeout_s: float,
-) -> PassRunner:
-    """Return the runner of a rank's passes; arguments as of `PipelineRunner`. Collective over all ranks."""
-    if mesh_layout.pp == 1:
-        return ModelRunner(stages[0], fsdp_syncs[0], device)
-    return PipelineRunner(
-        stages, fsdp_syncs, mesh_layout=mesh_layout, device=device, compute_dtype=compute_dtype, timeout_s=timeout_s
-    )
 
 
 class TiedGradient:

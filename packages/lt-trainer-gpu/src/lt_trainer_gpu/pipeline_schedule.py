@@ -66,14 +66,3 @@ def forward_passes(*, pp: int, stages_per_rank: int, n_micro_batches: int) -> It
         for chunk in range(stages_per_rank):
             for micro_batch in range(first, min(first + pp, n_micro_batches)):
                 yield StagePass(is_forward=True, chunk=chunk, micro_batch=micro_batch)
-
-
-def max_in_flight(*, pp: int, pp_rank: int, stages_per_rank: int, n_micro_batches: int) -> int:
-    """Return the most forward passes of a rank whose backward pass is still to come."""
-    held = most = 0
-    for one in training_passes(
-        pp=pp, pp_rank=pp_rank, stages_per_rank=stages_per_rank, n_micro_batches=n_micro_batches
-    ):
-        held += 1 if one.is_forward else -1
-        most = max(most, held)
-    return most

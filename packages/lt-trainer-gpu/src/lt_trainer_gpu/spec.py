@@ -6,16 +6,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lt_trainer.errors import RecipeError
 from lt_trainer_gpu import flight_recorder
-from lt_trainer_gpu.checks import (
-    check_compile_version,
-    check_memory_history,
-    check_node,
-    check_parallelism,
-    check_vocab_size,
-    check_weights_dtype,
-)
+from lt_trainer_gpu.checks import check_recipe
 from lt_trainer_gpu.options import GpuOptions
 
 if TYPE_CHECKING:
@@ -40,18 +32,7 @@ class GpuSpec:
         Raises:
             RecipeError: naming field, value and remedy.
         """
-        parallel = recipe.parallel
-        if parallel.n_nodes != world.n_nodes:
-            raise RecipeError(
-                f"the ranks were started on {world.n_nodes} node(s)",
-                values={"parallel.n_nodes": parallel.n_nodes},
-                remedy="set parallel.n_nodes (NUM_NODES) to the number of nodes, or start the ranks on that many",
-            )
-        check_parallelism(recipe, world.size)
-        check_node(parallel, world)
-        check_weights_dtype(recipe)
-        check_memory_history(recipe.metrics, recipe.engine["gpu"].device)
-        recipe.accumulation_steps(world.size)
+        check_recipe(recipe, world)
 
     def env(self, recipe: Recipe) -> dict[str, str]:
         """Return the environment variables to set before torch loads.
@@ -67,10 +48,6 @@ class GpuSpec:
 
     def open(self, recipe: Recipe, model: LlamaConfig, world: World) -> Engine:
         """Select the device; build the process group, the model and the optimizer."""
-        check_vocab_size(model, recipe.parallel.tp)
-        import torch
-
-        check_compile_version(recipe.engine["gpu"], recipe.parallel.tp, torch.__version__)
         from lt_trainer_gpu.engine import GpuEngine
 
         return GpuEngine(recipe, model, world)

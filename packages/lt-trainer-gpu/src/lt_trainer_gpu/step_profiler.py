@@ -12,32 +12,27 @@ it synchronizes. The memory history is recorded from the start of the run to its
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from lt_trainer.config.sections.metrics import MetricsOptions
-from lt_trainer_gpu.checks import check_memory_history
+from lt_trainer.config.sections.recipe import Recipe
 
 MEMORY_HISTORY_ENTRIES = 200_000
 """Allocations and frees that a memory history holds; older ones are dropped."""
 
 
 class StepProfiler:
-    """Profiler and memory history of one rank.
+    """Profiler and memory history of one rank; opened by `open` where `[metrics]` asks for them.
 
     Args:
         options: the recipe's metrics options.
         run_dir: the run directory.
         rank: this rank.
         device: the compute device.
-
-    Raises:
-        RecipeError: a memory snapshot is requested without a CUDA device.
     """
 
     def __init__(self, options: MetricsOptions, *, run_dir: Path, rank: int, device: torch.device) -> None:
@@ -47,10 +42,17 @@ class StepProfiler:
         self._n_profiled_steps = 0
         self._start_step = options.profile_start_step
         self._profile_pending = bool(options.profile_steps) and rank in options.profile_ranks
-        self._snapshot_step, self._snapshot_on_oom = options.memory_snapshot_step, options.memory_snapshot_on_oom
-        check_memory_history(options, device.type)
-        if self._snapshot_step or self._snapshot_on_oom:
+        self._snapshot_step = options.memory_snapshot_step
+        if self._snapshot_step or options.memory_snapshot_on_oom:
             torch.cuda.memory._record_memory_history(max_entries=MEMORY_HISTORY_ENTRIES, stacks="python")
+
+    @classmethod
+    def open(cls, recipe: Recipe, *, rank: int, device: torch.device) -> StepProfiler | None:
+        """Return the profiler of a rank; None where nothing is asked for."""
+        options = recipe.metrics
+        if not (options.profile_steps or options.memory_snapshot_step or options.memory_snapshot_on_oom):
+            return None
+        return cls(options, run_dir=Path(recipe.run.dir), rank=rank, device=device)
 
     def on_step_begin(self, step: int) -> list[Path]:
         """Open and close windows before step `step`, counted from 1.
@@ -69,24 +71,17 @@ class StepProfiler:
         if self._snapshot_step and step == self._snapshot_step + 1:
             done.append(self._dump_memory_snapshot(f"step-{self._snapshot_step:08}"))
             self._snapshot_step = 0
-            if not self._snapshot_on_oom:
+            if not self._options.memory_snapshot_on_oom:
                 torch.cuda.memory._record_memory_history(enabled=None)
         return done
 
-    @contextmanager
-    def memory_snapshot_on_oom(self) -> Iterator[None]:
-        """Write a memory snapshot if the device runs out of memory in the context; then re-raise."""
-        try:
-            yield
-        except torch.OutOfMemoryError:
-            if self._snapshot_on_oom:
-                self._dump_memory_snapshot("out-of-memory")
-            raise
+    def on_out_of_memory(self) -> None:
+        """Write a memory snapshot, if asked for."""
+        if self._options.memory_snapshot_on_oom:
+            self._dump_memory_snapshot("out-of-memory")
 
     def _start(self) -> None:
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if self._on_gpu:
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA][: 1 + self._on_gpu]
         self._n_profiled_steps = 0
         # There is one cycle and its events are kept anyway; acc_events silences torch 2.11's warning of losing them.
         self._profiler = torch.profiler.profile(activities=activities, record_shapes=True, acc_events=True)
@@ -106,12 +101,9 @@ class StepProfiler:
 
 
 def _write_atomic(path: Path, write: Callable[[str], object]) -> Path:
-    """Write a file in a new hidden folder, where nobody can have planted a link, then rename it to `path`."""
+    """Write a file in a hidden folder beside `path`, then rename it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
-    try:
-        write(str(folder / path.name))
-        os.replace(folder / path.name, path)
-    finally:
-        shutil.rmtree(folder)
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent) as folder:
+        write(os.path.join(folder, path.name))
+        os.replace(os.path.join(folder, path.name), path)
     return path

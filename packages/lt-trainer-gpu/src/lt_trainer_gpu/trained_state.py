@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-from torch import Tensor
 
 from lt_ckpt import Checkpoint, Shard, TensorSpec
 from lt_model import LlamaConfig, param_specs
@@ -20,8 +19,7 @@ from lt_trainer.control import Control
 from lt_trainer.engine import Snapshot
 from lt_trainer.optimizers import optimizer_spec
 from lt_trainer.optimizers.driver import check_optimizer, optimizer_record, slot_shard
-from lt_trainer.optimizers.lr_scale import lr_scale
-from lt_trainer.optimizers.spec import ParamSlice
+from lt_trainer.optimizers.spec import ParamSlice, lr_scale
 from lt_trainer.resilience.rank_sync import read_on_all_ranks
 from lt_trainer.torch import (
     DTYPE_CODES,
@@ -29,7 +27,6 @@ from lt_trainer.torch import (
     init_parameters,
     load_pretrained_tensors,
     load_tensors,
-    local_tensor,
     to_checkpoint_shard,
     weight_decay_names,
 )
@@ -89,7 +86,7 @@ class TrainedState:
         )
         shards = self.weight_shards()
         init_parameters(shards, config, recipe.run.seed)
-        self.weights.sync_model_params()
+        self.weights.sync_model()
         self.optimizer = self._make_optimizer(shards, recipe, computation)
         self._groups()  # raises if the optimizer's slots cannot be sharded by this layout
 
@@ -116,13 +113,6 @@ class TrainedState:
             seed=recipe.run.seed,
             exchange=matrix_exchange(spec, shards, self._param_specs, self._mesh_layout, timeout_s),
         )
-
-    def update(self, gradients: Mapping[str, Tensor], lr: float, finite: Tensor, scale: Tensor | None) -> None:
-        """Run the optimizer's step where `finite` holds, and free the gradients; see `OptimizerDriver.step`."""
-        weights = {name: local_tensor(weight).detach() for name, weight in self.weights.master_weights.items()}
-        self.optimizer.step(weights, gradients, lr, finite, scale)
-        self.weights.zero_grad()
-        self.weights.sync_model_params()
 
     def weight_shards(self) -> dict[str, LocalShard]:
         """Return this rank's slices of the weights."""
@@ -176,13 +166,13 @@ class TrainedState:
         groups = self._groups()
         checkpoint.check_specs(self._tensor_specs())
         read_on_all_ranks(control, lambda: load_tensors(checkpoint, groups))
-        self.weights.sync_model_params()
+        self.weights.sync_model()
         self.optimizer.step_count.fill_(int(checkpoint.manifest.scalars["optimizer_step"]))
 
     def load_weights(self, pretrained: PretrainedWeights) -> None:
         """Load a model's weights, cast to the master dtype; optimizer state is not touched."""
         load_pretrained_tensors(pretrained, self.weight_shards())
-        self.weights.sync_model_params()
+        self.weights.sync_model()
 
     def _tensor_specs(self) -> dict[str, dict[str, TensorSpec]]:
         """Return dtypes and shapes of the state of all ranks; this one may hold no part of a tensor."""
@@ -192,7 +182,7 @@ class TrainedState:
             "weights": {spec.name: TensorSpec(DTYPE_CODES[weight_dtype], spec.shape) for spec in table},
             **{
                 slot.name: {
-                    spec.name: TensorSpec(DTYPE_CODES[optimizer.slot_dtype(slot, weight_dtype)], slot.shape(spec.shape))
+                    spec.name: TensorSpec(DTYPE_CODES[optimizer.slot_dtype(slot)], slot.shape(spec.shape))
                     for spec in table
                     if slot in optimizer.spec.for_params([spec]).slots
                 }

@@ -25,36 +25,30 @@ from lt_trainer.torch import local_tensor
 class Weights(Protocol):
     """Master weights and gradients of one optimizer step."""
 
+    is_accumulating: bool
+    """Whether a step has several backward passes; set before the first."""
+
     @property
     def master_weights(self) -> Mapping[str, Tensor]:
         """Weights by parameter name; they are updated, saved and restored."""
-        ...
-
-    def on_step_begin(self, *, n_micro_batches: int) -> None:
-        """Prepare for the backward passes of a step."""
         ...
 
     def gradients(self) -> dict[str, Tensor]:
         """Return this rank's gradient slices by name, in the master dtype or a narrower one."""
         ...
 
-    def zero_grad(self) -> None:
-        """Free the gradients after the optimizer step."""
-        ...
-
-    def sync_model_params(self) -> None:
-        """Copy changed master weights into the model."""
+    def sync_model(self) -> None:
+        """Free the gradients, and copy changed master weights into the model."""
         ...
 
 
 class ModelWeights:
-    """Weights that are the model's own parameters."""
+    """Weights that are the model's own parameters; autograd accumulates."""
+
+    is_accumulating = False
 
     def __init__(self, model_params: Mapping[str, nn.Parameter]) -> None:
         self.master_weights = dict(model_params)
-
-    def on_step_begin(self, *, n_micro_batches: int) -> None:
-        """Do nothing: autograd accumulates."""
 
     @torch.no_grad()
     def gradients(self) -> dict[str, Tensor]:
@@ -65,13 +59,10 @@ class ModelWeights:
             gradients[name] = local_tensor(parameter.grad)
         return gradients
 
-    def zero_grad(self) -> None:
-        """Free the gradients."""
+    def sync_model(self) -> None:
+        """Free the gradients; the model computes with the master weights."""
         for parameter in self.master_weights.values():
             parameter.grad = None
-
-    def sync_model_params(self) -> None:
-        """Do nothing: the model computes with the master weights."""
 
 
 class MixedPrecisionWeights:
@@ -93,16 +84,12 @@ class MixedPrecisionWeights:
         }
         self._keeps_master_weights = keeps_master_weights
         self._accumulated_grads: dict[str, Tensor] = {}
-        self._accumulating = False
+        self.is_accumulating = False
         for name, parameter in self._model_params.items():
             parameter.register_post_accumulate_grad_hook(partial(self._accumulate_grad, name))
 
-    def on_step_begin(self, *, n_micro_batches: int) -> None:
-        """Accumulate in the master dtype if the step has several backward passes."""
-        self._accumulating = n_micro_batches > 1
-
     def _accumulate_grad(self, name: str, parameter: Tensor) -> None:
-        if not self._accumulating:
+        if not self.is_accumulating:
             return
         assert parameter.grad is not None
         if name in self._accumulated_grads:
@@ -121,16 +108,11 @@ class MixedPrecisionWeights:
             gradients[name] = parameter.grad
         return gradients
 
-    def zero_grad(self) -> None:
-        """Free the gradients."""
-        self._accumulated_grads.clear()
-        for parameter in self._model_params.values():
-            parameter.grad = None
-
     @torch.no_grad()
-    def sync_model_params(self) -> None:
-        """Round the master weights into the model."""
-        if not self._keeps_master_weights:
-            return
+    def sync_model(self) -> None:
+        """Free the gradients, and round the master weights into the model."""
+        self._accumulated_grads.clear()
         for name, parameter in self._model_params.items():
-            parameter.copy_(self.master_weights[name])
+            parameter.grad = None
+            if self._keeps_master_weights:
+                parameter.copy_(self.master_weights[name])

@@ -10,6 +10,7 @@ from peaks import check_peak, config_of, job
 from lt_model import param_specs
 from lt_trainer.optimizers import optimizer_spec
 from lt_trainer.optimizers.muon import MOMENTUM
+from lt_trainer_gpu.optimizer_offload import CHUNK_BYTES
 
 OFFLOAD = "engine.gpu.optimizer_offload=true"
 MUON = "optimizer.name=muon"
@@ -46,6 +47,30 @@ def test_a_step_does_not_wait(run_job: Callable[[Job], Any], case: str) -> None:
         to_device = sum(int(words[-1]) for words in copies if words[0] == "pinned")
         assert to_host == momentum + moments
         assert 0 <= to_device - (2 * momentum + moments) < 1 << 20, "the batch too"
+
+
+@pytest.mark.parametrize("case", ["one", "fsdp"])
+def test_a_chunk_is_fetched_updated_and_copied_back_in_this_order(run_job: Callable[[Job], Any], case: str) -> None:
+    """Whatever the streams do at the same time: a buffer is filled again only when its last chunk has been written."""
+    for log in run_job(CASES[case])[1]:
+        part = log["step 2"].queued()
+        (computing,) = {one.stream for one in part if "FusedAdam" in one.text}
+        moved = [one for one in part if one.kind == "copy" and one.stream != computing]
+        to_host = [one for one in moved if "to host" in one.text]
+        to_device = [one for one in moved if one.text.startswith("pinned") and one.stream != to_host[0].stream]
+        updates = [one for one in part if "FusedAdam" in one.text]
+        assert [one.text.split()[-1] for one in to_device] == [one.text.split()[-1] for one in to_host]
+        assert len(to_host) >= 2 * len(updates) >= 8
+        for fetched, written in zip(to_device, to_host, strict=True):
+            between = [one for one in updates if one.follows(fetched) and written.follows(one)]
+            assert between, "no update between"
+        size_of_buffer = 0
+        for index, fetched in enumerate(to_device):
+            size_of_buffer += int(fetched.text.split()[-1])
+            overwritten = [one for one in to_host[:index] if fetched.follows(one)]
+            assert sum(int(one.text.split()[-1]) for one in overwritten) >= size_of_buffer - 2 * CHUNK_BYTES
+        for later in part[part.index(updates[-1]) + 1 :]:
+            assert later.stream != computing or all(later.follows(one) for one in to_host), "it may read the result"
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -284,6 +285,11 @@ def init_parameters(shards: Mapping[str, LocalShard], config: LlamaConfig, seed:
 def weight_decay_names(config: LlamaConfig, *, include_embeddings: bool = False) -> set[str]:
     """Return the parameters with weight decay: matrices, and optionally the input embedding."""
     return {row.name for row in param_specs(config) if row.decay or (include_embeddings and row.role == "embed")}
+
+
+def cpu_multiplies_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Return whether this CPU has matrix products in bfloat16 (AVX512-BF16, AMX); without, float32 is faster."""
+    return cpuinfo.exists() and not {"avx512_bf16", "amx_bf16"}.isdisjoint(cpuinfo.read_text().split())
 
 
 def micro_batches_to_device(array: np.ndarray, device: torch.device) -> Iterator[Tensor]:

@@ -61,18 +61,18 @@ def train(job: Job) -> RankResult:
     """Run the steps of `job` in this rank."""
     import torch
 
-    import lt_trainer_gpu.engine as engine_module
     from lt_model import LlamaConfig
     from lt_test_helpers import layouts
     from lt_trainer.config.recipe import load
     from lt_trainer.engine import World
+    from lt_trainer_gpu import trained_state
     from lt_trainer_gpu.spec import SPEC
 
     os.environ["NULLCUDA_LOG"] = str(Path(job.folder) / f"{os.environ['RANK']}.log")
     mark = ctypes.CDLL(None).nullcuda_mark
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN cannot be replaced: it computes on what it finds in memory
     if not job.initialize:
-        engine_module.init_parameters = lambda *_: None
+        trained_state.init_parameters = lambda *_: None
     longest = max(job.row_lengths)
     base = {
         "run": {"dir": job.folder},
@@ -87,7 +87,7 @@ def train(job: Job) -> RankResult:
     SPEC.check(recipe, world)
     config = LlamaConfig(vocab_size=job.vocab_size, max_position_embeddings=longest, **dict(job.model))
     engine: Any = SPEC.open(recipe, config, world)
-    FAULTS[job.fault](engine)
+    FAULTS[job.fault]()
     result = RankResult(expandable=_expandable_segments())
     for step, seq_len in enumerate(job.row_lengths):
         rows = job.rows * longest // seq_len
@@ -122,46 +122,34 @@ def _expandable_segments() -> bool:
     return bool(torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"])
 
 
-# ---- faults that the gate must notice
-def _none(engine: Any) -> None:
-    pass
+# ---- faults that the gate must notice, each in the reduction of loss and norm
+def _before_reduction(fault: Callable[[Any], object]) -> None:
+    import lt_trainer_gpu.engine as engine_module
+
+    reduce_loss_and_norm = engine_module.reduce_loss_and_norm
+
+    def reduce(loss: Any, *args: Any, **kwargs: Any) -> Any:
+        fault(loss)
+        return reduce_loss_and_norm(loss, *args, **kwargs)
+
+    engine_module.reduce_loss_and_norm = reduce
 
 
-def _wrap(engine: Any, name: str, before: Callable[..., None]) -> None:
-    original = getattr(engine, name)
-
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        before(*args, **kwargs)
-        return original(*args, **kwargs)
-
-    setattr(engine, name, wrapped)
+def _wide_product(loss: Any) -> None:
+    ones = loss.new_empty(64, 64).float()
+    ones @ ones
 
 
-def _read_loss(engine: Any) -> None:
-    _wrap(engine, "_all_reduce_loss_and_norm", lambda loss, _: loss.item())
-
-
-def _wide_product(engine: Any) -> None:
-    import torch
-
-    def product(*_: Any) -> None:
-        ones = torch.empty(64, 64, device="cuda", dtype=torch.float32)
-        ones @ ones
-
-    _wrap(engine, "_all_reduce_loss_and_norm", product)
-
-
-def _extra_collective(engine: Any) -> None:
-    import torch
+def _extra_collective(loss: Any) -> None:
     import torch.distributed as dist
 
     if os.environ["RANK"] == "1":
-        _wrap(engine, "_all_reduce_loss_and_norm", lambda *_: dist.all_reduce(torch.zeros(1, device="cuda")))
+        dist.all_reduce(loss.new_zeros(1))
 
 
-FAULTS: dict[str, Callable[[Any], None]] = {
-    "": _none,
-    "read the loss": _read_loss,
-    "product in float32": _wide_product,
-    "collective on one rank": _extra_collective,
+FAULTS: dict[str, Callable[[], None]] = {
+    "": lambda: None,
+    "read the loss": lambda: _before_reduction(lambda loss: loss.item()),
+    "product in float32": lambda: _before_reduction(_wide_product),
+    "collective on one rank": lambda: _before_reduction(_extra_collective),
 }

@@ -31,6 +31,29 @@ class Communicator:
 
 
 @dataclass(frozen=True)
+class Queued:
+    """Kernel or copy in the queue of a stream.
+
+    Attributes:
+        kind: "kernel" or "copy".
+        text: its text in the log.
+        stream: its stream.
+        number: how many kernels and copies the stream has with this one, from the start of the part.
+        before: by stream, how many of them end before this one begins.
+    """
+
+    kind: str
+    text: str
+    stream: str
+    number: int
+    before: dict[str, int]
+
+    def follows(self, other: Queued) -> bool:
+        """Return whether `other` has ended when this one begins."""
+        return self.before.get(other.stream, 0) >= other.number
+
+
+@dataclass(frozen=True)
 class Part:
     """Events of one part of the run, as (kind, text), and the rank's communicators by their numbers in it."""
 
@@ -76,6 +99,25 @@ class Part:
         texts = self.of("nccl")
         return [self._describe(text) for text in texts if self.communicators[text.split()[3]] == communicator]
 
+    def queued(self) -> list[Queued]:
+        """Return kernels and copies with what is known to end before each begins."""
+        done: dict[str, dict[str, int]] = {}  # stream → how much of each stream ends before what is queued next
+        recorded: dict[str, dict[str, int]] = {}  # the same by event
+        found, stream = [], ""
+        for kind, text in self.events:
+            if kind == "stream":
+                stream = text
+            elif kind == "event":
+                recorded[text] = dict(done.get(stream, {}))
+            elif kind == "wait":
+                for other, count in recorded.get(text, {}).items():
+                    done.setdefault(stream, {})[other] = max(count, done.get(stream, {}).get(other, 0))
+            elif kind in ("kernel", "copy"):
+                before = dict(done.setdefault(stream, {}))
+                done[stream][stream] = before.get(stream, 0) + 1
+                found.append(Queued(kind, text, stream, done[stream][stream], before))
+        return found
+
     def _schedule(self) -> Iterator[str]:
         products = 0
         for kind, text in [*self.events, ("nccl", "")]:
@@ -103,15 +145,16 @@ def read_log(path: Path) -> dict[str, Part]:
     """Return the parts of a rank's run, by name."""
     parts: dict[str, Part] = {}
     communicators: dict[str, Communicator] = {}
-    now = parts.setdefault("start", Part([], communicators))
+    now, stream = parts.setdefault("start", Part([], communicators)), ""
     for line in path.read_text().splitlines():
         kind, _, text = line.partition(" ")
         if kind == "mark":
-            now = parts.setdefault(text, Part([], communicators))
+            now = parts.setdefault(text, Part([("stream", stream)], communicators))
         elif kind == "communicator":
             number, _, members = text.partition(" ")
             ranks = tuple(int(rank) for rank in members.split(",") if rank)
             communicators[number] = Communicator(ranks, sum(one.ranks == ranks for one in communicators.values()))
         else:
+            stream = text if kind == "stream" else stream
             now.events.append((kind, text))
     return parts

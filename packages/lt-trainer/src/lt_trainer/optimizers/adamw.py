@@ -15,12 +15,11 @@ Cost: a few temporaries of a parameter's size; 2 state elements per element.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING
 
 from lt_trainer.errors import RecipeError
-from lt_trainer.optimizers.spec import OptimizerSpec, ParamSlice, StateSlot, UpdateFn
+from lt_trainer.optimizers.spec import OptimizerSpec, ParamSlice, Slots, StateSlot, UpdateFn
 
 if TYPE_CHECKING:
     import torch
@@ -43,9 +42,7 @@ def _make_update(options: OptimizerOptions, lr: Tensor | float, step: Tensor) ->
         count = step.clamp(min=1).to(dtype)
         return [-(count * math.log(beta)).expm1() if beta > 0 else count * 0 + 1 for beta in (beta1, beta2)]
 
-    def update(
-        param: ParamSlice, weight: Tensor, gradient: Tensor, slots: Mapping[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def update(param: ParamSlice, weight: Tensor, gradient: Tensor, slots: Slots) -> tuple[Tensor, Slots]:
         first_correction, second_correction = bias_corrections(weight.dtype)
         m, v = slots[FIRST_MOMENT].to(weight.dtype), slots[SECOND_MOMENT].to(weight.dtype)
         m = m + (gradient - m) * (1 - beta1)
@@ -78,14 +75,10 @@ def check_bf16_decay(options: OptimizerOptions, *names: str) -> None:
             )
 
 
-def _check(options: OptimizerOptions) -> None:
-    check_bf16_decay(options, "beta1", "beta2")
-
-
 ADAMW = OptimizerSpec(
     name="adamw",
     slots=(StateSlot(name=FIRST_MOMENT, dtype=moments_dtype), StateSlot(name=SECOND_MOMENT, dtype=moments_dtype)),
     options=frozenset({"beta1", "beta2", "eps", "moments_dtype"}),
     make_update=_make_update,
-    check=_check,
+    check=lambda options: check_bf16_decay(options, "beta1", "beta2"),
 )

@@ -8,24 +8,38 @@ Cost: temporaries of one parameter's size at a time; operations per parameter an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from lt_ckpt import OptimizerRecord
+from lt_ckpt import Checkpoint, OptimizerRecord
+from lt_model.stochastic_rounding import round_stochastically, rounding_key
 from lt_trainer.errors import RecipeError
-from lt_trainer.optimizers.matrices import WholeMatrices
+from lt_trainer.optimizers.spec import OptimizerSpec, ParamSlice, Slots, StateSlot, UpdateFn
+from lt_trainer.torch import LocalShard
 
 if TYPE_CHECKING:
-    from lt_ckpt import Checkpoint
     from lt_trainer.config.sections.optimizer import OptimizerOptions
-    from lt_trainer.optimizers.matrices import MatrixExchange
-    from lt_trainer.optimizers.spec import OptimizerSpec, ParamSlice, StateSlot, UpdateFn
-    from lt_trainer.torch import LocalShard
+
+Tensors = Mapping[str, Tensor]
+"""Tensors by the name of their parameter."""
+
+Transform = Callable[[Tensor], Tensor]
+Matrices = Iterator[tuple[str, Tensor]]
+MatrixExchange = Callable[[Sequence[str], Callable[[str], Tensor], Transform], Matrices]
+"""Slices of matrices to whole ones and back: each name with this rank's slice of its transformed matrix, in any order.
+
+Its arguments are the parameters, the same on all ranks that share them; this rank's slice of a matrix by name, called
+once for each; and the function of a whole matrix, whose result has its shape and dtype."""
+
+
+def exchange_nothing(names: Sequence[str], direction: Callable[[str], Tensor], transform: Transform) -> Matrices:
+    """Return each name with its transformed matrix: a `MatrixExchange` of ranks that have whole matrices."""
+    return ((name, transform(direction(name))) for name in names)
 
 
 class OptimizerDriver:
@@ -43,6 +57,7 @@ class OptimizerDriver:
         specs: name → the optimizer that updates it: `spec` or one of its `others`.
         slots: slot → name → state tensor.
         device_type: type of the weights' device.
+        update_dtype: dtype of the update; narrower tensors are upcast.
         step_count: steps that took effect, an integer scalar on the device.
     """
 
@@ -51,68 +66,46 @@ class OptimizerDriver:
         spec: OptimizerSpec,
         options: OptimizerOptions,
         params: Mapping[str, ParamSlice],
-        weights: Mapping[str, Tensor],
+        weights: Tensors,
         *,
         seed: int = 0,
-        exchange: MatrixExchange | None = None,
+        exchange: MatrixExchange = exchange_nothing,
     ) -> None:
-        self.rounds_stochastically = options.weights_dtype == "bfloat16"
-        self._rounding_keys: dict[str, int] = {}
-        if self.rounds_stochastically:
-            from lt_model.stochastic_rounding import rounding_key
-
-            self._rounding_keys = {name: rounding_key(seed, param.specs[0]) for name, param in params.items()}
         self.spec, self.options, self.params = spec, options, params
         self.specs = {name: spec.for_params(params[name].specs) for name in weights}
+        like = next(iter(weights.values()))
+        self.rounds_stochastically = options.weights_dtype == "bfloat16"
+        self.update_dtype = torch.float32 if self.rounds_stochastically else like.dtype
+        self._seed, self._exchange = seed, exchange
         self.slots: dict[str, dict[str, Tensor]] = {slot: {} for slot in spec.slot_names}
         for name, weight in weights.items():
             for slot in self.specs[name].slots:
-                shape, dtype = slot.shape(tuple(weight.shape)), self.slot_dtype(slot, weight.dtype)
-                self.slots[slot.name][name] = self.allocate_slot(weight, shape, dtype)
-        self._exchange = exchange or WholeMatrices()
-        device = next(iter(weights.values())).device
-        self.device_type = device.type
-        self.step_count = torch.zeros((), dtype=torch.int32, device=device)
+                shape = slot.shape(tuple(weight.shape))
+                self.slots[slot.name][name] = self.allocate_slot(weight, shape, self.slot_dtype(slot))
+        self.device_type = like.device.type
+        self.step_count = torch.zeros((), dtype=torch.int32, device=like.device)
 
     def allocate_slot(self, weight: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return zeros for a slot of a weight; a subclass may keep them elsewhere than on the weight's device."""
         return weight.new_zeros(shape, dtype=dtype)
 
-    def slot_dtype(self, slot: StateSlot, weight_dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of a slot of weights in `weight_dtype`."""
+    def slot_dtype(self, slot: StateSlot) -> torch.dtype:
+        """Return the dtype of a slot."""
         name = slot.dtype(self.options)
-        return getattr(torch, name) if name else self.update_dtype(weight_dtype)
-
-    def update_dtype(self, weight_dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which weights of `weight_dtype` are updated."""
-        return torch.float32 if self.rounds_stochastically else weight_dtype
+        return getattr(torch, name) if name else self.update_dtype
 
     def store_weight(self, name: str, weight: Tensor, values: Tensor, start_row: int = 0) -> None:
         """Round the new values of some rows of a weight into it, `start_row` being the first."""
-        if not self.rounds_stochastically:
+        if self.rounds_stochastically:
+            (spec,), (row, *columns) = self.params[name].specs, self.params[name].offset
+            key, offset = rounding_key(self._seed, spec), (row + start_row, *columns)
+            round_stochastically(weight, values, spec, key=key, step=self.step_count, offset=offset)
+        else:
             weight.copy_(values)
-            return
-        from lt_model.stochastic_rounding import round_stochastically
-
-        param = self.params[name]
-        (spec,) = param.specs
-        round_stochastically(
-            weight,
-            values,
-            spec,
-            key=self._rounding_keys[name],
-            step=self.step_count,
-            offset=(param.offset[0] + start_row, *param.offset[1:]),
-        )
 
     @torch.no_grad()
     def step(
-        self,
-        weights: Mapping[str, Tensor],
-        gradients: Mapping[str, Tensor],
-        lr: Tensor | float,
-        finite: Tensor,
-        scale: Tensor | None = None,
+        self, weights: Tensors, gradients: Tensors, lr: Tensor | float, finite: Tensor, scale: Tensor | None = None
     ) -> None:
         """Update weights and slots in place where `finite` holds, else change nothing.
 
@@ -124,15 +117,10 @@ class OptimizerDriver:
             scale: factor of the gradients (clipping), a scalar on the device; None: 1.
         """
         self.step_count.add_(finite.to(self.step_count.dtype))
-        self.step_by_spec(weights, gradients, lr, finite, scale)
+        self.update(weights, gradients, lr, finite, scale)
 
-    def step_by_spec(
-        self,
-        weights: Mapping[str, Tensor],
-        gradients: Mapping[str, Tensor],
-        lr: Tensor | float,
-        finite: Tensor,
-        scale: Tensor | None,
+    def update(
+        self, weights: Tensors, gradients: Tensors, lr: Tensor | float, finite: Tensor, scale: Tensor | None
     ) -> None:
         """Run the pure update of some tensors, as `step` does for all; the step is counted already."""
 
@@ -141,47 +129,44 @@ class OptimizerDriver:
             return spec.make_update(self.options, lr if lr_scale == 1.0 else lr * lr_scale, self.step_count)
 
         def clipped(name: str) -> Tensor:
-            gradient = gradients[name].to(self.update_dtype(weights[name].dtype))
+            gradient = gradients[name].to(self.update_dtype)
             return gradient if scale is None else gradient * scale.to(gradient.dtype)
 
-        def update(name: str, gradient: Tensor, slots: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            param, weight = self.params[name], weights[name].to(self.update_dtype(weights[name].dtype))
+        def apply(name: str, gradient: Tensor, slots: Slots) -> Slots:
+            param, weight = self.params[name], weights[name].to(self.update_dtype)
             update_fn = update_of(self.specs[name], param.lr_scale)
             new_weight, new_slots = update_fn(param, weight, gradient, slots)
             self.store_weight(name, weights[name], torch.where(finite, new_weight, weight))
             return new_slots
 
+        def store_slots(name: str, slots: Slots, new_slots: Slots) -> None:
+            for slot, old in slots.items():
+                new = torch.where(finite, new_slots[slot].to(old.dtype), old)
+                self.slots[slot][name].copy_(new, non_blocking=True)
+
         for name in weights:
             if self.specs[name].transform is None:
                 slots = self.slots_of(name)
-                self._store_slots(name, slots, update(name, clipped(name), slots), finite)
+                store_slots(name, slots, apply(name, clipped(name), slots))
         matrices = [name for name in weights if self.specs[name].transform is not None]
         if not matrices:
             return
-        (transform,) = {self.specs[name].transform for name in matrices}
+        transform = self.specs[matrices[0]].transform  # one optimizer has one
         assert transform is not None
-        make_direction = transform.make_direction(self.options)
         dtype = transform.dtype(self.options)
 
         def direction(name: str) -> Tensor:
             slots = self.slots_of(name)
-            value, new_slots = make_direction(clipped(name), slots)
-            self._store_slots(name, slots, new_slots, finite)
+            value, new_slots = transform.direction(self.options, clipped(name), slots)
+            store_slots(name, slots, new_slots)
             return value.to(getattr(torch, dtype)) if dtype else value
 
-        for name, value in self._exchange.transform(matrices, direction, transform.make_transform(self.options)):
-            update(name, value, self.slots_of(name))
+        for name, value in self._exchange(matrices, direction, partial(transform.transform, self.options)):
+            apply(name, value, self.slots_of(name))
 
     def slots_of(self, name: str) -> dict[str, Tensor]:
         """Return the slots of a parameter, on its device; they are only read."""
         return {slot.name: self.slots[slot.name][name] for slot in self.specs[name].slots}
-
-    def _store_slots(
-        self, name: str, slots: Mapping[str, Tensor], new_slots: Mapping[str, Tensor], finite: Tensor
-    ) -> None:
-        for slot, old in slots.items():
-            new = torch.where(finite, new_slots[slot].to(old.dtype), old)
-            self.slots[slot][name].copy_(new, non_blocking=True)
 
 
 def optimizer_record(spec: OptimizerSpec) -> OptimizerRecord:
@@ -197,8 +182,8 @@ def check_optimizer(checkpoint: Checkpoint, spec: OptimizerSpec) -> None:
     """
     saved = checkpoint.manifest.optimizer
     if saved != optimizer_record(spec):
-        held = "no optimizer state" if saved is None else f"the state of {saved.name!r} ({', '.join(saved.slots)})"
-        matching = "" if saved is None or saved.name == spec.name else f"set optimizer.name to {saved.name!r}, or "
+        held = f"the state of {saved.name!r} ({', '.join(saved.slots)})" if saved else "no optimizer state"
+        matching = f"set optimizer.name to {saved.name!r}, or " if saved else ""
         raise RecipeError(
             f"{checkpoint.path} holds {held}, but {spec.name!r} needs its own ({', '.join(spec.slot_names)})",
             values={"optimizer.name": spec.name},

@@ -24,16 +24,14 @@ Shapes: R rows and C columns, R <= C.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from lt_trainer.optimizers.adamw import ADAMW, check_bf16_decay, moments_dtype
-from lt_trainer.optimizers.spec import DirectionFn, MatrixTransform, OptimizerSpec, ParamSlice, StateSlot, UpdateFn
+from lt_trainer.optimizers.spec import MatrixTransform, OptimizerSpec, ParamSlice, Slots, StateSlot, UpdateFn
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lt_model import ParamSpec
     from lt_trainer.config.sections.optimizer import OptimizerOptions
 
 
@@ -48,44 +46,29 @@ ADAMW_RMS = 0.2
 def lr_factor(options: OptimizerOptions, shape: tuple[int, ...]) -> float:
     """Return the factor s of a matrix of this shape."""
     rows, columns = shape
-    if options.adjust_lr == "original":
-        return max(1.0, rows / columns) ** 0.5
-    return ADAMW_RMS * max(rows, columns) ** 0.5
+    return max(1.0, rows / columns) ** 0.5 if options.adjust_lr == "original" else ADAMW_RMS * max(shape) ** 0.5
 
 
-def _is_block_matrix(spec: ParamSpec) -> bool:
-    return spec.role == "block" and len(spec.shape) == 2
+def _direction(options: OptimizerOptions, gradient: Tensor, slots: Slots) -> tuple[Tensor, Slots]:
+    momentum = slots[MOMENTUM].to(gradient.dtype)
+    momentum = momentum + (gradient - momentum) * (1 - options.momentum)
+    value = gradient + (momentum - gradient) * options.momentum if options.nesterov else momentum
+    return value, {MOMENTUM: momentum}
 
 
-def _make_direction(options: OptimizerOptions) -> DirectionFn:
-    def direction(gradient: Tensor, slots: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        momentum = slots[MOMENTUM].to(gradient.dtype)
-        momentum = momentum + (gradient - momentum) * (1 - options.momentum)
-        value = gradient + (momentum - gradient) * options.momentum if options.nesterov else momentum
-        return value, {MOMENTUM: momentum}
-
-    return direction
-
-
-def _make_transform(options: OptimizerOptions) -> Callable[[Tensor], Tensor]:
+def _orthogonalize(options: OptimizerOptions, matrix: Tensor) -> Tensor:
     a, b, c = COEFFICIENTS
-
-    def orthogonalize(matrix: Tensor) -> Tensor:
-        x_RC = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
-        x_RC = x_RC / x_RC.norm().clamp(min=MIN_NORM)
-        for _ in range(options.newton_schulz_steps):
-            gram_RR = x_RC @ x_RC.T
-            factor_RR = gram_RR.addmm(gram_RR, gram_RR, beta=b, alpha=c)
-            x_RC = x_RC.addmm(factor_RR, x_RC, beta=a)
-        return x_RC.T if matrix.shape[0] > matrix.shape[1] else x_RC
-
-    return orthogonalize
+    x_RC = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    x_RC = x_RC / x_RC.norm().clamp(min=MIN_NORM)
+    for _ in range(options.newton_schulz_steps):
+        gram_RR = x_RC @ x_RC.T
+        factor_RR = gram_RR.addmm(gram_RR, gram_RR, beta=b, alpha=c)
+        x_RC = x_RC.addmm(factor_RR, x_RC, beta=a)
+    return x_RC.T if matrix.shape[0] > matrix.shape[1] else x_RC
 
 
 def _make_update(options: OptimizerOptions, lr: Tensor | float, step: Tensor) -> UpdateFn:
-    def update(
-        param: ParamSlice, weight: Tensor, gradient: Tensor, slots: Mapping[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def update(param: ParamSlice, weight: Tensor, gradient: Tensor, slots: Slots) -> tuple[Tensor, Slots]:
         (spec,) = param.specs
         change = lr * lr_factor(options, spec.shape) * gradient.to(weight.dtype)
         if param.decay and options.weight_decay > 0:
@@ -95,21 +78,17 @@ def _make_update(options: OptimizerOptions, lr: Tensor | float, step: Tensor) ->
     return update
 
 
-def _transform_dtype(options: OptimizerOptions) -> str:
-    return "bfloat16" if options.newton_schulz_dtype == "bfloat16" else ""
-
-
-def _check(options: OptimizerOptions) -> None:
-    check_bf16_decay(options, "beta1", "beta2", "momentum")
-
-
 MUON = OptimizerSpec(
     name="muon",
     slots=(StateSlot(name=MOMENTUM, dtype=moments_dtype),),
     options=ADAMW.options | {"momentum", "nesterov", "adjust_lr", "newton_schulz_steps", "newton_schulz_dtype"},
     make_update=_make_update,
-    check=_check,
-    transform=MatrixTransform(make_direction=_make_direction, make_transform=_make_transform, dtype=_transform_dtype),
-    applies_to=_is_block_matrix,
+    check=lambda options: check_bf16_decay(options, "beta1", "beta2", "momentum"),
+    transform=MatrixTransform(
+        direction=_direction,
+        transform=_orthogonalize,
+        dtype=lambda options: "bfloat16" if options.newton_schulz_dtype == "bfloat16" else "",
+    ),
+    applies_to=lambda spec: spec.role == "block" and len(spec.shape) == 2,
     others=ADAMW,
 )

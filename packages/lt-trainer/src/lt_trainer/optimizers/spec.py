@@ -17,18 +17,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
+from lt_model.params import ParamSpec
 from lt_trainer.errors import RecipeError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lt_model import ParamSpec
     from lt_trainer.config.sections.optimizer import OptimizerOptions
 
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+
+ROLES = {"embed_tokens": "embedding", "lm_head": "head", "norm": "norm"}
+"""Kind of a parameter → field of `[optimizer.lr_scale]`; all others are matrices of blocks."""
 
 Shape = tuple[int, ...]
 
@@ -50,34 +53,15 @@ class ParamSlice:
     lr_scale: float = 1.0
 
 
-class UpdateFn(Protocol):
-    """Update of one tensor in one step: a pure function that a lazy device can trace into one graph."""
+Slots = Mapping[str, "Tensor"]
+"""State tensors of one parameter by the name of the slot."""
 
-    def __call__(
-        self, param: ParamSlice, weight: Tensor, gradient: Tensor, slots: Mapping[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the new weight and the new slots; the arguments stay as they are.
+UpdateFn = Callable[["ParamSlice", "Tensor", "Tensor", Slots], tuple["Tensor", Slots]]
+"""Update of one tensor in one step: (param, weight, gradient, slots) → new weight and new slots.
 
-        Args:
-            param: the tensor's place in the model.
-            weight: in the master dtype.
-            gradient: clipped, of the weight's shape and dtype; with a `MatrixTransform` the slice of its result.
-            slots: by name; `StateSlot.dtype` may be narrower than the weight's, then the caller rounds the results.
-        """
-        ...
-
-
-class DirectionFn(Protocol):
-    """Part of an update before its `MatrixTransform`: a pure function of one slice."""
-
-    def __call__(self, gradient: Tensor, slots: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the slice of the matrix to transform, and the new slots.
-
-        Args:
-            gradient: clipped, of the weight's shape and dtype.
-            slots: by name.
-        """
-        ...
+A pure function that a lazy device can trace into one graph. The weight is in the dtype of the update. The gradient is
+clipped, of its shape and dtype; with a `MatrixTransform` it is the slice of its result. Slots may be narrower than the
+weight (`StateSlot.dtype`): then the caller rounds the results."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,22 +72,14 @@ class MatrixTransform:
     exchanges slices, and the update on each slice of the result.
 
     Attributes:
-        make_direction: (options) → the part before.
-        make_transform: (options) → the function of a matrix; its result has the matrix's shape and dtype.
+        direction: (options, clipped gradient, slots) → the slice of the matrix to transform, and new slots.
+        transform: (options, matrix) → a matrix of the same shape and dtype.
         dtype: dtype of the transformation by the options: a key of `DTYPE_BYTES`, or "" for that of the master weights.
     """
 
-    make_direction: Callable[[OptimizerOptions], DirectionFn]
-    make_transform: Callable[[OptimizerOptions], Callable[[Tensor], Tensor]]
+    direction: Callable[[OptimizerOptions, Tensor, Slots], tuple[Tensor, Slots]]
+    transform: Callable[[OptimizerOptions, Tensor], Tensor]
     dtype: Callable[[OptimizerOptions], str]
-
-
-def _master_dtype(options: OptimizerOptions) -> str:
-    return ""
-
-
-def _same_shape(shape: Shape) -> Shape:
-    return shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,8 +93,8 @@ class StateSlot:
     """
 
     name: str
-    dtype: Callable[[OptimizerOptions], str] = _master_dtype
-    shape: Callable[[Shape], Shape] = _same_shape
+    dtype: Callable[[OptimizerOptions], str] = lambda options: ""
+    shape: Callable[[Shape], Shape] = lambda shape: shape
 
     def n_bytes(self, options: OptimizerOptions, shape: Shape, master_bytes: int) -> int:
         """Return the bytes of a parameter's slot; its master weight has `master_bytes` per element."""
@@ -137,26 +113,15 @@ class StateSlot:
             RecipeError: the slot is reduced along a dimension of which the rank has a part only.
         """
         kept = [slot == full for slot, full in zip(self.shape(shape), shape, strict=True)]
-        for dim, (keeps, local, full) in enumerate(zip(kept, local_shape, shape, strict=True)):
-            if not keeps and local != full:
+        for dim, keeps in enumerate(kept):
+            if not keeps and local_shape[dim] != shape[dim]:
                 raise RecipeError(
                     f"the optimizer's slot {self.name!r} reduces dimension {dim} of {name}, of which this layout gives "
-                    f"a rank {local} of {full} elements",
-                    remedy="change the parallel degrees (parallel.tp, parallel.dp_shard) so that each rank has all of "
-                    "them, or set another optimizer.name",
+                    f"a rank {local_shape[dim]} of {shape[dim]} elements",
+                    remedy="change parallel.tp or parallel.dp_shard, or set another optimizer.name",
                 )
-        return (
-            tuple(at if keeps else 0 for keeps, at in zip(kept, offset, strict=True)),
-            tuple(size if keeps else 1 for keeps, size in zip(kept, local_shape, strict=True)),
-        )
-
-
-def _accept(options: OptimizerOptions) -> None:
-    """Accept every value."""
-
-
-def _every_param(spec: ParamSpec) -> bool:
-    return True
+        local_offset = tuple(at if keeps else 0 for keeps, at in zip(kept, offset, strict=True))
+        return local_offset, tuple(size if keeps else 1 for keeps, size in zip(kept, local_shape, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,9 +144,9 @@ class OptimizerSpec:
     slots: tuple[StateSlot, ...]
     options: frozenset[str]
     make_update: Callable[[OptimizerOptions, Tensor | float, Tensor], UpdateFn]
-    check: Callable[[OptimizerOptions], None] = _accept
+    check: Callable[[OptimizerOptions], None] = lambda options: None
     transform: MatrixTransform | None = None
-    applies_to: Callable[[ParamSpec], bool] = _every_param
+    applies_to: Callable[[ParamSpec], bool] = lambda spec: True
     others: OptimizerSpec | None = None
 
     @property
@@ -203,3 +168,8 @@ class OptimizerSpec:
     def state_bytes(self, options: OptimizerOptions, shapes: Iterable[Shape], master_bytes: int) -> int:
         """Return the bytes of its slots, for parameters of these shapes that it updates."""
         return sum(slot.n_bytes(options, shape, master_bytes) for shape in shapes for slot in self.slots)
+
+
+def lr_scale(spec: ParamSpec, options: OptimizerOptions) -> float:
+    """Return the factor of a parameter's learning rate, by its role."""
+    return getattr(options.lr_scale, ROLES.get(spec.kind, "matrices"))

@@ -22,20 +22,36 @@ static const size_t DEVICE_BYTES = 80ull << 30, ARENA_BYTES = 4ull << 40, PAGE =
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static FILE *out;
 
-void record(const char *kind, const char *format, ...) {
-  pthread_mutex_lock(&mutex);
+static void write_line(const char *kind, const char *format, va_list values) {
   if (!out) {
     const char *path = getenv("NULLCUDA_LOG");
     out = fopen(path ? path : "/dev/null", "a");
     if (getenv("NULLCUDA_FLUSH")) setvbuf(out, 0, _IOLBF, 0);
   }
-  va_list values;
-  va_start(values, format);
   fprintf(out, "%s ", kind);
   vfprintf(out, format, values);
   fputc('\n', out);
-  va_end(values);
+}
+
+void record(const char *kind, const char *format, ...) {
+  va_list values;
+  va_start(values, format);
+  pthread_mutex_lock(&mutex);
+  write_line(kind, format, values);
   pthread_mutex_unlock(&mutex);
+  va_end(values);
+}
+
+// An event in the queue of a stream: a line of its own names the stream where it is another than before.
+static void queue(void *stream, const char *kind, const char *format, ...) {
+  static void *last = (void *)-1;
+  va_list values;
+  va_start(values, format);
+  pthread_mutex_lock(&mutex);
+  if (stream != last && out) fprintf(out, "stream %p\n", last = stream);
+  write_line(kind, format, values);
+  pthread_mutex_unlock(&mutex);
+  va_end(values);
 }
 
 void nullcuda_mark(const char *name) {
@@ -97,20 +113,23 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *a, const void
   return 0;
 }
 
-static void copy(void *to, const void *from, size_t n) {
+static void copy(void *to, const void *from, size_t n, void *stream) {
   const char *source = is_in(&device_memory, from) ? "device" : is_pinned(from) ? "pinned" : "pageable";
   int to_host = !is_in(&device_memory, to);
-  record("copy", "%s to %s %zu", source, to_host ? "host" : "device", n);
+  queue(stream, "copy", "%s to %s %zu", source, to_host ? "host" : "device", n);
   if (to_host) memset(to, 0, n);
 }
 
-cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t n, enum cudaMemcpyKind, cudaStream_t) { copy(to, from, n); return 0; }
-cudaError_t cudaMemcpy(void *to, const void *from, size_t n, enum cudaMemcpyKind) { record("sync", "cudaMemcpy"); copy(to, from, n); return 0; }
+cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t n, enum cudaMemcpyKind, cudaStream_t s) { copy(to, from, n, s); return 0; }
+cudaError_t cudaMemcpy(void *to, const void *from, size_t n, enum cudaMemcpyKind) { record("sync", "cudaMemcpy"); copy(to, from, n, 0); return 0; }
 cudaError_t cudaMemsetAsync(void *, int, size_t n, cudaStream_t) { record("memset", "%zu", n); return 0; }
 
 // ---- synchronization
 cudaError_t cudaStreamSynchronize(cudaStream_t) { record("sync", "cudaStreamSynchronize"); return 0; }
 cudaError_t cudaDeviceSynchronize(void) { record("sync", "cudaDeviceSynchronize"); return 0; }
+cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s) { queue(s, "event", "%p", e); return 0; }
+cudaError_t cudaEventRecordWithFlags(cudaEvent_t e, cudaStream_t s, unsigned) { return cudaEventRecord(e, s); }
+cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned) { queue(s, "wait", "%p", e); return 0; }
 cudaError_t cudaEventSynchronize(cudaEvent_t) { record("sync", "cudaEventSynchronize"); return 0; }
 cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t, cudaEvent_t) { *ms = 1; return 0; }
 
@@ -221,15 +240,15 @@ cudaError_t __cudaPopCallConfiguration(dim3 *grid, dim3 *block, size_t *shared, 
   *grid = launch.grid; *block = launch.block; *shared = launch.shared; *(void **)stream = launch.stream;
   return 0;
 }
-static cudaError_t launched(const void *function) {
+static cudaError_t launched(const void *function, void *stream) {
   const char *name = kernels[slot_of(function)].name;
-  record("kernel", "%s", name ? name : "?");
+  queue(stream, "kernel", "%s", name ? name : "?");
   return 0;
 }
-cudaError_t cudaLaunchKernel(const void *f, dim3, dim3, void **, size_t, cudaStream_t) { return launched(f); }
-cudaError_t __cudaLaunchKernel(cudaKernel_t f, dim3, dim3, void **, size_t, cudaStream_t) { return launched(f); }
-cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *, const void *f, void **) { return launched(f); }
-cudaError_t cudaLaunchCooperativeKernel(const void *f, dim3, dim3, void **, size_t, cudaStream_t) { return launched(f); }
+cudaError_t cudaLaunchKernel(const void *f, dim3, dim3, void **, size_t, cudaStream_t s) { return launched(f, s); }
+cudaError_t __cudaLaunchKernel(cudaKernel_t f, dim3, dim3, void **, size_t, cudaStream_t s) { return launched(f, s); }
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *c, const void *f, void **) { return launched(f, c->stream); }
+cudaError_t cudaLaunchCooperativeKernel(const void *f, dim3, dim3, void **, size_t, cudaStream_t s) { return launched(f, s); }
 
 // ---- the way from the runtime to the driver (driver.c)
 static int unknown_driver_function(void) { record("unknown", "driver function, looked up before as 'missing'"); return 0; }
