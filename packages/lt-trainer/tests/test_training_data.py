@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from lt_data import DataError, Mixture, Phase, RowReader, Stream, TokenStore, inspect_step, open_pack, pack
 from lt_trainer.config.recipe import load
 from lt_trainer.data.batches import StreamBatches
+from lt_trainer.data.document_boundaries import find_document_starts
 from lt_trainer.data.synthetic import SyntheticRows
 from lt_trainer.data.training_data import open_data, open_stream
-from lt_trainer.engine import Topology
+from lt_trainer.engine import StepBatch, Topology
 from lt_trainer.run_directory.jsonl import read_jsonl
-from lt_trainer.training.preflight import run_preflight
 from lt_trainer.training.runner import run
 
 Base = dict[str, dict[str, Any]]
@@ -78,7 +78,11 @@ def ramped_mixture(base: Base, little_data: Path) -> None:
     base["batch"] |= {"global_batch_size": 16, "ramp": {"start": 4, "tokens": 4000}}
 
 
-KINDS = [mixture, buckets, weighted_buckets, synthetic, ramp, ramped_mixture]
+def unmasked(base: Base, little_data: Path) -> None:
+    base["data"] |= {"document_mask": False}
+
+
+KINDS = [unmasked, mixture, buckets, weighted_buckets, synthetic, ramp, ramped_mixture]
 each_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 Kind = Callable[[Base, Path], None]
 
@@ -96,19 +100,26 @@ def test_a_stop_and_a_kill_change_nothing(recipe_base, fake_engine, little_data,
     assert len(set(rows[:32])) > 8, "rows differ from one another"
 
 
-@each_kind
-def test_check_tries_a_start(recipe_base, fake_engine, little_data, kind: Kind) -> None:
-    kind(recipe_base, little_data)
-    lines = run_preflight(load(base=recipe_base, overrides=["run.engine=fake"]), environ={})
-    assert all(line.startswith("ok") for line in lines)
-    (said,) = [line for line in lines if line.split()[1] == "data"]
-    wanted = {
-        "mixture": "large: 1.03 epochs; small: 9.43 epochs",
-        "ramped_mixture": "small: ",
-        "synthetic": "synthetic rows",
-        "ramp": "epochs",
-    }
-    assert wanted.get(kind.__name__, "(buckets)") in said
+def assert_boundaries(batch: StepBatch) -> None:
+    """Compare with what the numbers of documents show, by the definition."""
+    for cu_seqlens, rows in zip(batch.cu_seqlens.tolist(), batch.doc_ids.tolist(), strict=True):
+        flat = [(i, number) for i, row in enumerate(rows) for number in row]
+        starts = [t for t, one in enumerate(flat) if not t or one != flat[t - 1]]
+        assert cu_seqlens == starts + [len(flat)] * (len(cu_seqlens) - len(starts))
+        assert cu_seqlens[-1] == len(flat)
+
+
+@given(st.lists(st.lists(st.integers(-1, 3), min_size=5, max_size=5), min_size=1, max_size=4))
+def test_a_row_that_returns_to_a_document_is_found(rows: list[list[int]]) -> None:
+    returning = [
+        i for i, row in enumerate(rows) if any(row[t] in row[: t - 1] and row[t] != row[t - 1] for t in range(1, 5))
+    ]
+    if returning:
+        with pytest.raises(ValueError, match=f"^{returning[0]}$"):
+            find_document_starts(np.array(rows))
+    else:
+        starts = find_document_starts(np.array(rows))
+        assert starts.tolist() == [[t == 0 or row[t] != row[t - 1] for t in range(5)] for row in rows]
 
 
 @each_kind
@@ -123,17 +134,22 @@ def test_rows_are_those_of_the_library_whatever_the_ranks(recipe_base, little_da
         return StreamBatches(recipe, data, Topology(rank=rank, world_size=size, dp_rank=rank, dp_size=size))
 
     one, two = batches(0, 1), [batches(rank, 2) for rank in range(2)]
+    shapes: dict[int, set[tuple[int, ...]]] = {}
     for step in range(20):
         whole, halves = one.next_batch(), [rank.next_batch() for rank in two]
         for name in ("input_ids", "labels", "position_ids", "doc_ids"):
             length = getattr(whole, name).shape[-1]
             parts = [getattr(half, name).reshape(-1, length) for half in halves]
             assert np.array_equal(getattr(whole, name).reshape(-1, length), np.concatenate(parts))
+        assert_boundaries(whole)
+        shapes.setdefault(whole.input_ids.shape[2], set()).add(whole.cu_seqlens.shape)
         assert {half.valid_tokens for half in halves} == {whole.valid_tokens}
         assert whole.valid_tokens == int((whole.labels != -100).sum()) > 0
         assert {rank.state for rank in two} == {one.state}
         assert one.state.step == step + 1
         assert whole.input_ids.shape[1] * whole.input_ids.shape[2] == 2 * 32, "as many positions in each micro-batch"
+    if "ramp" not in kind.__name__:
+        assert all(len(found) == 1 for found in shapes.values()), "the length must not depend on the batch"
     for opened in (one, *two):
         opened.close()
 
@@ -193,24 +209,6 @@ def test_inspect_finds_the_stores_of_a_mixture_that_have_moved(recipe_base, fake
         inspect_step(out(recipe_base), 2, store=tmp_path / "elsewhere")
     with pytest.raises(DataError, match=r"here/train, .*here/train: not the rows that step 2 .*small\.store"):
         inspect_step(out(recipe_base), 2, sources={"small": copies["train"]})
-
-
-def test_the_command_shows_rows_of_a_mixture(recipe_base, fake_engine, little_data, tmp_path) -> None:
-    from typer.testing import CliRunner
-
-    from lt_data.cli import app
-
-    mixture(recipe_base, little_data)
-    assert start(recipe_base, stop_after_step=3) == 75
-    elsewhere = shutil.copytree(little_data / "validation", tmp_path / "elsewhere")
-    where = f"small={elsewhere}"
-    done = CliRunner().invoke(app, ["inspect", "--run", str(out(recipe_base)), "--step", "2", "--source", where])
-    assert done.exit_code == 0, done.output
-    assert f"store {elsewhere}: source small" in done.output
-    assert "position 8, large, epoch 0, pack row" in done.output
-    assert done.output.count("small, epoch") == 2
-    done = CliRunner().invoke(app, ["inspect", "--run", str(out(recipe_base)), "--step", "2", "--source", "small"])
-    assert "--source small: give NAME=STORE" in str(done.exception or done.output)
 
 
 def test_a_mixture_is_lt_datas_with_phases_counted_in_steps(recipe_base, little_data) -> None:

@@ -4,22 +4,17 @@
 of the last batch returned. `LoaderBatches` (lt_trainer.data.custom_loader) serves custom loaders.
 """
 
-from __future__ import annotations
-
+from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lt_data import Prefetcher, Stream, StreamState
+from lt_trainer.config.sections.recipe import Recipe
+from lt_trainer.control import Control
 from lt_trainer.data.custom_loader import LoaderBatches
 from lt_trainer.data.generations import resume_state
 from lt_trainer.data.training_data import TrainingData, open_stream, to_step_batch
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from lt_trainer.config.sections.recipe import Recipe
-    from lt_trainer.control import Control
-    from lt_trainer.engine import StepBatch, Topology
+from lt_trainer.engine import StepBatch, Topology
 
 
 class StreamBatches:
@@ -33,10 +28,7 @@ class StreamBatches:
         self._to_step_batch = partial(
             to_step_batch, micro_batch_size=recipe.batch.micro_batch_size, seq_len=recipe.data.seq_len
         )
-        self._start(self._open(state))
-
-    def _start(self, stream: Stream) -> None:
-        self._stream = stream
+        self._stream: Stream = self._open(state)
         self._prefetcher: Prefetcher[StepBatch] | None = None
 
     @property
@@ -60,9 +52,8 @@ class StreamBatches:
         """Return to the step of an earlier state; the rows read since are skipped."""
         to_row = self.state.row
         self.close()
-        stream = self._open(state)
-        stream.skip(to_row - state.row)
-        self._start(stream)
+        self._stream, self._prefetcher = self._open(state), None
+        self._stream.skip(to_row - state.row)
 
     def close(self) -> None:
         """Stop the thread."""
@@ -74,11 +65,7 @@ Batches = StreamBatches | LoaderBatches
 
 
 def open_batches(
-    recipe: Recipe,
-    data: TrainingData,
-    topology: Topology,
-    control: Control,
-    saved: Mapping[str, Any] | None = None,
+    recipe: Recipe, data: TrainingData, topology: Topology, control: Control, saved: Mapping[str, Any] | None = None
 ) -> Batches:
     """Open this rank's batches, at the start or at a checkpoint's data state; collective.
 

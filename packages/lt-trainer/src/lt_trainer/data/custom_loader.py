@@ -21,26 +21,22 @@ collective that sums the labels of the global batch: one small gather per step.
 Shapes: M micro-batches, B rows per micro-batch, T positions per row.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from lt_data import Rows, StreamState
 from lt_trainer.config.recipe import to_dict
+from lt_trainer.config.sections.recipe import Recipe
+from lt_trainer.control import Control
 from lt_trainer.data.document_boundaries import find_document_starts
 from lt_trainer.data.loader_factory import import_loader_factory
 from lt_trainer.data.training_data import IGNORE_INDEX, parse_stream_state, to_micro_batches
+from lt_trainer.engine import StepBatch, Topology
 from lt_trainer.errors import LoaderError, TrainerError
-
-if TYPE_CHECKING:
-    from lt_trainer.config.sections.recipe import Recipe
-    from lt_trainer.control import Control
-    from lt_trainer.engine import StepBatch, Topology
 
 ROW_FIELDS = ("input_ids", "labels", "position_ids", "doc_ids")
 

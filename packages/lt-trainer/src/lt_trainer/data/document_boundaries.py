@@ -6,8 +6,6 @@ They come from the slices of a pack (`lt_data.TokenRows.segments`). Only a custo
 Shapes: M micro-batches, B rows per micro-batch, T positions per row, S a bound on the documents of a micro-batch.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 

@@ -8,25 +8,14 @@ so a row that was read before may be read again. Everything else about the seque
 Cost: one read of each generation's manifest; on such a change, the packs of both generations are opened.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lt_data import StreamState, sequence_fingerprint
-from lt_trainer.data.training_data import (
-    STORES,
-    TrainingData,
-    generation_paths,
-    open_data,
-    open_rows,
-    open_stores,
-    parse_stream_state,
-)
-
-if TYPE_CHECKING:
-    from lt_trainer.config.sections.recipe import Recipe
+from lt_trainer.config.sections.recipe import Recipe
+from lt_trainer.data import training_data
+from lt_trainer.data.training_data import TrainingData
 
 
 def reopen_data(recipe: Recipe, data: TrainingData, saved: Mapping[str, Any] | None) -> TrainingData:
@@ -35,16 +24,16 @@ def reopen_data(recipe: Recipe, data: TrainingData, saved: Mapping[str, Any] | N
     Raises:
         DataError: see `open_data`.
     """
-    read = (saved or {}).get(STORES, {})
-    return data if data.fingerprints.items() >= read.items() else open_data(recipe, read=read)
+    read = (saved or {}).get(training_data.STORES, {})
+    return data if data.fingerprints.items() >= read.items() else training_data.open_data(recipe, read=read)
 
 
 def changed_generations(
     recipe: Recipe, data: TrainingData, saved: Mapping[str, Any] | None
 ) -> dict[str, tuple[str, str]]:
     """Return the generation that a checkpoint has read and the one of `data`, by field, where they differ."""
-    read = (saved or {}).get(STORES, {})
-    before = generation_paths(recipe.data, read, follow_names=False)
+    read = (saved or {}).get(training_data.STORES, {})
+    before = training_data.generation_paths(recipe.data, read, follow_names=False)
     return {
         field: (before[field], path)
         for field, path in data.paths.items()
@@ -58,13 +47,15 @@ def resume_state(recipe: Recipe, data: TrainingData, saved: Mapping[str, Any]) -
     Raises:
         DataError: not the state of a stream.
     """
-    state = parse_stream_state(saved)
+    state = training_data.parse_stream_state(saved)
     if data.train is None or not changed_generations(recipe, data, saved):
         return state
-    stores = open_stores(recipe.data, generation_paths(recipe.data, saved[STORES], follow_names=False))
+    stores = training_data.open_stores(
+        recipe.data, training_data.generation_paths(recipe.data, saved[training_data.STORES], follow_names=False)
+    )
     was, now = (
         sequence_fingerprint(rows, shuffle=recipe.data.shuffle, position=state.row)
-        for rows in (open_rows(recipe, stores, data.vocab_size), data.train)
+        for rows in (training_data.open_rows(recipe, stores, data.vocab_size), data.train)
         if rows is not None
     )
     # if more than a generation changed, the stream names the differences

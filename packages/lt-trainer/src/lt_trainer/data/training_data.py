@@ -6,37 +6,21 @@ decoded once to count the bytes of its text.)
 Shapes: M micro-batches, B rows per micro-batch, T positions per row; a stream's rows are [M * B, T].
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from lt_data import (
-    Buckets,
-    Mixture,
-    Phase,
-    RowReader,
-    Rows,
-    Stream,
-    StreamState,
-    TokenStore,
-    locate_generation,
-    names_generation,
-    open_pack,
-)
+from lt_data import Buckets, Mixture, Phase, RowReader, Rows, Stream, StreamBatch, StreamState, TokenStore, open_pack
+from lt_data.store.generations import locate_generation, names_generation
 from lt_trainer.config.sections.data import DataOptions
+from lt_trainer.config.sections.recipe import Recipe
 from lt_trainer.data.document_boundaries import micro_batch_cu_seqlens
 from lt_trainer.data.loader_factory import import_loader_factory
 from lt_trainer.data.synthetic import SyntheticRows
 from lt_trainer.engine import StepBatch, Topology
 from lt_trainer.errors import RecipeError
-
-if TYPE_CHECKING:
-    from lt_data import StreamBatch
-    from lt_trainer.config.sections.recipe import Recipe
 
 IGNORE_INDEX = -100
 STORES = "stores"
@@ -45,13 +29,15 @@ STORES = "stores"
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationSet:
-    """Validation rows; all of them are read each time."""
+    """Validation rows, the same each time."""
 
     name: str
     """Name of its section in the recipe; "" for data.validation."""
     reader: RowReader
+    rows: np.ndarray
+    """Numbers of the rows that are evaluated, ascending (int64)."""
     text_bytes: int
-    """UTF-8 bytes of the text of all rows."""
+    """UTF-8 bytes of the text of these rows: those of the whole set, by the share of labels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,13 +78,10 @@ def open_data(recipe: Recipe, *, read: Mapping[str, str] | None = None) -> Train
         _check_tokenizer(recipe, first)
     vocab_size = recipe.model.vocab_size if first is None else first.vocab_size
     sets = {"data.validation": "", **{f"data.validation_sets.{name}.store": name for name in data.validation_sets}}
+    sets = {name: stores[field] for field, name in sets.items() if field in stores}
     return TrainingData(
         train=open_rows(recipe, stores, vocab_size),
-        validation=tuple(
-            ValidationSet(name=name, reader=_reader(data, stores[field]), text_bytes=text_bytes(stores[field]))
-            for field, name in sets.items()
-            if field in stores
-        ),
+        validation=tuple(_validation_set(recipe, name, store, len(sets)) for name, store in sets.items()),
         vocab_size=vocab_size,
         tokenizer_files={} if first is None else dict(first.tokenizer().files),
         fingerprints={field: store.manifest.fingerprint for field, store in stores.items()},
@@ -188,6 +171,27 @@ def _reader(data: DataOptions, store: TokenStore) -> RowReader:
     """Return the rows of one store, all of seq_len positions."""
     mode = "bfd" if data.packing == "buckets" else data.packing
     return RowReader(store, open_pack(store, seq_len=data.seq_len, mode=mode), document_mask=data.document_mask)
+
+
+def _validation_set(recipe: Recipe, name: str, store: TokenStore, n_sets: int) -> ValidationSet:
+    """Open a validation set, or a part of it that depends on the recipe alone.
+
+    The part is the beginning of a random order of the rows that is the same for every run. By default all sets together
+    have a tenth of the positions trained on between two validations: a forward pass over them takes about a thirtieth
+    of that time.
+    """
+    reader, n_tokens, steps = (
+        _reader(recipe.data, store),
+        getattr(recipe.metrics, "validation_tokens", 0),
+        recipe.schedule.max_steps,
+    )
+    if n_tokens == "auto":
+        interval = min(recipe.metrics.validation_interval or steps, steps)
+        n_tokens = max(1, interval * recipe.batch.global_batch_size * reader.seq_len // (10 * n_sets))
+    n_rows = min(reader.n_rows, -(-n_tokens // reader.seq_len) or reader.n_rows)
+    rows = np.sort(reader.rows_at(0, n_rows, seed=0, shuffle=True))
+    share = reader.count_labels(rows) / max(1, int(reader.valid.sum(dtype=np.int64)))
+    return ValidationSet(name=name, reader=reader, rows=rows, text_bytes=round(text_bytes(store) * share))
 
 
 def text_bytes(store: TokenStore) -> int:
@@ -308,27 +312,30 @@ def validation_rows(n_rows: int, topology: Topology, micro_batch_size: int) -> I
         yield np.arange(start + topology.dp_rank, min(start + per_round, n_rows), topology.dp_size, dtype=np.int64)
 
 
-def validation_batches(reader: RowReader, topology: Topology, micro_batch_size: int) -> Iterator[StepBatch]:
-    """Yield all rows of `reader` once over all ranks, as equally many batches [1, B, T] on every rank.
+def validation_batches(
+    reader: RowReader, topology: Topology, micro_batch_size: int, rows: np.ndarray | None = None
+) -> Iterator[StepBatch]:
+    """Yield rows of `reader`, all by default, once over all ranks: equally many batches [1, B, T] on every rank.
 
-    Row r belongs to rank r % dp_size. When rows run out, batches are padded with rows without labels: they cost time
-    but do not change the sum, and no rank waits in a collective for one that has finished.
+    The r-th row belongs to rank r % dp_size. When rows run out, batches are padded with rows without labels: they cost
+    time but do not change the sum, and no rank waits in a collective for one that has finished.
     """
-    for row_numbers in validation_rows(reader.n_rows, topology, micro_batch_size):
-        tokens = reader.read_token_rows(row_numbers)
+    chosen = np.arange(reader.n_rows) if rows is None else rows
+    for numbers in validation_rows(chosen.size, topology, micro_batch_size):
+        tokens = reader.read_token_rows(chosen[numbers])
         starts = np.append(
-            tokens.segments()[0], np.arange(len(row_numbers), micro_batch_size, dtype=np.int64) * reader.seq_len
+            tokens.segments()[0], np.arange(len(numbers), micro_batch_size, dtype=np.int64) * reader.seq_len
         )
-        n_padding, rows = micro_batch_size - len(row_numbers), tokens.to_int32()
-        rows = Rows(
-            input_ids=_pad(rows.input_ids, n_padding, 0),
-            labels=_pad(rows.labels, n_padding, IGNORE_INDEX),
-            position_ids=_pad(rows.position_ids, n_padding, 0),
-            doc_ids=_pad(rows.doc_ids, n_padding, -1),
+        n_padding, found = micro_batch_size - len(numbers), tokens.to_int32()
+        padded = Rows(
+            input_ids=_pad(found.input_ids, n_padding, 0),
+            labels=_pad(found.labels, n_padding, IGNORE_INDEX),
+            position_ids=_pad(found.position_ids, n_padding, 0),
+            doc_ids=_pad(found.doc_ids, n_padding, -1),
         )
-        n_labels = int((rows.labels != IGNORE_INDEX).sum())
+        n_labels = int((padded.labels != IGNORE_INDEX).sum())
         yield to_micro_batches(
-            rows, starts, tokens.max_segments_per_row, micro_batch_size=micro_batch_size, valid_tokens=n_labels
+            padded, starts, tokens.max_segments_per_row, micro_batch_size=micro_batch_size, valid_tokens=n_labels
         )
 
 

@@ -105,7 +105,13 @@ def _create_loop(stack: ExitStack, setup: RunSetup, context: RunContext) -> Trai
             ValidationTask(
                 name=dataset.name,
                 text_bytes=dataset.text_bytes,
-                batches=partial(validation_batches, dataset.reader, engine.topology, recipe.batch.micro_batch_size),
+                batches=partial(
+                    validation_batches,
+                    dataset.reader,
+                    engine.topology,
+                    recipe.batch.micro_batch_size,
+                    dataset.rows,
+                ),
             )
             for dataset in restorer.data.validation
         ],
