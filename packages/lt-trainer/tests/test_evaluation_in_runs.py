@@ -58,9 +58,6 @@ def test_tasks_are_evaluated_every_n_steps_and_training_is_the_same(
 
 def test_validation_sets_are_evaluated_by_source_and_length(recipe_base, fake_engine, tmp_path: Path) -> None:
     """The groups add up to the whole, which has the validation's tokens; training does not notice."""
-    from lt_trainer.observability.report.page import report_html
-    from lt_trainer.observability.report.run_history import read_run
-
     recipe_base["evaluation"] = {"stores": True, "interval": 8}
     assert start(recipe_base) == 0
     folder = Path(recipe_base["run"]["dir"])
@@ -76,8 +73,6 @@ def test_validation_sets_are_evaluated_by_source_and_length(recipe_base, fake_en
         assert sum(group["tokens"] for group in parts) == groups[0]["tokens"]
         assert sum(group["loss_sum"] for group in parts) == pytest.approx(groups[0]["loss_sum"], rel=1e-12)
     assert scalars(found[0])["evaluation/validation/loss"] == found[0]["eval_loss"]
-    page = report_html([read_run(folder)])
-    assert "<h3>validation <small>step 20, of the run</small></h3>" in page
     losses = [(r["step"], r["loss"], r["grad_norm"]) for r in records(recipe_base, "loss")]
     recipe_base["run"]["dir"] = str(tmp_path / "without")
     del recipe_base["evaluation"]
@@ -163,47 +158,3 @@ def test_a_benchmark_of_the_recipe_leaves_the_tasks_out(recipe_base, tasks: Path
     (tmp_path / "run.toml").write_text(to_toml(load(base=recipe_base).recipe))
     resolved = resolve_bench_recipe(str(tmp_path / "run.toml"), "", overrides=[], hyperparameters=None)
     assert resolved.recipe.evaluation.tasks == ()
-
-
-def test_the_report_has_the_accuracy_of_each_task(recipe_base, fake_engine, tasks: Path, tmp_path: Path) -> None:
-    from lt_trainer.observability.report.charts import build_charts
-    from lt_trainer.observability.report.page import report_html
-    from lt_trainer.observability.report.run_history import read_run
-
-    assert start(recipe_base) == 0
-    history = read_run(recipe_base["run"]["dir"])
-    (chart,) = (chart for chart in build_charts([history]) if chart.key == "evaluation")
-    found = {r["step"]: r["eval_acc"] for r in records(recipe_base, "eval_task") if r["eval_task"] == "choice"}
-    assert [curve.name for curve in chart.curves] == ["run, choice", "run, cloze"]
-    assert dict(chart.curves[0].points) == found
-    page = report_html([history])
-    assert "accuracy, choice" in page
-    newest = records(recipe_base, "eval_task")[-2]
-    assert f"<td>choice</td><td>20</td><td>of the run</td><td>9</td><td>acc {newest['eval_acc']:.4g} ± " in page
-
-
-def test_the_report_has_the_results_of_the_command(recipe_base, fake_engine, tmp_path: Path) -> None:
-    from lt_trainer.observability.report.page import report_html
-    from lt_trainer.observability.report.run_history import read_run
-    from lt_trainer.run_directory.evaluation_results import EvaluationResults
-
-    assert start(recipe_base) == 0
-    folder = Path(recipe_base["run"]["dir"])
-    assert "<section id=tasks><h2>Evaluation</h2><p>None." in report_html([read_run(folder)])
-    description = {"model": "m", "step": 20, "weights": "0", "dtype": "float32", "seq_len": 32}
-    results = EvaluationResults.open(folder / "evaluation" / "step-00000020-float32", description)
-    results.add("task", "<i>", {}, [{"n_items": 7, "acc": 0.25, "acc_stderr": 0.125}])
-    results.add(
-        "lm_eval", "g", {}, [{"task": "arc", "metrics": {"acc,none": 0.5, "acc_stderr,none": 0.1, "alias": "x"}}]
-    )
-    loss = {"documents": 3, "tokens": 1500, "loss": 2.5, "perplexity": 12.18, "bits_per_byte": 1.25}
-    groups = [("all", ""), *(("source", f"held {i}") for i in range(31)), ("length", "256-511")]
-    results.add("store", "held", {}, [{"group": group, "name": name, **loss} for group, name in groups])
-    page = report_html([read_run(folder)])
-    assert "<td>&lt;i&gt;</td><td>20</td><td>float32</td><td>7</td><td>acc 0.25 ± 0.12</td>" in page
-    assert "<td>arc</td><td>20</td><td>float32</td><td></td><td>acc 0.5 ± 0.1</td>" in page
-    row = "<td>3</td><td>1,500</td><td>2.5000</td><td>12.18</td><td>1.2500</td>"
-    assert f"<td>document length, tokens</td><td>256-511</td>{row}" in page
-    assert f"<td>source file</td><td>held 29</td>{row}" in page
-    assert "held 30" not in page
-    assert "1 more source files are in results.jsonl" in page

@@ -22,8 +22,6 @@ from lt_trainer.config.recipe import load
 from lt_trainer.data.training_data import open_data, validation_batches
 from lt_trainer.engine import Topology
 from lt_trainer.errors import RecipeError
-from lt_trainer.observability.report.data_section import data_section
-from lt_trainer.observability.report.run_history import read_run
 from lt_trainer.run_directory.jsonl import read_jsonl
 from lt_trainer.training.runner import run
 
@@ -130,4 +128,3 @@ def test_packs_may_be_outside_of_the_stores(recipe_base, fake_engine, little_dat
     assert start(recipe_base) == 0
     run_folder = Path(recipe_base["run"]["dir"])
     assert inspect_step(run_folder, 1).rows
-    assert "bfd-32" in data_section(read_run(run_folder))

@@ -223,14 +223,14 @@ def watch(
 @app.command()
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Run directories; several are compared in the same charts.")
+        list[Path], typer.Argument(metavar="RUN...", help="Run directories; several are compared in the same figures.")
     ],
     out: Annotated[Path, typer.Option(help="HTML file to write.")] = Path("report.html"),
-    png: Annotated[Path | None, typer.Option(help="Folder for PNG charts.", show_default=False)] = None,
+    png: Annotated[Path | None, typer.Option(help="Folder for the figures as PNG.", show_default=False)] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Overwrite existing files.")] = False,
 ) -> None:
-    """Write a self-contained HTML report of runs: curves, events, data, model, recipe."""
-    from lt_trainer.observability.report.writer import write_report
+    """Write a self-contained HTML report of runs: curves, evaluation, data, model, events, recipe."""
+    from lt_trainer.observability.report import write_report
 
     for path in write_report(runs, out, png=png, overwrite=overwrite):
         echo(str(path))

@@ -16,7 +16,7 @@ from lt_data import TokenStore
 from lt_data.display.progress_bars import progress_bar
 from lt_data.display.terminal import escape_controls
 from lt_model import PRESETS, ModelError, n_parameters, preset
-from lt_trainer.observability.report.writer import write_report
+from lt_trainer.observability.report import write_report
 from lt_trainer.quickstart import report
 from lt_trainer.quickstart.baselines import BaselineComparison, compare_with_baselines
 from lt_trainer.quickstart.corpus import write_corpus

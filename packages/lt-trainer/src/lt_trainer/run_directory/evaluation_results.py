@@ -130,3 +130,19 @@ def read_results(folder: Path) -> EvaluationResults:
 def find_results(folder: Path) -> list[EvaluationResults]:
     """Read all results below a folder, by path."""
     return [read_results(path.parent) for path in sorted(folder.rglob(RESULTS_FILE))]
+
+
+def format_metrics(metrics: Mapping[str, Any]) -> str:
+    """Return the numbers of a result as text, each with its standard error if there is one.
+
+    Example:
+        >>> format_metrics({"acc,none": 0.25, "acc_stderr,none": 0.0125})
+        'acc 0.25 ± 0.013'
+    """
+    numbers = {name.removesuffix(",none"): value for name, value in metrics.items() if isinstance(value, int | float)}
+    return ", ".join(
+        (f"{name} {value:,}" if isinstance(value, int) else f"{name} {value:.4g}")
+        + (f" ± {numbers[f'{name}_stderr']:.2g}" if f"{name}_stderr" in numbers else "")
+        for name, value in numbers.items()
+        if not name.endswith("_stderr")
+    )

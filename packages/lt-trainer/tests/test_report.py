@@ -1,0 +1,257 @@
+"""The report of a run: what stands on the page, that all of it is escaped, and what is written where."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lt_trainer.config.recipe import load
+from lt_trainer.errors import RunDirError
+from lt_trainer.observability.report import ReportError, write_report
+from lt_trainer.run_directory.evaluation_results import EvaluationResults
+from lt_trainer.training.runner import run
+
+EVIL = "<script>alert('$x_1$')</script>"
+RECIPE: dict[str, Any] = {
+    "schedule": {"max_steps": 400},
+    "optimizer": {"lr": 1e-3},
+    "data": {"store": f"no/such/{EVIL}", "seq_len": 2048},
+}
+START = {"event": "start", "world": 8, "device": "NVIDIA H200"}
+DATA = {"event": "data", "global_batch_size": 64, "dp_size": 8, "seed": 1, "fingerprint": "store:ab"}
+
+
+def record(step: int, **changes: Any) -> dict[str, Any]:
+    values = {"step": step, "loss": 2.5 + 7 * math.exp(-step / 60), "learning_rate": 1e-3, "grad_norm": 300 / step}
+    speed = {"tokens_per_sec": 32768.0, "mfu": 0.4, "hfu": 0.5, "memory_gib": 61.5, "elapsed_s": step * 2.0}
+    return values | speed | {"data_s": 0.1, "forward_backward_s": 1.9} | changes
+
+
+def make_run(folder: Path, records: Any = (), events: Any = (), recipe: Any = RECIPE) -> Path:
+    folder.mkdir(parents=True)
+    (folder / ".lt-run").write_text('{"format": "lt-run", "version": 1}')
+    (folder / "recipe.json").write_text(json.dumps({"recipe": recipe}))
+    (folder / "environment.json").write_text(json.dumps({"python": EVIL, "packages": {"torch": "2.15.0"}}))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    events = [{"time": f"2026-01-02T10:{minute:02}:30.000+00:00", **event} for minute, event in enumerate(events)]
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    return folder
+
+
+@pytest.fixture
+def eventful(tmp_path: Path) -> Path:
+    """A run that was stopped, resumed, skipped steps, rolled back and is done, with two validation sets."""
+    records = [record(step) for step in range(1, 301)] + [record(step, loss=99.0) for step in range(301, 311)]
+    records += [record(step) for step in range(301, 401)]
+    for name in ("web", EVIL):
+        records.append({"step": 400, "val_loss": 2.5, "val_tokens": 9, "val_bits_per_byte": 1.25, "val_set": name})
+    events = [
+        START,
+        DATA | {"step": 0, "row": 0, "skipped": []},
+        {"event": "checkpoint", "step": 200, "path": "c"},
+        {"event": "stop", "step": 200, "signal": "SIGTERM"},
+        START,
+        {"event": "resume", "step": 200},
+        {"event": "step_skipped", "step": 308, "loss": "nan"},
+        DATA | {"step": 300, "row": 19840, "skipped": [[19200, 19840]]},
+        {"event": "rollback", "step": 300, "from_step": 310},
+        {"event": "note", "text": EVIL},
+        {"event": "completed", "step": 400},
+    ]
+    return make_run(tmp_path / "runs" / "eventful", records, events)
+
+
+class Parsed(HTMLParser):
+    """Checks that elements other than void ones are closed in order; collects words, and what a browser would load."""
+
+    VOID = ("meta", "link", "html")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.loads: list[str] = []
+        self.words: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        values = dict(attrs)
+        self.loads += [values[name] for name in ("src", "href", "xlink:href", "data", "action") if name in values]
+        assert tag not in ("img", "iframe", "object", "script", "b")
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: Any) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in self.VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert tag in self.VOID or self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if not self.open or self.open[-1] != "style":
+            self.words.append(data.strip())
+
+
+def words_of(*runs: Path, **options: Any) -> str:
+    out = runs[0].parent / "page.html"
+    write_report(runs, out, overwrite=True, **options)
+    found = Parsed(out.read_text())
+    assert all(link.startswith(("#", "data:,")) for link in found.loads), "the page loads nothing"
+    return "\n".join(word for word in found.words if word)
+
+
+# Older versions of matplotlib use names that newer ones of pyparsing call old when they are imported.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:matplotlib")
+
+
+def test_the_page_of_a_run_has_everything_escaped(eventful: Path) -> None:
+    words = words_of(eventful)
+    for shown in (
+        "completed, step 400 of 400, 23.7 min of training, 8 x NVIDIA H200",
+        "loss, mean of 10 records",
+        f"validation loss {EVIL}",
+        "40.0%",
+        "Loss, nats per token",
+        f"eventful, validation {EVIL}",  # in the legend
+        *("checkpoint", "stop", "resume", "rollback", "step skipped"),
+        "forward + backward 95%",
+        f"no/such/{EVIL}",
+        "26,240 rows, 53,739,520 positions",
+        "rows 19,200 to 19,839",
+        "torch 2.15.0",
+        "optimizer.lr",
+    ):
+        assert shown in words.split("\n"), shown
+    page = (eventful.parent / "page.html").read_text()
+    assert "default-src 'none'" in page
+    assert "<script" not in page
+    assert "99" not in [word for word in words.split("\n") if re.fullmatch(r"\d+", word)], "the steps of a rollback"
+    words_of(eventful)
+    assert (eventful.parent / "page.html").read_text() == page, "the same files, the same bytes"
+
+
+def test_the_page_of_several_runs_tells_where_their_recipes_differ(eventful: Path, tmp_path: Path) -> None:
+    changed = RECIPE | {"optimizer": {"lr": 6e-4}}
+    other = make_run(tmp_path / "other" / "eventful", [record(1)], [START], changed)
+    words = words_of(eventful, other).split("\n")
+    assert f"2 runs: {eventful}, {other}" in words, "equal names are told apart"
+    at = words.index("optimizer.lr")
+    assert words[at : at + 3] == ["optimizer.lr", "0.001", "0.0006"]
+    assert words[words.index("Recipe differences") :].index("schedule.max_steps") > words.index("Curves")
+    assert "The recipes are equal." in words_of(eventful, make_run(tmp_path / "same"))
+
+
+@pytest.mark.parametrize(
+    ("events", "state"),
+    [
+        ([], "not started"),
+        ([START], "running or killed"),
+        ([{"event": "stop", "step": 3, "signal": "SIGUSR1"}, START], "running or killed"),
+        ([START, {"event": "stop", "step": 3, "signal": "SIGUSR1"}], "stopped by SIGUSR1"),
+    ],
+)
+def test_the_state_is_what_the_run_has_said_last(tmp_path: Path, events: Any, state: str) -> None:
+    words = words_of(make_run(tmp_path / "run", events=events))
+    assert f"{state}, step 0 of 400, 0.0 min of training" in words
+    assert "No records yet." in words
+
+
+def test_losses_that_are_not_finite_are_told_and_left_out(tmp_path: Path) -> None:
+    records = [record(step, loss="nan" if step > 20 else 2.0) for step in range(1, 26)]
+    words = words_of(make_run(tmp_path / "run", records))
+    assert "5 records, the first of step 21, have no finite loss." in words
+    assert "2.0000" in words
+
+
+def test_seconds_are_those_of_all_starts(tmp_path: Path) -> None:
+    """The third start's first record comes later on its own clock than the last one of the second."""
+    times = ((1, 60.0), (2, 120.0), (2, 60.0), (3, 120.0), (4, 600.0))
+    parts = {"data_s": 0.0}
+    records = [record(s, elapsed_s=t, forward_backward_s=600.0 if s == 4 else 60.0, **parts) for s, t in times]
+    assert "step 4 of 400, 14.0 min of training" in words_of(make_run(tmp_path / "run", records))
+
+
+def test_the_model_is_that_of_the_newest_checkpoint_and_results_are_shown(recipe_base, fake_engine) -> None:
+    assert run(load(base=recipe_base, overrides=["run.engine=fake"]), environ={}) == 0
+    folder = Path(recipe_base["run"]["dir"])
+    description = {"model": "m", "step": 20, "weights": "0", "dtype": "float32"}
+    results = EvaluationResults.open(folder / "evaluation" / "step-00000020-float32", description)
+    results.add("lm_eval", "g", {}, [{"task": EVIL, "metrics": {"acc,none": 0.5, "acc_stderr,none": 0.1}}])
+    results.add("store", "held", {}, [{"group": "all", "name": "", "tokens": 1500, "loss": 2.5}])
+    words = words_of(folder)
+    assert "completed, step 20 of 20" in words
+    assert "query and key/value heads" in words
+    assert "embed_tokens" in words
+    assert f"{EVIL}\n20\nfloat32\nacc 0.5 ± 0.1" in words
+    assert "held\n20\nall\ntokens 1,500, loss 2.5" in words
+
+
+def test_a_report_has_only_json_of_the_run_directory(eventful: Path, tmp_path: Path) -> None:
+    """A link in the place of a run's file does not bring what it leads to onto the page or into an error."""
+    (tmp_path / "secret").write_text("a secret key\n")
+    (eventful / "recipe.toml").symlink_to(tmp_path / "secret")
+    words_of(eventful)
+    assert "a secret key" not in (eventful.parent / "page.html").read_text()
+    for name in ("recipe.json", "environment.json", "metrics.jsonl", "events.jsonl"):
+        content = (eventful / name).read_text()
+        (eventful / name).unlink()
+        (eventful / name).symlink_to(tmp_path / "secret")
+        with pytest.raises(RunDirError, match=name) as caught:
+            words_of(eventful)
+        assert "secret key" not in str(caught.value)
+        (eventful / name).unlink()
+        (eventful / name).write_text(content)
+
+
+def test_what_is_no_run_or_damaged_is_refused(eventful: Path, tmp_path: Path) -> None:
+    with pytest.raises(RunDirError, match=r"is not a run directory \(it has no .lt-run\)"):
+        write_report([eventful, tmp_path], tmp_path / "page.html")
+    (eventful / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n[1]\n')
+    with pytest.raises(RunDirError, match=r"metrics.jsonl:2: not a JSON object"):
+        write_report([eventful], tmp_path / "page.html")
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_figures_are_written_as_png_and_files_that_are_there_stay(eventful: Path, tmp_path: Path) -> None:
+    before = {path: path.read_bytes() for path in eventful.rglob("*") if path.is_file()}
+    out, png = tmp_path / "new" / "page.html", tmp_path / "png"
+    written = write_report([eventful], out, png=png)
+    names = ["loss", "learning_rate", "grad_norm", "tokens_per_sec", "mfu", "memory", "time-1"]
+    assert written == (out, *(png / f"{name}.png" for name in names))
+    assert all(path.read_bytes().startswith(b"\x89PNG\r\n") for path in written[1:])
+    out.unlink()
+    with pytest.raises(ReportError, match=r"loss.png exists; choose another name or pass --overwrite"):
+        write_report([eventful], out, png=png)
+    assert not out.exists()
+    write_report([eventful], out, png=png, overwrite=True)
+    assert [path.name for path in out.parent.iterdir()] == ["page.html"]
+    with pytest.raises(ReportError, match=r"cannot write .*page.html: .*; choose a writable folder"):
+        write_report([eventful], out / "page.html")
+    assert {path: path.read_bytes() for path in eventful.rglob("*") if path.is_file()} == before
+
+
+def test_a_report_without_matplotlib_is_a_line(eventful: Path, tmp_path: Path) -> None:
+    script = (
+        "import sys; sys.modules['matplotlib'] = None\n"
+        "from lt_trainer.__main__ import main; sys.exit(main(['report', *sys.argv[1:]]))"
+    )
+    command = [sys.executable, "-c", script, eventful, "--out", tmp_path / "page.html"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 64
+    assert "a report needs matplotlib for its figures: pip install 'lt-trainer[plot]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_command(eventful: Path, tmp_path: Path) -> None:
+    command: list[Any] = [sys.executable, "-m", "lt_trainer", "report", eventful, "--out", tmp_path / "page.html"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{tmp_path / 'page.html'}\n"
