@@ -39,7 +39,7 @@ COMMANDS = {
     "launch": CommandInfo("start, watch and finish runs here, over ssh, on Slurm, on SageMaker", "lt-launch"),
     "model": CommandInfo("presets, shapes, parameters, costs", "lt-model[cli]"),
     "quickstart": CommandInfo("a whole pre-training run on this machine", "lt-trainer[quickstart]"),
-    "release": CommandInfo("publish a run with all that made it, verify it", "lt-trainer[cli]"),
+    "release": CommandInfo("publish a run with all that made it, verify it", "lt-trainer[release]"),
     "train": CommandInfo("train a model from a recipe", "lt-trainer[cli]"),
 }
 """Commands of lt's own packages; a command of another package shows that package's summary."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lt_trainer.release.filtering import TextFilter, find_secrets
+from lt_trainer.release.filtering import TextFilter
 
 SECRETS = [
     "hf_" + "a" * 30,
@@ -19,7 +19,6 @@ def test_secrets_are_replaced_wherever_they_stand(secret: str) -> None:
     filtered = text_filter.apply(f'{{"note": "{secret}", "loss": 3.25}}')
     assert filtered == '{"note": "<secret>", "loss": 3.25}'
     assert text_filter.counts["<secret>"] == 1
-    assert find_secrets(filtered) == 0
 
 
 def test_a_password_in_an_address_is_replaced_alone() -> None:

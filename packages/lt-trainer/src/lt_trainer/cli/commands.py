@@ -138,6 +138,9 @@ def torchrun(
     check: Annotated[
         bool, typer.Option("--check", help="Run `lt train check` on all ranks instead of training.")
     ] = False,
+    stop_after_step: Annotated[
+        int, typer.Option(help="Stop after this step as on SIGTERM: save, exit with 75; 0 for never.", min=0)
+    ] = 0,
     options: Annotated[
         list[str] | None,
         typer.Argument(metavar="[-- OPTION...]", help="Options of torchrun, such as --nnodes=2; default --standalone."),
@@ -149,6 +152,7 @@ def torchrun(
     arguments = ["check" if check else "run", str(recipe)]
     arguments += [text for value in sets or [] for text in ("--set", value)]
     arguments += ["--hyperparameters", str(hyperparameters)] if hyperparameters else []
+    arguments += ["--stop-after-step", str(stop_after_step)] if stop_after_step and not check else []
     resolved = _load(recipe, sets, hyperparameters)  # report an invalid recipe once, not on every rank
     sys.exit(run_torchrun(resolved.recipe, nproc_per_node, options or [], arguments))
 

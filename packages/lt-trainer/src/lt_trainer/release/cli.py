@@ -40,70 +40,59 @@ def make(
         list[Path] | None,
         typer.Option(help="Evaluation results, as of lt train evaluate --out; repeatable.", show_default=False),
     ] = None,
-    lock: Annotated[
-        Path | None,
-        typer.Option(help="uv.lock or requirements file with the packages' hashes.", show_default=False),
-    ] = None,
     mof_class: Annotated[
         int, typer.Option(help="Class of the Model Openness Framework that must be reached; 0 for any.", min=0, max=3)
     ] = 0,
 ) -> None:
-    """Write the release of a run: weights, data, recipe, logs, packages, cards, hashes.
+    """Write the release of a run: weights, data, recipe, logs, sources of lt, cards, hashes.
 
     All that is missing is in one list (exit code 64), and nothing is left half written.
     """
+    from lt_ckpt.hash_list import HASH_LIST
     from lt_data.display.terminal import echo, echo_error
-    from lt_trainer.release.errors import indent_lines
-    from lt_trainer.release.facts import LICENSE_FILE
-    from lt_trainer.release.make import MakeOptions, make_release
-    from lt_trainer.release.verify import hash_of_list
+    from lt_trainer.release.bundle import LICENSE_FILE, hash_file, indent_lines
+    from lt_trainer.release.make import make_release
 
     if licenses is None:
         licenses = next((path for path in (run / LICENSE_FILE, Path(LICENSE_FILE)) if path.is_file()), None)
-    options = MakeOptions(
+    facts = make_release(
+        run,
+        out,
         licenses=licenses,
         checkpoints=checkpoints,
-        source_folders=tuple(sources or ()),
-        results=tuple(results or ()),
-        lock=lock,
+        source_folders=sources or [],
+        results=results or [],
         mof_class=mof_class,
+        notify=echo_error,
     )
-    facts = make_release(run, out, options, notify=echo_error)
     echo(f"{out}: {facts.openness.name}")
     number = facts.openness.class_number
     for reason in facts.openness.missing.get(number - 1 if number else 3, ()):
         echo(f"  missing for the next class: {indent_lines(reason, 4)}")
     for remark in facts.openness.remarks:
         echo(f"  {remark}")
-    echo(f"SHA-256 of its hash list: {hash_of_list(out)}")
+    echo(f"SHA-256 of its hash list: {hash_file(out / HASH_LIST)}")
 
 
 @app.command()
 def verify(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a release.")],
     expect: Annotated[str, typer.Option(help="SHA-256 that the hash list must have.")] = "",
-    run: Annotated[
-        Path | None,
-        typer.Option(help="Run directory: compare the weights with its checkpoints too.", show_default=False),
-    ] = None,
 ) -> None:
-    """Check hashes, weights, data, recipe, cards and class of a release; exit code 1 for a problem."""
-    from lt_data.display.terminal import echo, echo_error
-    from lt_trainer.release.errors import indent_lines
+    """Check hashes, weights, data, licenses and class of a release; exit code 1 for a problem."""
+    from lt_data.display.terminal import echo
+    from lt_trainer.release.bundle import indent_lines
     from lt_trainer.release.verify import verify_release
 
-    result = verify_release(folder, expect=expect, run=run, notify=echo_error)
+    result = verify_release(folder, expect=expect)
     for problem in result.problems:
         echo(f"PROBLEM {indent_lines(problem, 2)}")
-    for note in result.notes:
-        echo(indent_lines(note, 2))
     if result.openness is not None:
         echo(f"openness: {result.openness.name}")
     echo(f"{result.n_files} files, SHA-256 of the hash list: {result.list_hash}")
+    echo(f"{len(result.problems)} problem(s)" if result.problems else "verified")
     if result.problems:
-        echo(f"{len(result.problems)} problem(s)")
         raise typer.Exit(1)
-    echo("verified" if result.has_documents else "verified, but for cards, figures and documents")
 
 
 @app.command()
@@ -121,32 +110,19 @@ def reproduce(
     ] = None,
     expect: Annotated[str, typer.Option(help="SHA-256 that the hash list must have.")] = "",
 ) -> None:
-    """Prepare the data of a release again, run its recipe and compare the losses step by step.
+    """Repeat the run of a release from its sources and data, and compare the losses step by step.
 
-    Installs and runs the packages of the release. Exit codes: 0 bit-equal or within the stated tolerance, 1 different.
+    This runs what the release contains: its sources of lt and its script. Exit codes: 0 bit-equal or within the stated
+    tolerance, 1 different.
     """
     from lt_data.display.terminal import echo, echo_error
-    from lt_trainer.release.errors import indent_lines
-    from lt_trainer.release.reproduce import ReproduceOptions, reproduce_release
+    from lt_trainer.release.bundle import indent_lines
+    from lt_trainer.release.reproduce import reproduce_release
 
-    options = ReproduceOptions(steps=steps, python=python, source_folders=tuple(sources or ()), expect=expect)
-    result = reproduce_release(folder, out, options, notify=echo_error)
-    losses = result.losses
-    if losses.is_equal:
-        echo(f"losses of {losses.n_steps} steps: bit-equal")
-    else:
-        echo(f"losses of {losses.n_steps} steps: first different at step {losses.first_different}")
-        for name, released, repeated in losses.values:
-            echo(f"  {name}: {released!r} in the release, {repeated!r} here")
-        if losses.missing:
-            echo(f"  steps without a loss here: {', '.join(map(str, losses.missing))}")
-        echo(
-            f"  largest relative difference {losses.max_relative_difference:.3g}, stated tolerance {losses.tolerance:g}"
-        )
-    if result.different_tensors is not None:
-        number = len(result.different_tensors)
-        echo(f"final weights: {number} tensor(s) differ" if number else "final weights: bit-equal")
-    for difference in result.environment:
-        echo(f"environment: {indent_lines(difference, 2)}")
-    if not losses.is_within_tolerance:
+    told, is_within_tolerance = reproduce_release(
+        folder, out, steps=steps, python=python, source_folders=sources or [], expect=expect, notify=echo_error
+    )
+    for line in told:
+        echo(indent_lines(line, 2))
+    if not is_within_tolerance:
         raise typer.Exit(1)

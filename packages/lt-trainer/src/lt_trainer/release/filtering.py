@@ -1,14 +1,14 @@
-"""Filter of a bundle's texts: secrets, hosts, home folders and user names become fixed placeholders.
+"""Filter of a release's texts: secrets, hosts, home folders and user names become fixed placeholders.
 
 It runs before anything is hashed. What looks like a secret is found by shape (keys, tokens, URLs with a password); host
 and user names by the values that the run recorded, as whole words. A secret without a telling shape is not found: a
-run's logs, which hold any text, are not released at all. Counts by kind are kept for the bundle's FILTERED.md; the
+run's logs, which hold any text, are not released at all. Counts by kind are kept; the
 values are not. Pure; linear in the text.
 """
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 HOME, HOST, USER, SECRET, FOLDER = "<home>", "<host>", "<user>", "<secret>", "<folder>"
 PLACEHOLDERS = {
@@ -32,15 +32,9 @@ SECRETS = (
     re.compile(r"(?i)(?<=[a-z_]password=)[^\s\"'&<>]+|(?<=[a-z_]secret=)[^\s\"'&<>]+|(?<=api_key=)[^\s\"'&<>]+"),
 )
 HOMES = re.compile(r"(?:/home/[^/\s\"'\\,;:]+|/Users/[^/\s\"'\\,;:]+|(?<![\w.-])/root(?![\w.-]))")
-ADDRESSES = re.compile(r"(?<![\w.])(?:(?:25[0-5]|2[0-4]\d|1?\d?\d)\.){3}(?:25[0-5]|2[0-4]\d|1?\d?\d)(?![\w.])")
-LOOPBACK = "127."
-MIN_WORD = 2
-"""Shorter names of hosts and users are not replaced: they would match any text."""
-
-
-def find_secrets(text: str) -> int:
-    """Return how many parts of a text look like secrets."""
-    return sum(len(pattern.findall(text)) for pattern in SECRETS)
+ADDRESSES = re.compile(
+    r"(?<![\w.])(?!127\.|0\.0\.0\.0)(?:(?:25[0-5]|2[0-4]\d|1?\d?\d)\.){3}(?:25[0-5]|2[0-4]\d|1?\d?\d)(?![\w.])"
+)
 
 
 class TextFilter:
@@ -61,40 +55,33 @@ class TextFilter:
         *,
         hosts: Iterable[str] = (),
         users: Iterable[str] = (),
-        folders: Sequence[str] = (),
+        folders: Iterable[str] = (),
         homes: Iterable[str] = (),
     ) -> None:
         self.counts: Counter[str] = Counter()
-        exact = sorted({text.rstrip("/") for text in folders if len(text) > MIN_WORD}, key=len, reverse=True)
-        self._rules: list[tuple[str, re.Pattern[str]]] = [(SECRET, pattern) for pattern in SECRETS]
-        self._rules += [(FOLDER, _folder(text)) for text in exact]
-        others = sorted({text.rstrip("/") for text in homes}, key=len, reverse=True)
-        self._rules += [(HOME, _folder(text)) for text in others if len(text) > MIN_WORD]
-        self._rules.append((HOME, HOMES))
-        self._rules += [
-            (HOST, _word(name)) for name in sorted(set(hosts), key=len, reverse=True) if len(name) >= MIN_WORD
-        ]
-        self._rules += [
-            (USER, _word(name)) for name in sorted(set(users), key=len, reverse=True) if len(name) > MIN_WORD
-        ]
+        self._rules = [(SECRET, pattern) for pattern in SECRETS]
+        self._rules += [(FOLDER, _path(path)) for path in _longest_first(folders, 3)]
+        self._rules += [*((HOME, _path(path)) for path in _longest_first(homes, 3)), (HOME, HOMES)]
+        self._rules += [*((HOST, _word(name)) for name in _longest_first(hosts, 2)), (HOST, ADDRESSES)]
+        self._rules += [(USER, _word(name)) for name in _longest_first(users, 3)]
 
     def apply(self, text: str) -> str:
         """Return the text with placeholders."""
         for placeholder, pattern in self._rules:
             text, number = pattern.subn(placeholder, text)
             self.counts[placeholder] += number
-        return ADDRESSES.sub(self._address, text)
+        return text
 
-    def _address(self, match: re.Match[str]) -> str:
-        if match[0].startswith(LOOPBACK) or match[0] == "0.0.0.0":
-            return match[0]
-        self.counts[HOST] += 1
-        return HOST
+
+def _longest_first(names: Iterable[str], min_length: int) -> list[str]:
+    """Return names without shorter ones, which would match any text."""
+    kept = {name.rstrip("/") for name in names if len(name) >= min_length}
+    return sorted(kept, key=len, reverse=True)
 
 
 def _word(name: str) -> re.Pattern[str]:
     return re.compile(rf"(?<![\w.-]){re.escape(name)}(?![\w-])")
 
 
-def _folder(path: str) -> re.Pattern[str]:
+def _path(path: str) -> re.Pattern[str]:
     return re.compile(rf"(?<![\w.-]){re.escape(path)}(?![\w.-])")

@@ -1,9 +1,8 @@
 r"""Markdown of the cards: text from whoever it comes, shown as it is.
 
-File names, task names, licenses and environment variables are others' text. `plain` escapes what Markdown, GitHub's
-tables and formulas, or HTML would read as markup, and control characters as `\x1b`; so a name is one line and changes
-nothing around it. `code` is a code span where the text allows one. `table` expects cells that are Markdown already.
-Pure.
+File names, task names and licenses are others' text. `plain` escapes what Markdown, GitHub's tables and formulas, or
+HTML would read as markup, and control characters as `\x1b`; so a name is one line and changes nothing around it.
+`table` expects cells that are Markdown already. Pure.
 """
 
 import re
@@ -25,18 +24,6 @@ def plain(text: object) -> str:
         return escaped
     number = begin[0] if begin[0].isdecimal() else ""
     return f"{number}\\{escaped[len(number) :]}"
-
-
-def paragraphs(text: str) -> str:
-    """Return a text of several lines as Markdown that shows it, its empty lines between paragraphs."""
-    return "\n".join(plain(line).replace("|", "\\|") for line in text.strip().splitlines())
-
-
-def code(text: object) -> str:
-    """Return a text as a code span; as plain text if a span cannot show it, in a table neither."""
-    words = str(text)
-    is_simple = words.isprintable() and words == words.strip() != "" and not set(words) & set("`|\\")
-    return f"`{words}`" if is_simple else plain(words)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -7,9 +7,10 @@ noted, as the framework's own tool does. A component without a license, or with 
 count. Pure; cost: nothing.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 ContentType = Literal["code", "data", "document"]
 FRAMEWORK_VERSION, FRAMEWORK_DATE = "1.0", "2024-12-15"
@@ -22,8 +23,7 @@ CLASS_NAMES = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Component:
+class Component(NamedTuple):
     """Component of the framework: its kind of content and the class that needs it, or may have it."""
 
     content: ContentType
@@ -32,23 +32,23 @@ class Component:
 
 
 COMPONENTS: Mapping[str, Component] = {
-    "Model architecture": Component(content="code", class_number=3),
-    "Data preprocessing code": Component(content="code", class_number=1),
-    "Training code": Component(content="code", class_number=2),
-    "Inference code": Component(content="code", class_number=2),
-    "Evaluation code": Component(content="code", class_number=2),
-    "Supporting libraries and tools": Component(content="code", class_number=2, is_required=False),
-    "Model parameters (Final)": Component(content="data", class_number=3),
-    "Model parameters (Intermediate)": Component(content="data", class_number=1),
-    "Datasets": Component(content="data", class_number=1),
-    "Evaluation data": Component(content="data", class_number=2),
-    "Model metadata": Component(content="data", class_number=1, is_required=False),
-    "Sample model outputs": Component(content="document", class_number=3, is_required=False),
-    "Model card": Component(content="document", class_number=3),
-    "Data card": Component(content="document", class_number=3),
-    "Technical report": Component(content="document", class_number=3),
-    "Research paper": Component(content="document", class_number=1),
-    "Evaluation results": Component(content="document", class_number=3),
+    "Model architecture": Component("code", 3),
+    "Data preprocessing code": Component("code", 1),
+    "Training code": Component("code", 2),
+    "Inference code": Component("code", 2),
+    "Evaluation code": Component("code", 2),
+    "Supporting libraries and tools": Component("code", 2, is_required=False),
+    "Model parameters (Final)": Component("data", 3),
+    "Model parameters (Intermediate)": Component("data", 1),
+    "Datasets": Component("data", 1),
+    "Evaluation data": Component("data", 2),
+    "Model metadata": Component("data", 1, is_required=False),
+    "Sample model outputs": Component("document", 3, is_required=False),
+    "Model card": Component("document", 3),
+    "Data card": Component("document", 3),
+    "Technical report": Component("document", 3),
+    "Research paper": Component("document", 1),
+    "Evaluation results": Component("document", 3),
 }
 
 _CODE_LICENSES = """
@@ -74,14 +74,13 @@ OPEN_FOR_ALL = frozenset({"OpenMDW-1.0"})
 """Open licenses for all components of a model."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReleasedComponent:
+class ReleasedComponent(NamedTuple):
     """Component of a release.
 
     Attributes:
         name: Its name, one of `COMPONENTS`.
         license: SPDX expression; "" if it has none.
-        paths: Its files and folders in the bundle.
+        paths: Its files and folders in the release.
         missing: Why it does not count although it has files ("a source has no license"); "" if it counts.
     """
 
@@ -89,9 +88,6 @@ class ReleasedComponent:
     license: str
     paths: tuple[str, ...]
     missing: str = ""
-
-    def __post_init__(self) -> None:
-        assert self.name in COMPONENTS, self.name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,49 +113,33 @@ class MofResult:
 def is_open_license(expression: str) -> bool:
     """Return True if all licenses of an SPDX expression, or with OR one of them, are in the tables."""
     known = OPEN_FOR_ALL.union(*OPEN_LICENSES.values())
-    alternatives = expression.replace("(", " ").replace(")", " ").split(" OR ")
-    if "(" in expression and len(alternatives) > 1:  # nested: all of them must be open
-        words = [word for part in alternatives for word in part.split(" AND ")]
-        return all(word.strip() in known for word in words)
-    return any(all(word.strip() in known for word in part.split(" AND ")) for part in alternatives)
+    if "(" in expression:  # nested: all of them must be open
+        expression = re.sub(r"[()]", " ", expression).replace(" OR ", " AND ")
+    return any(all(word.strip() in known for word in part.split(" AND ")) for part in expression.split(" OR "))
 
 
 def evaluate_openness(components: Sequence[ReleasedComponent]) -> MofResult:
     """Return the class that components reach, and what each class that is not reached lacks."""
-    released = {component.name: component for component in components}
+    lacks = dict.fromkeys(COMPONENTS, "not in the release") | {part.name: _lacks(part) for part in components}
+    if not lacks["Research paper"]:
+        lacks["Technical report"] = ""
     missing: dict[int, tuple[str, ...]] = {}
     class_number = 0
     for number in (3, 2, 1):
         names = [name for name, part in COMPONENTS.items() if part.is_required and part.class_number >= number]
-        reasons = [
-            f"{name}: {reason}"
-            for name in names
-            if not _stands_in(name, released) and (reason := _lacks(name, released))
-        ]
-        missing[number] = tuple(reasons)
-        if not reasons and class_number in (0, number + 1):
+        missing[number] = tuple(f"{name}: {lacks[name]}" for name in names if lacks[name])
+        if not missing[number]:  # those of a class are also needed by the next
             class_number = number
     remarks = [
         f"{part.name}: {part.license} is an open license, but not made for {COMPONENTS[part.name].content}"
         for part in components
-        if is_open_license(part.license)
-        and " " not in part.license
-        and part.license not in OPEN_FOR_ALL | OPEN_LICENSES[COMPONENTS[part.name].content]
+        if part.license in frozenset().union(*OPEN_LICENSES.values()) - OPEN_LICENSES[COMPONENTS[part.name].content]
     ]
     return MofResult(class_number=class_number, missing=missing, remarks=tuple(remarks))
 
 
-def _stands_in(name: str, released: Mapping[str, ReleasedComponent]) -> bool:
-    return name == "Technical report" and not _lacks("Research paper", released)
-
-
-def _lacks(name: str, released: Mapping[str, ReleasedComponent]) -> str:
+def _lacks(part: ReleasedComponent) -> str:
     """Return why a component does not count, or ""."""
-    part = released.get(name)
-    if part is None or not part.paths:
-        return part.missing if part is not None and part.missing else "not in the release"
-    if part.missing:
-        return part.missing
-    if not part.license:
-        return "has no license"
+    if part.missing or not part.license:
+        return part.missing or "has no license"
     return "" if is_open_license(part.license) else f"{part.license} is not a license that counts as open"
