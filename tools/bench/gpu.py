@@ -7,9 +7,8 @@
 
 Works through the stages in order and writes the JSON after every result. A run starts nothing that the rest of its
 time may not suffice for; it exits with 3 while something remains, and the same command goes on. The JSON is the last
-line of stdout, progress and the marks are on stderr. `gpu_cases.py` has the cases, the marks and the definition of each
-field. Every try is a process of its own, so that running out of memory or crashing ends nothing else and all memory is
-freed. Needs no network and no torchao.
+line of stdout, progress and the marks are on stderr. `gpu_cases.py` has the cases and the marks, `gpu_worker.py` what
+is measured. Needs no network and no torchao.
 """
 
 from __future__ import annotations
@@ -19,112 +18,66 @@ import json
 import sys
 import tempfile
 import time
-import xml.etree.ElementTree as ElementTree
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gpu_cases import METHODS, QUICK_STAGES, STAGES, Case, Try, case_model, compare_with_marks, list_tries
-from gpu_losses import measure_losses
-from gpu_processes import KEPT_CHARACTERS, Budget, exit_on_sigterm, log, run_for_result, run_with_timeout
-from gpu_report import REMAINS_EXIT_CODE, Report, Task, describe_machine, limit_of_tries, run_tasks, software_versions
-from gpu_worker import OPENING_STAGE, device_info, matmul, train, train_plain
+from gpu_cases import QUICK_STAGES, STAGES, Case, Try, compare_with_marks, list_tries
+from gpu_runs import (
+    KEPT_CHARACTERS,
+    REMAINS_EXIT_CODE,
+    Report,
+    Task,
+    describe_machine,
+    exit_on_sigterm,
+    limit_of_tries,
+    log,
+    run_for_result,
+    run_with_timeout,
+    software_versions,
+)
 
 from lt_model import preset
-from lt_model.costs import FLOPS_CONVENTIONS, estimate_memory
 
 TESTS_S, MATMUL_S, FACTS_S = 360.0, 60.0, 60.0
 MATMUL_PRESETS = ("llama3.2-1b", "llama3-8b")
 MATMUL_TOKENS, HEAD_TOKENS = 32768, 1024
 """Rows of the block products, and of the head's: the loss computes it on about a thousand tokens at a time."""
-CURVE_STEPS, QUICK_CURVE_STEPS = 200, 4
-CHILDREN = {
-    "facts": device_info,
-    "matmul": matmul,
-    "train": train,
-    "plain": train_plain,
-    "losses": measure_losses,
-}
 
 
 def run_child(kind: str, spec: dict[str, Any], limit_s: float) -> dict[str, Any]:
-    """Run one of `CHILDREN` in a process of its own."""
+    """Run a child of gpu_worker.py in a process of its own."""
     with tempfile.TemporaryDirectory(prefix="lt-bench-") as folder:
-        command = [sys.executable, str(Path(__file__).resolve()), "--child", kind]
-        return run_for_result(command, spec, Path(folder), limit_s)
+        return run_for_result("gpu_worker.py", spec | {"kind": kind}, Path(folder), limit_s)
 
 
 def run_tests(limit_s: float) -> dict[str, Any]:
-    """Run the tests that need a GPU, without warnings as errors, since they vary with the torch version."""
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "junit.xml"
-        options = ["-q", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
-        command = [sys.executable, "-m", "pytest", *options, f"--junitxml={report}", "packages", "tests"]
-        begin = time.monotonic()
-        # without other installed plugins, which may interfere
-        env = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "OMP_NUM_THREADS": "1"}
-        code, output = run_with_timeout(command, limit_s, env)
-        found: dict[str, Any] = {
-            "status": "timed_out" if code is None else "ok",
-            "exit_code": code,
-            "seconds": time.monotonic() - begin,
-            "output_end": output[-KEPT_CHARACTERS:] if code else "",
-        }
-        if not report.exists():
-            return found | {"status": "timed_out" if code is None else "crashed"}
-        return found | parse_junit(report)
-
-
-def parse_junit(report: Path) -> dict[str, Any]:
-    """Return the counts and failures of a JUnit file."""
-    suites = list(ElementTree.parse(report).getroot().iter("testsuite"))
-    counts = {name: sum(int(s.get(name, "0")) for s in suites) for name in ("tests", "failures", "errors", "skipped")}
-    bad = [
-        {"test": f"{case.get('classname')}.{case.get('name')}", "message": (element.get("message") or "")[:600]}
-        for suite in suites
-        for case in suite.iter("testcase")
-        for element in case
-        if element.tag in ("failure", "error")
-    ]
-    return {
-        "passed": counts["tests"] - counts["failures"] - counts["errors"] - counts["skipped"],
-        "failed": counts["failures"],
-        "errors": counts["errors"],
-        "skipped": counts["skipped"],
-        "failures": bad,
-    }
+    """Run the tests that need a GPU; warnings are not errors, since they vary with the torch version."""
+    options = ["-q", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
+    code, output = run_with_timeout([sys.executable, "-m", "pytest", *options, "packages", "tests"], limit_s)
+    status = "timed_out" if code is None else "ok" if code in (0, 1) else "crashed"
+    return {"status": status, "exit_code": code, "output_end": output[-KEPT_CHARACTERS:]}
 
 
 def run_case(case: Case, options: dict[str, Any], memory_bytes: int | None, limit_s: float) -> dict[str, Any]:
     """Try the case's sizes until one fits; the others are listed in `attempts`."""
     begin, attempts = time.monotonic(), []
     head = {"preset": case.preset, "attempts": attempts}
+    kind = "steps" if case.curve_seed is None else "losses"
     for size in list_tries(case, memory_bytes):
         left_s = limit_s - (time.monotonic() - begin)
         if attempts and left_s < case.limit_s / 2:
             return head | {"status": "timed_out"}
         log(f"  {case.preset}, {size}")
-        found = run_child(child_kind(case), case_spec(case, size, options), min(left_s, case.limit_s))
-        estimate = estimate_memory(
-            case_model(case, size.n_layers), micro_batch_size=size.micro_batch_size, seq_len=size.seq_len
-        )
-        found.setdefault("memory", {})["estimate"] = asdict(estimate) | {"total": estimate.total}
-        found = asdict(size) | found
+        found = asdict(size) | run_child(kind, case_spec(case, size, options), min(left_s, case.limit_s))
         if found["status"] != "out_of_memory":
             return head | found
         attempts.append(found)
         log(f"  out of memory, {found.get('during')}")
-        if found.get("during") == OPENING_STAGE and not case.shares:  # no smaller batch can help
+        if found.get("during") == "opening" and not case.shares:  # no smaller batch can help
             break
     return head | {"status": "out_of_memory"}
-
-
-def child_kind(case: Case) -> str:
-    """Return the child that measures a case."""
-    if case.curve_seed is not None:
-        return "losses"
-    return "plain" if case.plain else "train"
 
 
 def case_spec(case: Case, size: Try, options: dict[str, Any]) -> dict[str, Any]:
@@ -133,34 +86,20 @@ def case_spec(case: Case, size: Try, options: dict[str, Any]) -> dict[str, Any]:
     return options | own | asdict(size) | {"sets": [*case.sets, *options["sets"]]}
 
 
-def add_mfu(row: dict[str, Any], matmul_peak: dict[str, Any] | None) -> dict[str, Any]:
-    """Return an engine's row with MFU in both conventions against the engine's peak and the measured one."""
-    if "peaks" not in row:
-        return row
-    peaks = row["peaks"] | {"matmul": matmul_peak}
-    mfu = {
-        convention: {
-            name: row["flops_per_s"][convention] / peak["flops_per_s"] if peak else None for name, peak in peaks.items()
-        }
-        for convention in FLOPS_CONVENTIONS
-    }
-    return row | {"peaks": peaks, "mfu": mfu}
+def add_mfu(row: dict[str, Any], report: Report) -> dict[str, Any]:
+    """Return an engine's row with its MFU in both conventions against the engine's peak and the best product."""
+    products = (report.find("device", "matmul") or {}).get("products")
+    peaks = {name: peak["flops_per_s"] for name, peak in row.get("peaks", {}).items()}
+    if peaks and products:
+        peaks["matmul"] = products[0]["best_flops_per_s"]
+    flops = row.get("flops_per_s", {}).items()
+    return row | {"mfu": {name: {key: value / peak for key, value in flops} for name, peak in peaks.items()}}
 
 
-def measured_peak_flops(report: Report) -> dict[str, Any] | None:
-    """Return the peak of the first product, or None before it was measured."""
-    products = report.find("device", "matmul")
-    if products is None or products["status"] != "ok":
-        return None
-    first = products["products"][0]
-    source = f"measured, best of {first['repeats']} products {first['m']} x {first['k']} x {first['n']}"
-    return {"flops_per_s": first["best_flops_per_s"], "source": f"{source} in {first['dtype']}"}
-
-
-def matmul_shapes(presets: tuple[str, ...], size: int) -> list[list[int]]:
+def matmul_shapes(size: int) -> list[list[int]]:
     """Return (m, k, n) of `size`^3, then of each model: feed-forward up and down, attention, head."""
     found = [[size, size, size]]
-    for name in presets:
+    for name in MATMUL_PRESETS:
         config = preset(name)
         width, inner = config.hidden_size, config.intermediate_size
         found += [[MATMUL_TOKENS, width, inner], [MATMUL_TOKENS, inner, width], [MATMUL_TOKENS, width, width]]
@@ -176,37 +115,31 @@ def format_report(report: Report) -> str:
         if "tokens_per_s" in row:
             text += f", {row['n_layers']} layers, {row['micro_batch_size']} x {row['seq_len']}"
             text += f", {row['tokens_per_s']:.0f} tokens/s"
-        if "mfu" in row:
-            text += ", MFU " + ", ".join(f"{name} {value['engine']:.1%}" for name, value in row["mfu"].items())
-        memory = row.get("memory", {})
-        if "peak_allocated_bytes" in memory:
-            text += f", memory {memory['peak_allocated_bytes'] / 2**30:.1f} GiB"
-            if "plan" in memory:
-                text += f", planned {memory['plan']['peak_bytes'] / 2**30:.1f}"
+            text += "".join(f", MFU of {name} {value['full']:.1%}" for name, value in row["mfu"].items())
+            if "peak_allocated_bytes" in row["memory"]:
+                peak, planned = (row["memory"][f"{name}_bytes"] / 2**30 for name in ("peak_allocated", "planned"))
+                text += f", memory {peak:.1f} GiB, planned {planned:.1f}"
         if "tail" in row:
             text += f", loss {row['tail']:.4f}"
-        if "passed" in row:
-            text += ", " + ", ".join(f"{name} {row[name]}" for name in ("passed", "failed", "errors", "skipped"))
+        if row["stage"] == "tests":
+            text += f", {row['output_end'].strip().rpartition(chr(10))[2]}"
         lines.append(text)
     for mark in report.content["marks"]:
         verdict = "no mark" if mark["met"] is None else f"mark {mark['mark']:g}: {'met' if mark['met'] else 'NOT MET'}"
-        layers = f" ({mark['n_layers']} layers)" if "n_layers" in mark else ""
-        lines.append(f"{mark['name']}{layers}: {mark['value']:.4g}, {verdict}")
+        lines.append(f"{mark['name']}: {mark['value']:.4g}, {verdict}")
     return "\n".join(lines)
 
 
-def list_tasks(
-    arguments: argparse.Namespace, report: Report, options: dict[str, Any], memory_bytes: int | None
-) -> list[Task]:
+def list_tasks(arguments: argparse.Namespace, report: Report, options: dict[str, Any]) -> list[Task]:
     """Return the tasks of all stages."""
-    shapes = [[256, 256, 256]] if arguments.quick else matmul_shapes(MATMUL_PRESETS, 8192)
-    spec = options | {"shapes": shapes}
+    memory_bytes = report.content["machine"].get("memory_bytes")
+    spec = options | {"shapes": [[256, 256, 256]] if arguments.quick else matmul_shapes(8192)}
     tasks = [Task(stage="device", name="matmul", limit_s=MATMUL_S, run=partial(run_child, "matmul", spec))]
     if not arguments.quick:
         tasks.append(Task(stage="tests", name="tests", limit_s=TESTS_S, run=run_tests))
 
     def measure(case: Case, limit_s: float) -> dict[str, Any]:
-        return add_mfu(run_case(case, options, memory_bytes, limit_s), measured_peak_flops(report))
+        return add_mfu(run_case(case, options, memory_bytes, limit_s), report)
 
     for stage, cases in (QUICK_STAGES if arguments.quick else STAGES).items():
         for case in cases:
@@ -216,46 +149,8 @@ def list_tasks(
     return tasks
 
 
-def run_benchmark(arguments: argparse.Namespace) -> tuple[Report, list[str]]:
-    """Run what remains of the chosen stages; return the report, and the names of what still remains."""
-    budget, quick = Budget(arguments.limit_s), arguments.quick
-    options = {
-        "device": arguments.device,
-        "warmup": 1 if quick else 4,
-        "steps": 3 if quick else 12,
-        "curve_steps": QUICK_CURVE_STEPS if quick else CURVE_STEPS,
-        "memory_limit_gib": arguments.memory_limit_gib,
-        "sets": arguments.set,
-    }
-    machine = run_child("facts", options, FACTS_S)
-    if machine["status"] != "ok":
-        raise SystemExit(machine.get("output_end") or "no facts of the device in time")
-    head = {
-        "benchmark": "gpu",
-        "versions": software_versions(arguments.commit),
-        "options": options,
-        "how": METHODS,
-        "marks": [],
-    }
-    report = Report(arguments.out, head, machine)
-    if arguments.retry:
-        report.forget_failures()
-    tasks = list_tasks(arguments, report, options, machine.get("memory_bytes"))
-    chosen = [task for task in tasks if not arguments.stage or task.stage in arguments.stage]
-    remaining = run_tasks(report, chosen, budget)
-    report.content["marks"] = compare_with_marks(report.rows)
-    report.content["complete"] = all(report.find(task.stage, task.name) for task in tasks)
-    report.write()
-    return report, remaining
-
-
 def main() -> None:
-    """Run as the benchmark, or as one of its children."""
-    if sys.argv[1:2] == ["--child"]:
-        kind, folder = sys.argv[2], Path(sys.argv[3])
-        result = CHILDREN[kind](json.loads((folder / "spec.json").read_text()))
-        (folder / "result.json").write_text(json.dumps(result))
-        return
+    """Run what remains of the chosen stages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="JSON file, written after every result and continued")
     parser.add_argument("--limit-s", type=float, default=480.0, help="seconds of this run, at least 480 for all stages")
@@ -269,7 +164,27 @@ def main() -> None:
     parser.add_argument("--commit", help="commit to note where there is no git")
     arguments = parser.parse_args()
     exit_on_sigterm()
-    report, remaining = run_benchmark(arguments)
+    begin, quick = time.monotonic(), arguments.quick
+    options = {
+        "device": arguments.device,
+        "warmup": 1 if quick else 4,
+        "steps": 3 if quick else 12,
+        "curve_steps": 4 if quick else 200,
+        "memory_limit_gib": arguments.memory_limit_gib,
+        "sets": arguments.set,
+    }
+    machine = run_child("facts", options, FACTS_S)
+    if machine["status"] != "ok":
+        raise SystemExit(machine.get("output_end") or "no facts of the device in time")
+    head = {"benchmark": "gpu", "versions": software_versions(arguments.commit), "options": options, "marks": []}
+    report = Report(arguments.out, head, machine)
+    tasks = list_tasks(arguments, report, options)
+    chosen = [task for task in tasks if not arguments.stage or task.stage in arguments.stage]
+    left_s = arguments.limit_s - (time.monotonic() - begin)
+    remaining = report.run(chosen, left_s, retry=arguments.retry)
+    report.content["marks"] = compare_with_marks(report.rows)
+    report.content["complete"] = all(report.find(task.stage, task.name) for task in tasks)
+    report.write()
     log(format_report(report))
     print(json.dumps(report.content))
     if remaining:

@@ -1,4 +1,4 @@
-"""Cases of gpu.py by stage, the marks they are compared with, and the definition of every field of the report.
+"""Cases of gpu.py by stage, and the marks they are compared with.
 
 Every case is a row: a model, and sizes that are tried from large to small until one fits. A model whose state does not
 fit has layers taken off, until `lt train plan` says that it does.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from lt_model import LlamaConfig, preset
+from lt_model import preset
 from lt_trainer.config.recipe import load
 from lt_trainer.planning.layout import layout_from_recipe
 from lt_trainer.planning.memory import plan_memory
@@ -133,41 +133,6 @@ TOKENS_MARKS = (("1b", 45_000.0),)
 LOSS_CASES = ("tensorwise-0", "rowwise-0")
 LOSS_REFERENCES = ("bf16-0", "bf16-1", "bf16-2")
 
-METHODS = {
-    "tests": "pytest -m gpu over packages/ and tests/ in a process of its own; counts from its JUnit file",
-    "matmul": "torch.mm of normally distributed random matrices into a preallocated output, each product timed alone "
-    "(CUDA events; perf_counter on a CPU) after 3 untimed ones; best and median over `repeats`; FLOPs are 2 m k n",
-    "peaks.engine": "peak that the engine uses for MFU; `source` names the datasheet or measurement",
-    "peaks.matmul": "best of the first product in `matmul`, on this device; null before that stage has run",
-    "n_layers": "layers of the model; fewer than its preset has where the plan of lt train plan for all of them "
-    "exceeds the share of the device's memory in `tries`",
-    "step_s": "time between two CUDA events around one step, the host running ahead as in training (on a CPU: "
-    "perf_counter around a step); all timed steps, then their median, minimum and maximum",
-    "wall_s_per_step": "perf_counter over all timed steps with the device idle before and after, divided by their "
-    "number; above the median of step_s by the host overhead at both ends",
-    "open_s": "perf_counter around opening the engine: process group, weights, optimizer, peak; without imports",
-    "first_step_s": "perf_counter around the first step with the device idle before and after; not among step_s",
-    "tokens_per_s": "micro_batch_size x seq_len / median of step_s; every position counts, and has a label",
-    "flops_per_s": "tokens_per_s x lt_model.flops_per_token: full = 6 per parameter without the input embedding + "
-    "12 layers x width x seq_len; causal = half of the attention term; recomputation never counts, nor do documents",
-    "mfu": "flops_per_s / peak, in both conventions against both peaks; fp8 rows too against the bfloat16 peak",
-    "resolved": "what the engine chose for compile, attention and fp8; `notes` say why",
-    "sdpa_kernel": "what torch's SDPA selects for rows of one document, where the attention is SDPA",
-    "plain": "gpu_plain.py: FSDP2, SDPA, torch.compile (eager where the name says so), whole logits, fused AdamW; "
-    "bfloat16 with float32 weights, as the engine",
-    "memory.peak_allocated_bytes": "torch.cuda.max_memory_allocated since the process began; reserved likewise",
-    "memory.plan": "lt train plan's memory without its reserve, by part at its peak; to compare with "
-    "peak_allocated_bytes",
-    "memory.estimate": "lt_model.costs.estimate_memory: weights, gradients, moments in fp32, and full fp32 "
-    "logits with their gradient, of which the engine holds only a part; without activations",
-    "power": "nvidia-smi every 200 ms while the timed steps run: median and maximum",
-    "loss": "of the first and the last step, nats per token; ids are uniformly random, so it is near ln(vocabulary)",
-    "losses": "of every step on a Markov chain of 256 ids with 4 successors each, whose entropy is ln 4; "
-    "`tail` is the mean of the last tenth",
-    "marks": f"values of this report beside the marks; MFU in the full convention over {MARK_PEAK_FLOPS:g} FLOP/s; "
-    "fp8 loss: `tail` of seed 0 is at most the largest of the bf16 seeds",
-}
-
 
 def fitting_layers(case: Case, size: tuple[int, int], share: float, memory_bytes: int) -> int:
     """Return the largest number of layers whose planned peak is at most that share of the memory.
@@ -199,12 +164,6 @@ def list_tries(case: Case, memory_bytes: int | None) -> list[Try]:
                 n_layers = fitting_layers(case, size, share, memory_bytes) if memory_bytes else MIN_LAYERS
             found.append(Try(micro_batch_size=size[0], seq_len=size[1], n_layers=n_layers))
     return found
-
-
-def case_model(case: Case, n_layers: int) -> LlamaConfig:
-    """Return the model of a case, with its own number of layers if not 0."""
-    config = preset(case.preset)
-    return replace(config, n_layers=n_layers) if n_layers else config
 
 
 def compare_with_marks(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

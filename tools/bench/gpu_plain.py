@@ -10,9 +10,6 @@ Shapes: B rows, T positions, D width, H query heads, G key and value heads, K nu
 
 from __future__ import annotations
 
-import time
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -127,70 +124,40 @@ def cross_entropy(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
     return F.cross_entropy(logits_BTV.flatten(0, 1).float(), labels_BT.flatten())
 
 
-def measure_plain(spec: dict[str, Any], device: torch.device, stages: list[str]) -> dict[str, Any]:
-    """Time the steps of one model; append each stage that starts to `stages`."""
-    from gpu_worker import (
-        limit_memory,
-        memory_stats,
-        model_config,
-        prepare_recipe,
-        random_ids,
-        summarize_losses,
-        throughput,
-        time_steps,
-    )
+class PlainTrainer:
+    """Process group of one, model under FSDP2 and fused AdamW; float32 weights, bfloat16 compute on CUDA."""
 
-    begin = time.monotonic()
-    config = model_config(spec, prepare_recipe(spec))
-    limit_memory(device, spec["memory_limit_gib"])
-    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] - documented as torch.distributed.HashStore
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=0, world_size=1)
-    torch.manual_seed(0)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    with torch.device(device):
-        model = PlainLlama(config)
-    for parameter in model.parameters():
-        if parameter.ndim == 2:
-            nn.init.normal_(parameter, std=INIT_STD)
-    mesh, policy = (
-        init_device_mesh(device.type, (1,)),
-        MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
-    )
-    loss_function = cross_entropy
-    if spec["plain"] == "compiled":
-        for block in model.model.layers:
-            block.compile()
-        loss_function = torch.compile(cross_entropy)
-    for block in model.model.layers:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), LEARNING_RATE, BETAS, weight_decay=WEIGHT_DECAY, fused=device.type == "cuda"
-    )
-    ids = [
-        torch.from_numpy(random_ids(spec, config.vocab_size, seed)[0]).to(device, torch.int64)
-        for seed in range(spec["warmup"] + spec["steps"])
-    ]
+    def __init__(self, config: LlamaConfig, device: torch.device, *, is_compiled: bool) -> None:
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] - documented as torch.distributed.HashStore
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=0, world_size=1)
+        torch.manual_seed(0)
+        with torch.device(device):
+            self._model = PlainLlama(config)
+        for parameter in self._model.parameters():
+            if parameter.ndim == 2:
+                nn.init.normal_(parameter, std=INIT_STD)
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        mesh = init_device_mesh(device.type, (1,))
+        self._loss = torch.compile(cross_entropy) if is_compiled else cross_entropy
+        for block in self._model.model.layers:
+            if is_compiled:
+                block.compile()
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(self._model, mesh=mesh, mp_policy=policy)
+        self._optimizer = torch.optim.AdamW(
+            self._model.parameters(), LEARNING_RATE, BETAS, weight_decay=WEIGHT_DECAY, fused=device.type == "cuda"
+        )
 
-    def step(seed: int) -> tuple[Tensor, Tensor]:
-        loss = loss_function(model(ids[seed][:, :-1]), ids[seed][:, 1:])
+    def step(self, ids_BT: Tensor) -> Tensor:
+        """Train on rows of ids [B, T + 1]; return the loss, still on the device."""
+        loss = self._loss(self._model(ids_BT[:, :-1]), ids_BT[:, 1:])
         loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach(), norm
+        nn.utils.clip_grad_norm_(self._model.parameters(), MAX_NORM)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return loss.detach()
 
-    timed = time_steps(spec | {"seconds_before": time.monotonic() - begin}, device, stages, step)
-    losses = [loss.item() for loss, _ in timed.pop("pendings")]
-    found = {
-        "status": "ok",
-        "dtype": str(dtype).removeprefix("torch."),
-        **timed,
-        **throughput(spec, config, timed["step_s"]["median"]),
-        "memory": memory_stats(device),
-        "loss": summarize_losses(losses),
-        "all_finite": all(abs(loss) < float("inf") for loss in losses),
-    }
-    dist.destroy_process_group()
-    return found
+    def close(self) -> None:
+        """End the process group."""
+        dist.destroy_process_group()

@@ -1,65 +1,58 @@
-"""Subprocesses of gpu.py: device information, matrix products, the steps of one model.
+"""Children of gpu.py: facts of the device, products, steps of the engine or of plain torch, loss curves.
 
-Each function takes the values of one JSON and returns those of another. Torch is imported inside, after the engine's
-environment variables are set, and because gpu.py itself must not use a device. On a CPU the same code runs with another
-clock and without counts of allocated bytes.
+    python tools/bench/gpu_worker.py FOLDER        # reads spec.json with its `kind`, writes result.json
+
+Each runs in a process of its own, so that running out of memory or crashing ends nothing else and all memory is freed.
+On a CPU the same code runs with another clock, without sensors and without counts of allocated bytes. Loss curves are
+of a Markov chain of 256 ids with 4 successors each: the loss falls from ln(vocabulary) towards ln 4, and curves of
+several seeds show what is noise.
 """
 
 from __future__ import annotations
 
+import csv
 import importlib
+import json
 import os
 import platform
 import resource
+import shutil
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpu_sensors import GpuMonitor, StepTimer, gpu_query, synchronize, time_call
+import numpy as np
+
+from lt_model import flops_per_token, n_parameters, preset
+from lt_model.costs import FLOPS_CONVENTIONS
+from lt_trainer.config.recipe import llama_config, load
+from lt_trainer.engine import World
+from lt_trainer.planning.layout import layout_from_recipe
+from lt_trainer.planning.memory import plan_memory
+from lt_trainer.tuning.probe import OUT_OF_MEMORY
+from lt_trainer_gpu.spec import SPEC
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "helpers"))
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
     from lt_model import LlamaConfig
-    from lt_trainer.config.sections.recipe import Recipe
-    from lt_trainer.engine import Engine, StepBatch
+    from lt_trainer.engine import StepBatch
 
-OPENING_STAGE = "opening the engine"
 EXIT_MARGIN_S = 10.0
 """Seconds of a child's time that are kept for what comes after the timed steps."""
 WARMUP_MATMULS, TIMED_MATMULS = 3, 30
-OUT_OF_MEMORY_MESSAGES = ("out of memory", "alloc_failed", "can't allocate memory", "cannot allocate memory")
-"""What torch, cuBLAS and the CPU's allocator say; not all of them raise torch.OutOfMemoryError."""
-
-
-def limit_memory(device: torch.device, gib: float) -> None:
-    """Limit the device memory of this process; on a CPU, the growth of its address space."""
-    import torch
-
-    if not gib:
-        return
-    if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, gib * 2**30 / total), device)
-    else:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            now = int(file.read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (now + int(gib * 2**30), resource.RLIM_INFINITY))
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error is an out-of-memory error."""
-    import torch
-
-    text = str(error).lower()
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(
-        words in text for words in OUT_OF_MEMORY_MESSAGES
-    )
+N_IDS, N_SUCCESSORS = 256, 4
+CURVE_LEARNING_RATE, CURVE_WARMUP_STEPS = 3e-4, 20
+SENSORS = {"power_w": "power.draw", "sm_clock_mhz": "clocks.sm", "temperature_c": "temperature.gpu"}
 
 
 def select_device(spec: dict[str, Any]) -> torch.device:
@@ -67,19 +60,118 @@ def select_device(spec: dict[str, Any]) -> torch.device:
     import torch
 
     if spec["device"] == "cuda" and not torch.cuda.is_available():
-        raise SystemExit(
-            "--device cuda: torch finds no CUDA device; use --device cpu --quick to test the script, or fix the driver"
-        )
+        raise SystemExit("--device cuda: torch finds no CUDA device; --device cpu --quick tries the script on a CPU")
     return torch.device(spec["device"], 0) if spec["device"] == "cuda" else torch.device("cpu")
 
 
-def device_info(spec: dict[str, Any]) -> dict[str, Any]:
+def limit_memory(device: torch.device, gib: float) -> None:
+    """Limit the device memory of this process; on a CPU, the growth of its address space."""
+    import torch
+
+    if gib and device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, gib * 2**30 / total), device)
+    elif gib:
+        now = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (now + int(gib * 2**30), resource.RLIM_INFINITY))
+
+
+# --- Clocks and sensors ---------------------------------------------------------------------------------------------
+
+
+def query_gpu(field: str) -> str | None:
+    """Return what nvidia-smi says of the first GPU, or None without it."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=30).stdout.partition("\n")[0]
+
+
+class GpuMonitor:
+    """Power, clock and temperature every 200 ms while the context is open, where nvidia-smi is; then `stats`."""
+
+    def __init__(self, kind: str) -> None:
+        self._is_wanted = kind == "cuda" and shutil.which("nvidia-smi") is not None
+        self.stats: dict[str, dict[str, float]] | None = None
+
+    def __enter__(self) -> GpuMonitor:
+        self._file = tempfile.TemporaryFile("w+")
+        if self._is_wanted:
+            query = ["-i", "0", f"--query-gpu={','.join(SENSORS.values())}", "--format=csv,noheader,nounits"]
+            self._process = subprocess.Popen(["nvidia-smi", *query, "-lms", "200"], stdout=self._file)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        samples = []
+        if self._is_wanted:
+            self._process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=10)
+            self._file.seek(0)
+            for row in csv.reader(self._file):
+                with suppress(ValueError):  # cut short, or a field that the card lacks
+                    samples.append(dict(zip(SENSORS, map(float, row), strict=True)))
+        self._file.close()
+        if samples:
+            columns = {name: [sample[name] for sample in samples] for name in SENSORS}
+            self.stats = {name: {"median": statistics.median(v), "max": max(v)} for name, v in columns.items()}
+
+
+class StepTimer:
+    """Timer of steps: CUDA events, which the host does not wait for, or perf_counter on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._ticks: list[Any] = []
+
+    def record(self) -> None:
+        """Record a point in time."""
+        import torch
+
+        if self._device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(torch.cuda.current_stream(self._device))
+            self._ticks.append(event)
+        else:
+            self._ticks.append(time.perf_counter())
+
+    def elapsed_seconds(self) -> list[float]:
+        """Return the seconds between consecutive points, after waiting for the last."""
+        synchronize(self._device)
+        pairs = zip(self._ticks, self._ticks[1:], strict=False)
+        if self._device.type == "cuda":
+            return [before.elapsed_time(after) / 1000 for before, after in pairs]
+        return [after - before for before, after in pairs]
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def time_call(device: torch.device, call: Callable[[], Any]) -> tuple[float, Any]:
+    """Time `call` with the device idle before and after; return the seconds and the result."""
+    synchronize(device)
+    start = time.perf_counter()
+    result = call()
+    synchronize(device)
+    return time.perf_counter() - start, result
+
+
+# --- The children ---------------------------------------------------------------------------------------------------
+
+
+def read_facts(spec: dict[str, Any]) -> dict[str, Any]:
     """Return versions and sizes of the device."""
     facts: dict[str, Any] = {
         "status": "ok",
+        "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu_cores": os.cpu_count(),
-        "driver": gpu_query("driver_version"),
+        "driver": query_gpu("driver_version"),
         "torch": version("torch"),
         "cuda": None,
         "device": spec["device"],
@@ -97,16 +189,15 @@ def device_info(spec: dict[str, Any]) -> dict[str, Any]:
         "device": found.name,
         "devices": torch.cuda.device_count(),
         "memory_bytes": found.total_memory,
-        "multiprocessors": found.multi_processor_count,
         "compute_capability": f"{found.major}.{found.minor}",
         "cudnn": torch.backends.cudnn.version(),
         "nccl": ".".join(map(str, nccl.version())),
-        "power_limit": gpu_query("power.limit"),
+        "power_limit": query_gpu("power.limit"),
     }
 
 
-def matmul(spec: dict[str, Any]) -> dict[str, Any]:
-    """Time each product of `spec["shapes"]` in the engine's compute dtype (float32 on a CPU)."""
+def time_products(spec: dict[str, Any]) -> dict[str, Any]:
+    """Time each product of `spec["shapes"]`, bfloat16 (float32 on a CPU) numbers from a normal distribution."""
     import torch
 
     device = select_device(spec)
@@ -125,29 +216,14 @@ def matmul(spec: dict[str, Any]) -> dict[str, Any]:
             torch.mm(a, b, out=out)
             ticks.record()
         seconds = ticks.elapsed_seconds()
-        best_s, median_s, flops = min(seconds), statistics.median(seconds), 2 * m * k * n
-        products.append(
-            {
-                "m": m,
-                "k": k,
-                "n": n,
-                "dtype": str(dtype).removeprefix("torch."),
-                "repeats": TIMED_MATMULS,
-                "best_s": best_s,
-                "median_s": median_s,
-                "best_flops_per_s": flops / best_s,
-                "median_flops_per_s": flops / median_s,
-            }
-        )
+        speeds = {"best": min(seconds), "median": statistics.median(seconds)}
+        flops_per_s = {f"{name}_flops_per_s": 2 * m * k * n / value for name, value in speeds.items()}
+        products.append({"m": m, "k": k, "n": n, "dtype": str(dtype).removeprefix("torch."), **flops_per_s})
     return {"status": "ok", "products": products}
 
 
-def prepare_recipe(spec: dict[str, Any]) -> Recipe:
-    """Return the recipe of a run whose step is one micro-batch of `spec`; set the engine's environment variables."""
-    from lt_trainer.config.recipe import load
-    from lt_trainer.engine import World
-    from lt_trainer_gpu.spec import SPEC
-
+def prepare_recipe(spec: dict[str, Any]) -> tuple[Any, LlamaConfig]:
+    """Return recipe and model of a step of one micro-batch of `spec`; set the engine's environment variables."""
     model = {"preset": spec["preset"]} | ({"n_layers": spec["n_layers"]} if spec["n_layers"] else {})
     base = {
         "model": model,
@@ -158,43 +234,32 @@ def prepare_recipe(spec: dict[str, Any]) -> Recipe:
     recipe = load(base=base, overrides=spec["sets"], base_name="benchmark").recipe
     SPEC.check(recipe, World())
     os.environ.update(SPEC.env(recipe))
-    return recipe
-
-
-def model_config(spec: dict[str, Any], recipe: Recipe) -> LlamaConfig:
-    """Return the model of a recipe, with the vocabulary of its preset."""
-    from lt_model import preset
-    from lt_trainer.config.recipe import llama_config
-
-    return llama_config(recipe, preset(spec["preset"]).vocab_size)
-
-
-def open_engine(recipe: Recipe, config: LlamaConfig) -> Engine:
-    """Open the engine in this process."""
-    from lt_trainer.engine import World
-    from lt_trainer_gpu.spec import SPEC
-
-    return SPEC.open(recipe, config, World())
+    return recipe, llama_config(recipe, preset(spec["preset"]).vocab_size)
 
 
 def random_ids(spec: dict[str, Any], vocab_size: int, seed: int) -> np.ndarray:
     """Return uniformly random ids [1, rows, seq_len + 1]; never zeros, on which products run faster."""
-    import numpy as np
-
     shape = (1, spec["micro_batch_size"], spec["seq_len"] + 1)
     return np.random.default_rng(seed).integers(0, vocab_size, shape, dtype=np.int32)
+
+
+def chain_ids(spec: dict[str, Any], seed: int) -> np.ndarray:
+    """Return ids [1, rows, seq_len + 1] of the Markov chain."""
+    successors = np.random.default_rng(0).integers(0, N_IDS, (N_IDS, N_SUCCESSORS), dtype=np.int32)
+    choices = random_ids(spec, N_SUCCESSORS, seed)
+    ids = random_ids(spec, N_IDS, seed + 1)
+    for at in range(1, ids.shape[-1]):
+        ids[..., at] = successors[ids[..., at - 1], choices[..., at]]
+    return ids
 
 
 def batch_of_rows(ids: np.ndarray, document_tokens: int) -> StepBatch:
     """Return a step of one micro-batch from ids [1, rows, seq_len + 1], every position with a label.
 
     Args:
-        ids: token ids.
-        document_tokens: tokens of a document; 0 for rows of one document.
+        ids: Token ids.
+        document_tokens: Tokens of a document; 0 for rows of one document.
     """
-    import numpy as np
-
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "helpers"))
     from lt_test_helpers.layouts import step_batch
 
     shape = (1, ids.shape[1], ids.shape[2] - 1)
@@ -209,81 +274,89 @@ def batch_of_rows(ids: np.ndarray, document_tokens: int) -> StepBatch:
     )
 
 
-def compute_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of the engine's option `dtype`."""
-    import torch
-
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return getattr(torch, name)
-
-
-def sdpa_kernel(config: LlamaConfig, seq_len: int, device: torch.device, dtype: torch.dtype) -> str:
-    """Return the kernel that torch's SDPA selects for a row of one document, which needs no bias."""
-    import torch
-    from torch.nn.attention import SDPBackend
-
-    q, k = (
-        torch.empty(1, seq_len, n, config.head_dim, device=device, dtype=dtype, requires_grad=True).transpose(1, 2)
-        for n in (config.n_heads, config.n_kv_heads)
-    )
-    gqa = config.n_heads != config.n_kv_heads
-    choice = torch._fused_sdp_choice(  # pyright: ignore[reportPrivateImportUsage] - the only way to ask
-        q, k, k, None, 0.0, True, enable_gqa=gqa
-    )
-    return f"{SDPBackend(choice).name.lower()}, causal"
+def measure_losses(spec: dict[str, Any]) -> dict[str, Any]:
+    """Train from the weights of `curve_seed`; return the losses of all steps and the mean of the last tenth."""
+    seed = spec["curve_seed"]
+    recipe, config = prepare_recipe(spec | {"sets": [*spec["sets"], f"run.seed={seed}"]})
+    engine = SPEC.open(recipe, config, World())
+    pendings = []
+    for step in range(spec["curve_steps"]):
+        lr = CURVE_LEARNING_RATE * min(1, (step + 1) / CURVE_WARMUP_STEPS)
+        pendings.append(engine.step(batch_of_rows(chain_ids(spec, seed * 2**20 + 2 * step), 0), lr))
+    losses = [metrics.loss for metrics in engine.fetch_metrics(pendings)]
+    resolved = dict(engine.device.resolved)
+    engine.close()
+    tail = losses[-max(1, len(losses) // 10) :]
+    return {"status": "ok", "resolved": resolved, "tail": sum(tail) / len(tail), "losses": losses}
 
 
-def memory_stats(device: torch.device) -> dict[str, Any]:
-    """Return the peak memory of this process so far."""
-    import torch
-
-    scale = 1 if sys.platform == "darwin" else 1024
-    found: dict[str, Any] = {"peak_resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale}
-    if device.type == "cuda":
-        found["peak_allocated_bytes"] = torch.cuda.max_memory_allocated(device)
-        found["peak_reserved_bytes"] = torch.cuda.max_memory_reserved(device)
-        found["device_bytes"] = torch.cuda.get_device_properties(device).total_memory
-    return found
-
-
-def memory_plan(recipe: Recipe, config: LlamaConfig) -> dict[str, Any]:
-    """Return the memory plan of `lt train plan` for one GPU with this recipe, to compare with the measured peak."""
-    from lt_trainer.planning.layout import layout_from_recipe
-    from lt_trainer.planning.memory import plan_memory
-
-    plan = plan_memory(config, recipe.data.seq_len, layout_from_recipe(recipe, devices=1, nodes=1))
-    return {"peak_bytes": plan.peak, "moment": plan.peak_phase, "parts": dict(plan.parts)}
-
-
-def train(spec: dict[str, Any]) -> dict[str, Any]:
-    """Open the engine and time its steps; report where it ran out of memory."""
-    return _report_out_of_memory(spec, measure_steps)
-
-
-def train_plain(spec: dict[str, Any]) -> dict[str, Any]:
-    """Time the steps of the plain FSDP2 model; report where it ran out of memory."""
-    from gpu_plain import measure_plain
-
-    return _report_out_of_memory(spec, measure_plain)
-
-
-def _report_out_of_memory(
-    spec: dict[str, Any], measure: Callable[[dict[str, Any], torch.device, list[str]], dict[str, Any]]
-) -> dict[str, Any]:
-    prepare_recipe(spec)  # sets the allocator's variables before torch is loaded
-    device, stages = select_device(spec), [OPENING_STAGE]
+def measure_steps(spec: dict[str, Any]) -> dict[str, Any]:
+    """Open the engine, or with `plain` the model of torch alone, and time its steps; or tell where memory ran out."""
+    recipe, config = prepare_recipe(spec)  # sets the allocator's variables before torch is loaded
+    device, stages = select_device(spec), ["opening"]
+    for name in ("lt_trainer_gpu.engine", "lt_trainer_gpu.parallelize", "torch._dynamo"):
+        importlib.import_module(name)  # so that opening is timed without them
+    limit_memory(device, spec["memory_limit_gib"])
     try:
-        return measure(spec, device, stages)
+        opened = open_plain if spec["plain"] else open_engine
+        open_s, (step, finish) = time_call(device, lambda: opened(spec, recipe, config, device))
+        timed = time_steps(spec, device, stages, open_s, step)
+        found = finish(timed.pop("pendings"))
+        return {"open_s": open_s} | timed | found | measure_size(spec, recipe, config, timed)
     except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
+        message = str(error) or type(error).__name__
+        if not OUT_OF_MEMORY.search(f"{type(error).__name__} {message}"):
             raise
-        message = str(error)[:600] or type(error).__name__
-        return {"status": "out_of_memory", "during": stages[-1], "message": message, "memory": memory_stats(device)}
+        return {"status": "out_of_memory", "during": stages[-1], "message": message[:600]}
+
+
+Opened = tuple[Callable[[int], Any], Callable[[list[Any]], dict[str, Any]]]
+"""A step with the rows of a seed, and what is told of the results of all steps at the end."""
+
+
+def open_engine(spec: dict[str, Any], recipe: Any, config: LlamaConfig, device: torch.device) -> Opened:
+    """Open the engine, with batches of random ids."""
+    engine = SPEC.open(recipe, config, World())
+    batches = [
+        batch_of_rows(random_ids(spec, config.vocab_size, seed), spec["document_tokens"])
+        for seed in range(spec["warmup"] + spec["steps"])
+    ]
+
+    def finish(pendings: list[Any]) -> dict[str, Any]:
+        losses = [metrics.loss for metrics in engine.fetch_metrics(pendings)]
+        found = {
+            "resolved": dict(engine.device.resolved),
+            "notes": list(engine.device.notes),
+            "peaks": {"engine": {"flops_per_s": engine.device.peak_flops, "source": engine.device.peak_source}},
+            "state_bytes": engine.state_bytes(),
+            "loss": {"first": losses[0], "last": losses[-1]},
+        }
+        engine.close()
+        return found
+
+    return lambda seed: engine.step(batches[seed], recipe.optimizer.lr / 100), finish
+
+
+def open_plain(spec: dict[str, Any], recipe: Any, config: LlamaConfig, device: torch.device) -> Opened:
+    """Open the plain model, with the same ids."""
+    import torch
+    from gpu_plain import PlainTrainer
+
+    trainer = PlainTrainer(config, device, is_compiled=spec["plain"] == "compiled")
+    ids = [
+        torch.from_numpy(random_ids(spec, config.vocab_size, seed)[0]).to(device, torch.int64)
+        for seed in range(spec["warmup"] + spec["steps"])
+    ]
+
+    def finish(losses: list[Any]) -> dict[str, Any]:
+        trainer.close()
+        return {"loss": {"first": losses[0].item(), "last": losses[-1].item()}}
+
+    return lambda seed: trainer.step(ids[seed]), finish
 
 
 def time_steps(
-    spec: dict[str, Any], device: torch.device, stages: list[str], step: Callable[[int], Any]
+    spec: dict[str, Any], device: torch.device, stages: list[str], open_s: float, step: Callable[[int], Any]
 ) -> dict[str, Any]:
     """Call `step` with seeds 0, 1, ... to warm up, then timed; return its results in `pendings`, and the times."""
     begin, warmup = time.monotonic(), spec["warmup"]
@@ -292,8 +365,8 @@ def time_steps(
     stages.append("warming up")
     warm_s, warm = time_call(device, lambda: [step(seed) for seed in range(1, warmup)])
     one_s = warm_s / len(warm) if warm else first_step_s
-    affordable = int((spec["limit_s"] - spec["seconds_before"] - (time.monotonic() - begin) - EXIT_MARGIN_S) / one_s)
-    n_timed = min(spec["steps"], max(affordable, 3))
+    left_s = spec["limit_s"] - open_s - (time.monotonic() - begin) - EXIT_MARGIN_S
+    n_timed = min(spec["steps"], max(int(left_s / one_s), 3))
 
     stages.append("the timed steps")
     ticks, pendings = StepTimer(device), []
@@ -306,68 +379,40 @@ def time_steps(
         step_s = ticks.elapsed_seconds()
         wall_s = time.perf_counter() - start
     return {
+        "status": "ok",
         "pendings": [first, *warm, *pendings],
         "first_step_s": first_step_s,
-        "warmup_steps": warmup,
-        "timed_steps": n_timed,
         "step_s": {"median": statistics.median(step_s), "min": min(step_s), "max": max(step_s), "all": step_s},
         "wall_s_per_step": wall_s / n_timed,
         "power": monitor.stats,
     }
 
 
-def throughput(spec: dict[str, Any], config: LlamaConfig, median_s: float) -> dict[str, Any]:
-    """Return tokens and FLOPs per second in both conventions."""
-    from lt_model import flops_per_token, n_parameters
-    from lt_model.costs import FLOPS_CONVENTIONS
+def measure_size(spec: dict[str, Any], recipe: Any, config: LlamaConfig, timed: dict[str, Any]) -> dict[str, Any]:
+    """Return tokens and FLOPs per second in both conventions, and the peak memory beside that of `lt train plan`."""
+    import torch
 
     tokens = spec["micro_batch_size"] * spec["seq_len"]
+    tokens_per_s = tokens / timed["step_s"]["median"]
     flops = {convention: flops_per_token(config, spec["seq_len"], convention) for convention in FLOPS_CONVENTIONS}
+    plan = plan_memory(config, recipe.data.seq_len, layout_from_recipe(recipe, devices=1, nodes=1))
+    memory = {"planned_bytes": plan.peak}
+    memory["peak_resident_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if spec["device"] == "cuda":
+        memory["peak_allocated_bytes"] = torch.cuda.max_memory_allocated()
+        memory["peak_reserved_bytes"] = torch.cuda.max_memory_reserved()
     return {
         "parameters": n_parameters(config),
         "n_layers": config.n_layers,
-        "tokens_per_step": tokens,
-        "tokens_per_s": tokens / median_s,
-        "flops_per_token": flops,
-        "flops_per_s": {convention: count * tokens / median_s for convention, count in flops.items()},
+        "tokens_per_s": tokens_per_s,
+        "flops_per_s": {convention: count * tokens_per_s for convention, count in flops.items()},
+        "memory": memory,
     }
 
 
-def summarize_losses(losses: Sequence[float]) -> dict[str, float]:
-    """Return the losses of the first and the last step."""
-    return {"first": losses[0], "last": losses[-1]}
+CHILDREN = {"facts": read_facts, "matmul": time_products, "steps": measure_steps, "losses": measure_losses}
 
-
-def measure_steps(spec: dict[str, Any], device: torch.device, stages: list[str]) -> dict[str, Any]:
-    """Time the steps of one model; append each stage that starts to `stages`."""
-    begin, recipe = time.monotonic(), prepare_recipe(spec)
-    for name in ("lt_trainer_gpu.engine", "lt_trainer_gpu.parallelize", "torch._dynamo"):
-        importlib.import_module(name)  # so that opening is timed without them
-    config = model_config(spec, recipe)
-    dtype = compute_dtype(recipe.engine["gpu"].dtype, device)
-    limit_memory(device, spec["memory_limit_gib"])
-    kernel = sdpa_kernel(config, spec["seq_len"], device, dtype)
-    open_s, engine = time_call(device, lambda: open_engine(recipe, config))
-    count, lr = spec["warmup"] + spec["steps"], recipe.optimizer.lr / 100  # as in a warm-up of the learning rate
-    batches = [
-        batch_of_rows(random_ids(spec, config.vocab_size, seed), spec["document_tokens"]) for seed in range(count)
-    ]
-    spec = spec | {"seconds_before": time.monotonic() - begin}
-    timed = time_steps(spec, device, stages, lambda seed: engine.step(batches[seed], lr))
-    metrics = engine.fetch_metrics(timed.pop("pendings"))
-    found = {
-        "status": "ok",
-        "dtype": str(dtype).removeprefix("torch."),
-        "resolved": dict(engine.device.resolved),
-        "notes": list(engine.device.notes),
-        "sdpa_kernel": kernel,
-        "open_s": open_s,
-        **timed,
-        **throughput(spec, config, timed["step_s"]["median"]),
-        "peaks": {"engine": {"flops_per_s": engine.device.peak_flops, "source": engine.device.peak_source}},
-        "memory": memory_stats(device) | {"state_bytes": engine.state_bytes(), "plan": memory_plan(recipe, config)},
-        "loss": summarize_losses([values.loss for values in metrics]),
-        "all_finite": all(values.is_finite for values in metrics),
-    }
-    engine.close()
-    return found
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    given = json.loads((folder / "spec.json").read_text())
+    (folder / "result.json").write_text(json.dumps(CHILDREN[given["kind"]](given)))
