@@ -304,7 +304,7 @@ def under_torchrun(stage: Callable[..., Stage], tmp_path: Path, script: str) -> 
     file = tmp_path / "python"
     file.write_text(f"#!/bin/bash\n{script}\n")
     file.chmod(0o755)
-    return stage("", argv=[str(file), "-m", "lt_trainer", "run", "{recipe}"], recipe="hash", procs_per_node=2)
+    return stage("", argv=[str(file), "-P", "-m", "lt_trainer", "run", "{recipe}"], recipe="hash", procs_per_node=2)
 
 
 def test_ranks_are_known_by_their_own_exit_codes_and_logs(stage: Callable[..., Stage], tmp_path: Path) -> None:
@@ -348,14 +348,16 @@ kill -9 $$"""
 # --- which commands a node gets
 
 
-TRAINS = {"argv": ["py", "-m", "lt_trainer", "run", "{recipe}"], "recipe": "hash", "procs_per_node": 8, "nodes": 2}
+TRAIN = ["py", "-P", "-m", "lt_trainer", "run", "{recipe}"]
+TRAINS = {"argv": TRAIN, "recipe": "hash", "procs_per_node": 8, "nodes": 2}
 
 
 def test_a_stage_that_trains_is_one_torchrun_per_node(tmp_path: Path) -> None:
     place = Place(tmp_path / "train" / "spec.json")
     (order,) = node_commands.node_commands(TRAINS, place, 3, 1, ("10.0.0.1", 77))
     assert order["argv"] == [
-        *("py", "-m", "lt_trainer", "torchrun", str(tmp_path / "train/recipe.toml"), "--nproc-per-node", "8", "--"),
+        *("py", "-P", "-m", "lt_trainer", "torchrun", str(tmp_path / "train/recipe.toml")),
+        *("--nproc-per-node", "8", "--"),
         *("--nnodes=2", "--node-rank=1", "--rdzv-backend=static", "--master-addr=10.0.0.1", "--master-port=77"),
     ]
     assert (order["ranks"], order["notes"]) == (list(range(8, 16)), True)

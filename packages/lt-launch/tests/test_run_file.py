@@ -41,7 +41,7 @@ def test_a_recipe_alone_trains(write) -> None:
     made = pipeline(write("my run.toml", RECIPE), procs_per_node=8, sets=["optimizer.lr=0.5"])
     job = made.single_job
     assert (made.name, made.out, job.name) == ("my-run", "runs/tiny", "my-run")
-    assert job.argv == ("python", "-m", "lt_trainer", "run", "{recipe}")
+    assert job.argv == ("python", "-P", "-m", "lt_trainer", "run", "{recipe}")
     assert (job.completion, job.run_dir, job.engine, job.grace_period_s) == ("run_dir", "runs/tiny", "gpu", 77.0)
     assert (job.nodes, job.procs_per_node, job.world_size) == (1, 8, 8)
     assert "lr = 0.5  # --set" in job.recipe

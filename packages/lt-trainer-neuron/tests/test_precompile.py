@@ -190,10 +190,9 @@ def test_the_same_recipe_is_traced_under_the_tool_and_its_key_noted(run_file: Pa
     done = CliRunner().invoke(precompile_app, [str(run_file), *sets, "--", "--nnodes=2", "--node_rank=0"])
     assert done.exit_code == 0, (done.output, done.exception)
     told = json.loads((tmp_path / "cache" / "told.json").read_text())
-    launch = ["-m", "torch.distributed.run", "--nproc-per-node", "32", "--nnodes=2", "--node_rank=0"]
-    assert told["arguments"] == [
-        sys.executable, *launch, "-m", "lt_trainer_neuron.graph_extraction", str(run_file), "--steps", "3", *sets,
-    ]  # fmt: skip
+    launch = ["-P", "-m", "torch.distributed.run", "--nproc-per-node", "32", "--nnodes=2", "--node_rank=0"]
+    rank = ["--no-python", sys.executable, "-P", "-u", "-m", "lt_trainer_neuron.graph_extraction"]
+    assert told["arguments"] == [sys.executable, *launch, *rank, str(run_file), "--steps", "3", *sets]
     assert told["flags"] == "--model-type=transformer"
     resolved = load(run_file, overrides=["data.document_mask=false", "engine.neuron.compile_key=error"])
     environ = neuron_env(resolved.recipe)

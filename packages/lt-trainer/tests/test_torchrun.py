@@ -16,8 +16,8 @@ from lt_trainer.resilience.stop_signals import STOP_SIGNALS
 
 
 def test_the_command_line() -> None:
-    run = [sys.executable, "-m", "lt_trainer.cli.torchrun_process", "--nproc-per-node", "2"]
-    rank = ["-m", "lt_trainer", "run", "a.toml"]
+    run = [sys.executable, "-P", "-m", "lt_trainer.cli.torchrun_process", "--nproc-per-node", "2"]
+    rank = ["--no-python", sys.executable, "-P", "-u", "-m", "lt_trainer", "run", "a.toml"]
     assert torchrun.torchrun_command(2, [], ["run", "a.toml"]) == [*run, "--standalone", *rank]
     assert torchrun.torchrun_command(2, ["--nnodes", "4"], ["run", "a.toml"]) == [*run, "--nnodes", "4", *rank]
 

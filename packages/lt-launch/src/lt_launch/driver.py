@@ -60,7 +60,7 @@ def submit(launch: Launch, *, detach: bool) -> tuple[Mapping[str, str], int]:
         return {}, run_launch(launch)
     with os.fdopen(open_for_appending(launch.directory / "output.log"), "ab") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "lt_launch.driver", str(launch.directory)],
+            [sys.executable, "-P", "-m", "lt_launch.driver", str(launch.directory)],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

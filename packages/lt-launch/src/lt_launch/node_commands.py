@@ -16,7 +16,7 @@ __all__ = ["ARRAY", "INDEX", "RECIPE", "node_commands", "ranks_of"]
 
 RECIPE, INDEX, ARRAY = "{recipe}", "{index}", "{array}"
 """Words of a command line that stand for the path of the resolved recipe, an element's index, the array's width."""
-TRAIN = ("-m", "lt_trainer", "run")
+TRAIN = ("-P", "-m", "lt_trainer", "run")
 """What follows the interpreter in the command of a stage that trains by a recipe."""
 
 
@@ -62,7 +62,7 @@ def node_commands(
 
 def is_training(spec: Mapping[str, Any]) -> bool:
     """Return True if a stage trains by a recipe."""
-    return bool(spec.get("recipe")) and tuple(spec["argv"][1:4]) == TRAIN
+    return bool(spec.get("recipe")) and tuple(spec["argv"][1:5]) == TRAIN
 
 
 def torchrun_argv(argv: list[str], spec: Mapping[str, Any], node: int, master: tuple[str, int | str]) -> list[str]:
@@ -70,9 +70,9 @@ def torchrun_argv(argv: list[str], spec: Mapping[str, Any], node: int, master: t
 
     On one node, too, the address is given: torchrun would ask for that of the host's name, which need not have one.
     """
-    python, recipe = argv[0], argv[4]
-    words = [python, "-m", "lt_trainer", "torchrun", recipe, "--nproc-per-node", str(spec["procs_per_node"]), *argv[5:]]
-    words += ["--", f"--nnodes={spec['nodes']}", f"--node-rank={node}", "--rdzv-backend=static"]
+    python, recipe = argv[0], argv[5]
+    words = [python, "-P", "-m", "lt_trainer", "torchrun", recipe, "--nproc-per-node", str(spec["procs_per_node"])]
+    words += [*argv[6:], "--", f"--nnodes={spec['nodes']}", f"--node-rank={node}", "--rdzv-backend=static"]
     return [*words, f"--master-addr={master[0]}", f"--master-port={master[1]}"]
 
 

@@ -46,7 +46,7 @@ __all__ = ["RunFile", "RunOverrides", "read_run_file"]
 
 TABLES = ("job", "stages", "pipeline", "profile")
 SECONDS_PER_UNIT = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-TRAIN_ARGV = ("python", "-m", "lt_trainer", "run", "{recipe}")
+TRAIN_ARGV = ("python", "-P", "-m", "lt_trainer", "run", "{recipe}")
 
 
 @dataclass(frozen=True, kw_only=True)

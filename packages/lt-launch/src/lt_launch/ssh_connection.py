@@ -29,6 +29,8 @@ NEEDS_A_PERSON = re.compile(
     r"No such file|Bad configuration|Bad owner|no mutual|Too many authentication",
 )
 """What ssh and shells complain of when trying again would not help."""
+SAFE_PATH = "import sys\nsys.path = [path for path in sys.path if path]\n"
+"""First lines of a program for `python -c`: no modules of the working directory. Python has -P since 3.11 only."""
 BOOT = """
 import json, os, signal, sys
 signal.alarm(60)

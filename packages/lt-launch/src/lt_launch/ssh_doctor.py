@@ -22,6 +22,7 @@ from lt_launch.answers import machine_problem
 from lt_launch.hosts import Host
 from lt_launch.job import Pipeline
 from lt_launch.machine import machine_findings
+from lt_launch.ssh_connection import SAFE_PATH
 from lt_launch.ssh_transport import SshTransport
 from lt_launch.target import Finding
 
@@ -73,7 +74,7 @@ def probe_hosts(
 
 def _run_python(host: Host, transport: SshTransport, source: str, *arguments: str) -> dict[str, str]:
     """Run a Python program on a host; return {"out": ...} or {"problem": ...}."""
-    command = transport.ssh_argv(host, [transport.python, "-c", source, *arguments])
+    command = transport.ssh_argv(host, [transport.python, "-c", SAFE_PATH + source, *arguments])
     try:
         result = subprocess.run(
             command,
@@ -183,7 +184,7 @@ def _check_ports(hosts: Sequence[Host], transport: SshTransport) -> Iterator[Fin
 @contextmanager
 def _open_listener(host: Host, transport: SshTransport) -> Iterator[str]:
     """Open a listener on a host until its standard input ends; yield its port, or "" on failure."""
-    command = transport.ssh_argv(host, [transport.python, "-c", LISTEN_SCRIPT])
+    command = transport.ssh_argv(host, [transport.python, "-c", SAFE_PATH + LISTEN_SCRIPT])
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as process:

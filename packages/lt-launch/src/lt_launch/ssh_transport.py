@@ -11,7 +11,7 @@ from typing import Any
 from lt_launch.errors import LaunchError
 from lt_launch.hosts import Host, parse_hostfile, read_hostfile
 from lt_launch.policy import Place
-from lt_launch.ssh_connection import BOOT, SshConnection
+from lt_launch.ssh_connection import BOOT, SAFE_PATH, SshConnection
 from lt_trainer.config.fields import check_types, option
 from lt_trainer.errors import RecipeError
 
@@ -70,7 +70,7 @@ class SshTransport:
 
     def argv(self, host: Host) -> list[str]:
         """Return the ssh command that starts `boot`, without terminal, password or prompt."""
-        return self.ssh_argv(host, [self.python, "-c", BOOT])
+        return self.ssh_argv(host, [self.python, "-c", SAFE_PATH + BOOT])
 
     def address(self, host: Host) -> str:
         """Return the host's address."""

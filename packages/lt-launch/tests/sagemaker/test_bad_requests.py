@@ -44,7 +44,7 @@ def make(
     base = {"data": {"store": "store"}, **(recipe or {})}
     fields: dict[str, Any] = {
         "name": "a-job",
-        "argv": ("python", "-m", "lt_trainer", "run", "run.toml"),
+        "argv": ("python", "-P", "-m", "lt_trainer", "run", "run.toml"),
         "recipe": to_toml(load(base=base).recipe),
         "resources": Resources(instance_type="ml.p5.48xlarge"),
     }

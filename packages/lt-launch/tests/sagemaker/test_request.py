@@ -32,7 +32,7 @@ def job(base: dict[str, Any] | None = None, **changes: Any) -> Job:
     recipe = load(base={**BASE, **(base or {})}).recipe
     values = {
         "name": "a-job",
-        "argv": ("python", "-m", "lt_trainer", "run", "run.toml"),
+        "argv": ("python", "-P", "-m", "lt_trainer", "run", "run.toml"),
         "recipe": to_toml(recipe),
         "resources": Resources(instance_type="ml.p5.48xlarge"),
     }

@@ -49,15 +49,9 @@ def build_command(
         torchrun_options: additional torchrun options; if empty, --standalone.
         extraction_arguments: arguments of `lt_trainer_neuron.graph_extraction`.
     """
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(nproc_per_node)]
-    return [
-        tool,
-        *launch,
-        *(torchrun_options or ["--standalone"]),
-        "-m",
-        "lt_trainer_neuron.graph_extraction",
-        *extraction_arguments,
-    ]
+    launch = [sys.executable, "-P", "-m", "torch.distributed.run", "--nproc-per-node", str(nproc_per_node)]
+    rank = ["--no-python", sys.executable, "-P", "-u", "-m", "lt_trainer_neuron.graph_extraction"]
+    return [tool, *launch, *(torchrun_options or ["--standalone"]), *rank, *extraction_arguments]
 
 
 def precompile(

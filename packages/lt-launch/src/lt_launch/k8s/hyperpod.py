@@ -20,6 +20,7 @@ def hyperpod_job(job: Job, options: KubernetesOptions) -> dict[str, Any]:
     command = ["hyperpodrun", f"--nnodes={job.nodes}", f"--nproc-per-node={job.procs_per_node}"]
     command += ["--rdzv-backend=hyperpod", "-m", "lt_trainer", "run", RECIPE_FILE]
     pod = pod_spec(job, options, container="pytorch-job-container", command=command)
+    pod["containers"][0]["env"].append({"name": "PYTHONSAFEPATH", "value": "1"})  # hyperpodrun starts python without -P
     policy: dict[str, Any] = {"cleanPodPolicy": "None", "jobMaxRetryCount": job.restart.max_restarts}
     if job.time_limit_s:
         policy["activeDeadlineSeconds"] = job.time_limit_s

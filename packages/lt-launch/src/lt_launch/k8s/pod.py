@@ -81,8 +81,8 @@ def termination_grace_period(job: Job) -> int:
 
 def torchrun_command(job: Job, python: str, *, node_rank: str, master_addr: str, master_port: str) -> list[str]:
     """Return the command of a pod; Kubernetes expands $(NAME) in it from the environment of the pod."""
-    words = [python, "-m", "lt_trainer", "torchrun", RECIPE_FILE, "--nproc-per-node", str(job.procs_per_node), "--"]
-    words += [f"--nnodes={job.nodes}", f"--node-rank={node_rank}"]
+    words = [python, "-P", "-m", "lt_trainer", "torchrun", RECIPE_FILE, "--nproc-per-node", str(job.procs_per_node)]
+    words += ["--", f"--nnodes={job.nodes}", f"--node-rank={node_rank}"]
     return [*words, f"--master-addr={master_addr}", f"--master-port={master_port}"]
 
 

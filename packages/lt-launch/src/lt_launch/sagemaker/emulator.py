@@ -215,7 +215,7 @@ class TrainingJobEmulator:
 
     def container_command(self, root: Path) -> list[str]:
         """Return the command of a container."""
-        return [sys.executable, "-m", "lt_launch", "launch", "sagemaker-entrypoint", "--root", str(root)]
+        return [sys.executable, "-P", "-m", "lt_launch", "launch", "sagemaker-entrypoint", "--root", str(root)]
 
     def _supervise(self, roots: list[Path]) -> None:
         """Supervise the containers to their end: checkpoints, time limit and grace period."""

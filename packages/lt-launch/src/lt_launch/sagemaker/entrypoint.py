@@ -95,7 +95,7 @@ def _train(contract: Contract, environ: Mapping[str, str], stop: Stop, log: Call
         log("warning: the job has no CheckpointConfig; an unfinished run is lost with the instance")
     spec = {
         "name": "train",
-        "argv": [sys.executable, "-m", "lt_trainer", "run", str(run_toml)],
+        "argv": [sys.executable, "-P", "-m", "lt_trainer", "run", str(run_toml)],
         "recipe": recipe_hash(run_toml.read_text(encoding="utf-8")),
         "nodes": len(cluster.hosts),
         "procs_per_node": procs,
@@ -199,7 +199,7 @@ def _export_model(contract: Contract, run: Path, environ: Mapping[str, str], log
     temporary = contract.model_dir / ".lt-export"
     if temporary.exists():  # left by an interrupted export
         shutil.rmtree(temporary)
-    command = [sys.executable, "-m", "lt_ckpt", "export", str(run), "--out", str(temporary)]
+    command = [sys.executable, "-P", "-m", "lt_ckpt", "export", str(run), "--out", str(temporary)]
     code = subprocess.run(command, env=dict(environ), check=False).returncode
     if code:
         write_failure(

@@ -60,7 +60,7 @@ class SageMakerLocalTarget:
             REQUEST_FILE: json.dumps(request, indent=1) + "\n",
             ADDRESSES_FILE: json.dumps(folders, indent=1) + "\n",
         }
-        commands = ((sys.executable, "-m", "lt_launch.sagemaker.emulator", "."),)
+        commands = ((sys.executable, "-P", "-m", "lt_launch.sagemaker.emulator", "."),)
         return RenderedLaunch(files=files, commands=commands, notes=profile.container_notes)
 
     def submit(self, launch: Launch, rendered: RenderedLaunch, *, detach: bool) -> tuple[Mapping[str, str], int]:
@@ -81,7 +81,7 @@ class SageMakerLocalTarget:
         stage = launch.pipeline.single_job.name
         with os.fdopen(open_for_appending(folder / "emulator.log"), "ab") as log:
             service = subprocess.Popen(
-                [sys.executable, "-m", "lt_launch.sagemaker.emulator", str(folder)],
+                [sys.executable, "-P", "-m", "lt_launch.sagemaker.emulator", str(folder)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

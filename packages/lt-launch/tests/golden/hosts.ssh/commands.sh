@@ -1,4 +1,6 @@
-ssh -T -o BatchMode=yes -o ConnectTimeout=30 -o ServerAliveInterval=5 -o ServerAliveCountMax=3 hostname1 '/data/venv/bin/python -c '"'"'import json, os, signal, sys
+ssh -T -o BatchMode=yes -o ConnectTimeout=30 -o ServerAliveInterval=5 -o ServerAliveCountMax=3 hostname1 '/data/venv/bin/python -c '"'"'import sys
+sys.path = [path for path in sys.path if path]
+import json, os, signal, sys
 signal.alarm(60)
 data = b""
 while b"\n" not in data or len(data) < int(data.split(b"\n")[0]) + data.index(b"\n") + 1:
@@ -22,7 +24,9 @@ sys.dont_write_bytecode = True
 sys.path.insert(0, os.path.join(order["launch"], "nodes"))
 from lt_launch.ssh_node import main
 main()'"'"''
-ssh -T -o BatchMode=yes -o ConnectTimeout=30 -o ServerAliveInterval=5 -o ServerAliveCountMax=3 hostname2 '/data/venv/bin/python -c '"'"'import json, os, signal, sys
+ssh -T -o BatchMode=yes -o ConnectTimeout=30 -o ServerAliveInterval=5 -o ServerAliveCountMax=3 hostname2 '/data/venv/bin/python -c '"'"'import sys
+sys.path = [path for path in sys.path if path]
+import json, os, signal, sys
 signal.alarm(60)
 data = b""
 while b"\n" not in data or len(data) < int(data.split(b"\n")[0]) + data.index(b"\n") + 1:
@@ -46,7 +50,9 @@ sys.dont_write_bytecode = True
 sys.path.insert(0, os.path.join(order["launch"], "nodes"))
 from lt_launch.ssh_node import main
 main()'"'"''
-ssh -T -o BatchMode=yes -o ConnectTimeout=30 -o ServerAliveInterval=5 -o ServerAliveCountMax=3 hostname3 '/data/venv/bin/python -c '"'"'import json, os, signal, sys
+ssh -T -o BatchMode=yes -o ConnectTimeout=30 -o ServerAliveInterval=5 -o ServerAliveCountMax=3 hostname3 '/data/venv/bin/python -c '"'"'import sys
+sys.path = [path for path in sys.path if path]
+import json, os, signal, sys
 signal.alarm(60)
 data = b""
 while b"\n" not in data or len(data) < int(data.split(b"\n")[0]) + data.index(b"\n") + 1:
@@ -70,7 +76,9 @@ sys.dont_write_bytecode = True
 sys.path.insert(0, os.path.join(order["launch"], "nodes"))
 from lt_launch.ssh_node import main
 main()'"'"''
-ssh -T -o BatchMode=yes -o ConnectTimeout=30 -o ServerAliveInterval=5 -o ServerAliveCountMax=3 hostname4 '/data/venv/bin/python -c '"'"'import json, os, signal, sys
+ssh -T -o BatchMode=yes -o ConnectTimeout=30 -o ServerAliveInterval=5 -o ServerAliveCountMax=3 hostname4 '/data/venv/bin/python -c '"'"'import sys
+sys.path = [path for path in sys.path if path]
+import json, os, signal, sys
 signal.alarm(60)
 data = b""
 while b"\n" not in data or len(data) < int(data.split(b"\n")[0]) + data.index(b"\n") + 1:

@@ -36,27 +36,25 @@ TORCHRUN_MODULE = "lt_trainer.cli.torchrun_process"
 
 
 def torchrun_command(ranks: int, options: Sequence[str], arguments: Sequence[str]) -> list[str]:
-    """Return the command line of torchrun.
+    """Return the command line of torchrun; no Python in it takes modules from the working directory (-P).
 
     Args:
         ranks: processes on this machine.
         options: options of torchrun, such as --nnodes and --rdzv-endpoint; default --standalone.
         arguments: arguments of `python -m lt_trainer`.
     """
-    launch = [sys.executable, "-m", TORCHRUN_MODULE, "--nproc-per-node", str(ranks)]
-    return [*launch, *(options or ["--standalone"]), "-m", "lt_trainer", *arguments]
+    launch = [sys.executable, "-P", "-m", TORCHRUN_MODULE, "--nproc-per-node", str(ranks)]
+    rank = ["--no-python", sys.executable, "-P", "-u", "-m", "lt_trainer"]
+    return [*launch, *(options or ["--standalone"]), *rank, *arguments]
 
 
 def torchrun_environment(recipe: Recipe) -> dict[str, str]:
     """Return the environment variables of torchrun for a recipe."""
     names = ",".join(number.name for number in (*STOP_SIGNALS, signal.SIGQUIT))
     grace_s = str(math.ceil(recipe.fault_tolerance.grace_period_s))
-    return {
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": grace_s,
-        "PET_SHUTDOWN_TIMEOUT": grace_s,
-        "PET_SIGNALS_TO_HANDLE": names,
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": names,
-    }
+    return dict.fromkeys(("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PET_SHUTDOWN_TIMEOUT"), grace_s) | dict.fromkeys(
+        ("PET_SIGNALS_TO_HANDLE", "TORCHELASTIC_SIGNALS_TO_HANDLE"), names
+    )
 
 
 def write_exit_code(code: int, environ: Mapping[str, str]) -> None:
@@ -109,19 +107,19 @@ def run_torchrun(recipe: Recipe, ranks: int, options: Sequence[str], arguments: 
 
     Only the first stop signal is forwarded: at a second, torchrun would stop waiting for the ranks.
     """
+    forwarded: list[int] = []
+    process: subprocess.Popen[bytes] | None = None
+
+    def forward(number: int, frame: object) -> None:
+        if not forwarded:
+            forwarded.append(number)
+            if process is not None:
+                process.send_signal(number)
+
     with tempfile.TemporaryDirectory(prefix="lt-exit-codes-") as temporary:
         folder = os.environ.get(EXIT_CODES_VARIABLE) or temporary
         environ = os.environ | torchrun_environment(recipe) | {EXIT_CODES_VARIABLE: folder}
         environ.setdefault("OMP_NUM_THREADS", "1")  # else torchrun sets it with a warning
-        forwarded: list[int] = []
-        process: subprocess.Popen[bytes] | None = None
-
-        def forward(number: int, frame: object) -> None:
-            if not forwarded:
-                forwarded.append(number)
-                if process is not None:
-                    process.send_signal(number)
-
         early = process_stop_signals()
         previous_handlers = install_handlers(forward)
         try:

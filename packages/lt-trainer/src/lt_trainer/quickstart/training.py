@@ -135,7 +135,7 @@ def _open_log(path: Path) -> int:
 
 def _run_process(folder: QuickstartFolder, settings: QuickstartSettings, progress: Progress, *options: str) -> None:
     """Run one training process with its output in the log, and report progress."""
-    command = [sys.executable, "-m", "lt_trainer", "run", str(folder.recipe), *options]
+    command = [sys.executable, "-P", "-m", "lt_trainer", "run", str(folder.recipe), *options]
     with os.fdopen(_open_log(folder.log), "a", encoding="utf-8") as log:
         start = log.tell()
         log.write(f"$ {shlex.join(command)}\n")

@@ -94,9 +94,10 @@ class ProbeCommand:
 
     def command(self, setting: TunedSetting) -> list[str]:
         """Return the command line of one probe."""
-        launch = [sys.executable, "-m"]
+        launch = [sys.executable, "-P", "-m"]
         if self.ranks > 1:
-            launch += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(self.ranks), "-m"]
+            launch += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(self.ranks), "--no-python"]
+            launch += [sys.executable, "-P", "-u", "-m"]
         options = [word for text in setting.to_set_options() for word in ("--set", text)]
         return [*launch, "lt_trainer", "bench", *self.arguments, *options]
 
