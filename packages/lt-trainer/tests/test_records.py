@@ -164,7 +164,7 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path: Path) -> None:
     with pytest.raises(RunDirError, match=rf"^{re.escape(str(path))}:2: not a JSON object \(.*\); remove the line$"):
         read_jsonl(path)
     path.write_text("[1]\n")
-    with pytest.raises(RunDirError, match=r":1: not a JSON object; remove the line$"):
+    with pytest.raises(RunDirError, match=r":1: not a JSON object .*; remove the line$"):
         read_jsonl(path)
 
 

@@ -218,7 +218,7 @@ def watch(
     """Show a run live in the terminal, from its files; Ctrl-C ends the view, not the run."""
     from contextlib import suppress
 
-    from lt_trainer.observability.watch.terminal import watch_run
+    from lt_trainer.observability.watch import watch_run
 
     with suppress(KeyboardInterrupt):
         watch_run(run, interval_s=interval, once=once)

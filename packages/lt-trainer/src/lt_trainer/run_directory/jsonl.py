@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from lt_trainer.errors import RunDirError
-from lt_trainer.files import open_for_appending, open_lock_file, open_regular, parse_json, read_text
 from lt_trainer.run_directory.records import record_to_dict
+
+NON_FINITE = {text: float(text) for text in ("nan", "inf", "-inf")}
+TAIL_BYTES = 65536
 
 
 class LogFile:
@@ -27,7 +29,7 @@ class LogFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._file = os.fdopen(open_for_appending(path), "ab", buffering=0)
+            self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
         except OSError as exc:
             raise _io_error("open", path, exc) from exc
 
@@ -42,10 +44,7 @@ class LogFile:
 
     def close(self) -> None:
         """Close the file."""
-        try:
-            self._file.close()
-        except OSError as exc:
-            raise _io_error("write", self.path, exc) from exc
+        self._file.close()
 
 
 class JsonlWriter:
@@ -56,17 +55,13 @@ class JsonlWriter:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        try:
-            _cut_unfinished_line(self.path)
-        except OSError as exc:
-            raise _io_error("open", self.path, exc) from exc
-        self._file = LogFile(self.path)
+        self._file = LogFile(Path(path))
+        if Path(path).is_file():  # not /dev/full
+            os.truncate(path, Path(path).read_bytes().rfind(b"\n") + 1)
 
     def write(self, record: Any) -> None:
         """Append one object."""
-        text = json.dumps({name: _json_value(value) for name, value in record_to_dict(record).items()}, allow_nan=False)
-        self._file.write(text + "\n")
+        self._file.write(json.dumps(_to_json(record_to_dict(record)), allow_nan=False) + "\n")
 
     def close(self) -> None:
         """Close the file."""
@@ -79,35 +74,33 @@ class JsonlWriter:
         self.close()
 
 
-def _io_error(action: str, path: Path, exc: OSError) -> RunDirError:
-    return RunDirError(f"cannot {action} {path}: {exc.strerror}; free space or fix its permissions, then rerun")
+class JsonlReader:
+    """Reader of a JSON-lines file that may grow.
 
+    Raises:
+        RunDirError: the file cannot be read, or a complete line is not a JSON object: names the line.
+    """
 
-def _cut_unfinished_line(path: Path) -> None:
-    """Remove what follows the last newline: the torn line of a process that was killed while writing."""
-    if not path.exists():
-        return
-    with os.fdopen(open_lock_file(path), "r+b") as file:
-        end = file.seek(0, 2)
-        tail = b""
-        while len(tail) < end and b"\n" not in tail:
-            size = min(4096, end - len(tail))
-            file.seek(end - len(tail) - size)
-            tail = file.read(size) + tail
-        keep = end - len(tail) + tail.rfind(b"\n") + 1
-        if keep < end:
-            file.truncate(keep)
+    def __init__(self, path: Path) -> None:
+        self.path, self._offset, self._n_lines = path, 0, 0
 
-
-def _json_value(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {name: _json_value(inner) for name, inner in value.items()}
-    return [_json_value(inner) for inner in value] if isinstance(value, list | tuple) else value
-
-
-NON_FINITE = {text: float(text) for text in ("nan", "inf", "-inf")}
+    def read(self) -> list[dict[str, Any]]:
+        """Return the objects of the lines that were completed since the last call."""
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(self._offset)
+                data = file.read().rpartition(b"\n")[0]
+        except OSError as exc:
+            raise RunDirError(f"cannot read {self.path}: {exc.strerror}; pass the path of a run's file") from exc
+        objects = []
+        for line in data.split(b"\n") if data else ():
+            self._n_lines += 1
+            self._offset += len(line) + 1
+            try:
+                objects.append({name: _from_json(value) for name, value in json.loads(line).items()})
+            except (ValueError, AttributeError) as exc:
+                raise RunDirError(f"{self.path}:{self._n_lines}: not a JSON object ({exc}); remove the line") from exc
+        return objects
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
@@ -118,41 +111,32 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     Raises:
         RunDirError: the file cannot be read, or a complete line is not a JSON object.
     """
-    try:
-        text = read_text(path, errors="replace")
-    except OSError as exc:
-        raise RunDirError(f"cannot read {path}: {exc.strerror}; pass the path of a run's JSON-lines file") from exc
-    objects = []
-    for number, row in enumerate(text.split("\n")[:-1], start=1):
-        try:
-            values = parse_json(row)
-        except ValueError as exc:
-            raise RunDirError(f"{path}:{number}: not a JSON object ({exc}); remove the line") from exc
-        if not isinstance(values, dict):
-            raise RunDirError(f"{path}:{number}: not a JSON object; remove the line")
-        objects.append({name: _from_json(value) for name, value in values.items()})
-    return objects
-
-
-def _from_json(value: Any) -> Any:
-    if isinstance(value, str):
-        return NON_FINITE.get(value, value)
-    if isinstance(value, dict):
-        return {name: _from_json(inner) for name, inner in value.items()}
-    return [_from_json(inner) for inner in value] if isinstance(value, list) else value
-
-
-TAIL_BYTES = 65536
-"""Number of bytes at the end of a file that are searched for its last complete line."""
+    return JsonlReader(Path(path)).read()
 
 
 def read_last_object(path: Path) -> dict[str, Any]:
     """Read the last complete line of a JSON-lines file; {} if there is none or it cannot be read."""
     try:
-        with open_regular(path) as file:
-            file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
-            rows = file.read().split(b"\n")[:-1]
-        values = parse_json(rows[-1]) if rows else {}
-    except (OSError, ValueError):
+        with open(path, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            return json.loads(file.read().split(b"\n")[-2])
+    except (OSError, ValueError, IndexError):
         return {}
-    return values if isinstance(values, dict) else {}
+
+
+def _io_error(action: str, path: Path, exc: OSError) -> RunDirError:
+    return RunDirError(f"cannot {action} {path}: {exc.strerror}; free space or fix its permissions, then rerun")
+
+
+def _to_json(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {name: _to_json(inner) for name, inner in value.items()}
+    return [_to_json(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _from_json(inner) for name, inner in value.items()}
+    return NON_FINITE.get(value, value) if isinstance(value, str) else value
