@@ -8,11 +8,6 @@ where the format determines them.
     mds        mosaicml-streaming: StreamingDataset with its hash check, MDSWriter
     megatron   megatron-core: IndexedDataset, IndexedDatasetBuilder
     hf         datasets 2.19, an old version with other names of column types (the package's tests read the newest)
-    litpkds    PackedDataset and its builder, from lit_gpt/packed_dataset.py of TinyLlama
-    litespark  the functions that cut and write in prepare_data.py of Litespark's repository (its reader is not public)
-    smp        GPTPretrainingDataset, from the data_pipeline.py of the SageMaker model parallel examples
-
-The last three are in no package: give the file of a checkout, as --source litpkds=PATH, else they are skipped.
 
 The first run downloads what uv's cache lacks (with torch several GB). Everything else is in a temporary folder.
 """
@@ -20,17 +15,13 @@ The first run downloads what uv's cache lacks (with torch several GB). Everythin
 from __future__ import annotations
 
 import argparse
-import gzip
 import importlib
 import importlib.metadata
-import importlib.util
 import json
-import logging
 import os
 import subprocess
 import sys
 import tempfile
-import types
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +34,6 @@ REQUIREMENTS = {
     "mds": ("mosaicml-streaming==0.13.0", "torch"),
     "megatron": ("megatron-core==0.16.1", "torch"),
     "hf": ("datasets==2.19.2",),
-    "litpkds": ("torch", "numpy"),
-    "litespark": ("numpy", "pandas", "pyarrow", "tqdm"),
-    "smp": ("torch", "numpy"),
 }
 EXIT_NOT_INSTALLED = 3
 """Exit code if a reader could not be installed and the others found no difference."""
@@ -53,11 +41,7 @@ EXPORTS: dict[str, dict[str, dict[str, Any]]] = {
     "mds": {"documents": {}, "rows": {"seq_len": SEQ_LEN, "packing": "bfd"}},
     "megatron": {"documents": {}},
     "hf": {"documents": {}, "rows": {"seq_len": SEQ_LEN, "packing": "bfd"}},
-    "litpkds": {"blocks": {"seq_len": SEQ_LEN}},
-    "litespark": {"blocks": {"seq_len": SEQ_LEN}},
-    "smp": {"rows": {"seq_len": SEQ_LEN, "packing": "bfd"}},
 }
-UNPACKAGED = ("litpkds", "litespark", "smp")
 
 
 # --- In our environment ---------------------------------------------------------------------------------------------
@@ -115,30 +99,19 @@ def compare_imports(folder: Path, peer: str) -> list[str]:
     same: list[str] = []
     for name, vocabulary in STORES.items():
         store = TokenStore.open(folder / name / "store")
-        options: dict[str, Any] = {"format": peer}
-        if peer.startswith("lit"):
-            options |= {"boundaries": "bos", "pad_id": vocabulary - 1}
-        if peer == "litespark":
-            options |= {"token_bytes": store.dtype.itemsize}
         import_tokens(
             folder / name / "theirs",
-            options=ImportOptions(**options),
+            options=ImportOptions(format=peer),  # pyright: ignore[reportArgumentType]
             tokenizer=make_tokenizer(vocabulary),
             out=folder / name / "back",
         )
         back = TokenStore.open(folder / name / "back")
-        lost = store.n_tokens - back.n_tokens
-        assert 0 <= lost <= (SEQ_LEN if peer == "litespark" else 0), f"{name}: {lost} tokens are missing"
-        if lost:  # its preparation drops a last row that is not 80 % full
-            same.append(f"{name}: its writer dropped the last {lost} tokens")
-        else:
-            assert np.array_equal(back.lengths, store.lengths), f"{name}: documents differ"
-        assert np.array_equal(back.lengths[:-1], store.lengths[: back.n_documents - 1]), f"{name}: documents differ"
-        assert np.array_equal(back.tokens(0, back.n_tokens), store.tokens(0, back.n_tokens)), f"{name}: ids differ"
+        assert np.array_equal(back.lengths, store.lengths), f"{name}: documents differ"
+        assert np.array_equal(back.tokens(0, back.n_tokens), store.tokens(0, store.n_tokens)), f"{name}: ids differ"
         same.append(f"{name}: {back.n_documents} documents, {back.n_tokens} tokens of its writer imported")
-        if peer in ("hf", "smp", "litespark"):
-            continue  # its files are split differently or have another version
-        ours = folder / name / ("blocks" if peer == "litpkds" else "documents")
+        if peer == "hf":
+            continue  # its files are split differently and have another version
+        ours = folder / name / "documents"
         theirs = sorted(path for path in (folder / name / "theirs").iterdir() if path.name != "index.json")
         files = [path for path in sorted(ours.iterdir()) if path.suffix in (".mds", ".bin", ".idx")]
         assert [path.name for path in files] == [path.name for path in theirs], f"{name}: file names differ"
@@ -160,14 +133,12 @@ def is_installable(peer: str) -> bool:
     return done.returncode == 0
 
 
-def run_peer(peer: str, source: Path | None) -> bool:
+def run_peer(peer: str) -> bool:
     """Run one peer from export to comparison; return True if everything is equal."""
     with tempfile.TemporaryDirectory(prefix="lt-peers-") as name:
         folder = Path(name)
         export_stores(folder, peer)
         arguments = [str(Path(__file__).resolve()), "--child", peer, str(folder)]
-        if source is not None:
-            arguments += ["--source", f"{peer}={source.resolve()}"]
         done = run_isolated(peer, arguments, folder)
         if done.returncode:
             print(f"{peer}: FAILED\n{done.stderr[-3000:]}", flush=True)
@@ -284,125 +255,27 @@ def child_hf(folder: Path) -> tuple[str, list[str]]:
     return f"datasets {datasets.__version__}", checks
 
 
-def import_file(file: Path) -> Any:
-    """Import a file of a checkout as a module."""
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def child_litpkds(folder: Path, source: Path) -> tuple[str, list[str]]:
-    module = import_file(source)
-    checks: list[str] = []
-    for name, vocabulary in STORES.items():
-        expected, documents = load_expected(folder / name)
-        files = sorted(map(str, (folder / name / "blocks").glob("*.bin")))
-        block = SEQ_LEN + 1
-        read = module.PackedDataset(files, n_chunks=len(files), block_size=block, shuffle=False)
-        blocks = iter(read)
-        tokens, padding = expected["tokens"].astype(np.int64), int(expected["pad"])
-        itemsize = expected["tokens"].dtype.itemsize
-        chunk = (Path(files[0]).stat().st_size - 24) // itemsize
-        whole = np.append(tokens, np.full(chunk * len(files) - tokens.size, padding))
-        for i, ids in enumerate(whole.reshape(-1, block)):
-            assert np.array_equal(next(blocks).numpy(), ids), f"block {i}"
-        checks.append(f"{name}: {whole.size // block} blocks of {len(files)} chunks read")
-        (folder / name / "theirs").mkdir()
-        builder = module.PackedDatasetBuilder(
-            str(folder / name / "theirs"), "train", chunk, padding, "auto", vocab_size=vocabulary
-        )
-        for ids in documents:
-            builder.add_array(ids)
-        builder.write_reminder()
-    return f"PackedDataset of {source.name}", checks
-
-
-def child_litespark(folder: Path, source: Path) -> tuple[str, list[str]]:
-    stub: Any = types.ModuleType("transformers")  # its tokenizer is not used
-    stub.LlamaTokenizer = None
-    sys.modules["transformers"] = stub
-    module = import_file(source)
-    checks: list[str] = []
-    for name in STORES:
-        expected, documents = load_expected(folder / name)
-        module.global_tokenizer = types.SimpleNamespace(eos_token_id=int(expected["pad"]))
-        rows = module.create_token_sequences([ids.tolist() for ids in documents], SEQ_LEN)
-        dtype = expected["tokens"].dtype
-        files = sorted((folder / name / "blocks" / "train").iterdir())
-        ours = np.concatenate([np.fromfile(file, dtype) for file in files]).reshape(-1, SEQ_LEN + 1)
-        assert len(ours) - len(rows) in (0, 1)
-        assert np.array_equal(ours[: len(rows)], rows)
-        theirs = folder / name / "theirs" / "tokens_shard_000000.ds"
-        assert module.save_tokens_to_file([id_ for row in rows for id_ in row], str(theirs), dtype.itemsize)
-        assert theirs.read_bytes() == ours[: len(rows)].tobytes()
-        checks.append(f"{name}: {len(rows)} of {len(ours)} rows are byte-identical to those of its writer")
-    return f"Litespark's {source.name}", checks
-
-
-def child_smp(folder: Path, source: Path) -> tuple[str, list[str]]:
-    torch: Any = importlib.import_module("torch")
-    stub: Any = types.ModuleType("logging_utils")
-    stub.get_logger = logging.getLogger
-    sys.modules["logging_utils"] = stub
-    module = import_file(source)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/group", rank=0, world_size=1)
-    checks: list[str] = []
-    for name in STORES:
-        expected, documents = load_expected(folder / name)
-        found = []
-        for file in sorted((folder / name / "rows").iterdir()):  # its trainer reads one at a time, in this order
-            read = module.GPTPretrainingDataset([str(file)], max_sequence_length=SEQ_LEN, zipped=True)
-            found += [read[i] for i in range(len(read))]
-        mask = expected["mask"]
-        assert np.array_equal(torch.stack([attention_mask for _, attention_mask in found]), mask)
-        ids = torch.stack([input_ids for input_ids, _ in found])
-        assert np.array_equal(ids, np.where(mask, expected["input_ids"], expected["pad"]))
-        checks.append(f"{name}: {len(found)} rows read")
-        (folder / name / "theirs").mkdir()
-        with gzip.open(folder / name / "theirs" / "train.json.gz", "wt") as lines:
-            for document in documents:
-                record = {"input_ids": document.tolist(), "attention_mask": [1] * document.size}
-                lines.write(json.dumps(record) + "\n")
-    torch.distributed.destroy_process_group()
-    return f"GPTPretrainingDataset of {source.name}", checks
-
-
-def run_child(peer: str, folder: Path, source: Path | None) -> None:
+def run_child(peer: str, folder: Path) -> None:
     """Compare in the environment of the peer; print the result as JSON on the last line."""
-    if peer in UNPACKAGED:
-        assert source is not None
-        children = {"litpkds": child_litpkds, "litespark": child_litespark, "smp": child_smp}
-        version, checks = children[peer](folder, source)
-    else:
-        version, checks = {"mds": child_mds, "megatron": child_megatron, "hf": child_hf}[peer](folder)
+    version, checks = {"mds": child_mds, "megatron": child_megatron, "hf": child_hf}[peer](folder)
     print(json.dumps({"version": version, "checks": checks}), flush=True)
 
 
 def main() -> int:
     """Run the given peers, or all; return 0 if everything is equal."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("peers", nargs="*", metavar="PEER", help=", ".join(REQUIREMENTS))
-    parser.add_argument("--source", action="append", default=[], metavar="PEER=FILE", help="a file of a checkout")
+    parser.add_argument("peers", nargs="*", choices=[*REQUIREMENTS, []], default=[])
     parser.add_argument("--child", nargs=2, metavar=("PEER", "FOLDER"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    sources = {peer: Path(file) for peer, _, file in (source.partition("=") for source in arguments.source)}
     if arguments.child:
-        run_child(arguments.child[0], Path(arguments.child[1]), sources.get(arguments.child[0]))
+        run_child(arguments.child[0], Path(arguments.child[1]))
         return 0
-    if unknown := [peer for peer in [*arguments.peers, *sources] if peer not in REQUIREMENTS]:
-        parser.error(f"{', '.join(unknown)}: one of {', '.join(REQUIREMENTS)}")
     failed = absent = False
     for peer in arguments.peers or REQUIREMENTS:
-        if peer in UNPACKAGED and peer not in sources:
-            print(f"{peer}: skipped; give its file with --source {peer}=PATH", flush=True)
-            continue
         if not is_installable(peer):
             absent = True
             continue
-        failed |= not run_peer(peer, sources.get(peer))
+        failed |= not run_peer(peer)
     return 1 if failed else EXIT_NOT_INSTALLED if absent else 0
 
 

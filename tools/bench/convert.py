@@ -6,18 +6,14 @@
 A Hugging Face model of the preset's shapes (fewer layers for a small disk; random bits) is written once. Then,
 alternating and several times: read the model's bytes and write the output's with plain large direct I/O and one fsync
 (the disk's limits), each alone (`read_limit_s`, `write_limit_s`) and both at the same time (`copy_limit_s`, the work of
-a conversion), and convert, with the model dropped from the page cache, and the same without the hashes of the output
-(`unhashed_seconds`, `unhashed_cpu_s`), except for one file; with `--listed` also with a SHA256SUMS in the model, with
-which every byte that is read is compared (`listed_seconds`, `listed_cpu_s`). `of_limit` is the slower direction's time
-over the conversion's, `of_copy_limit` that of both at once. Peak memory is that of a process of its own, compared with
-one that converts a model of a few kB; with `--cgroup-mib` (as root) the conversion runs in a cgroup with that much
-memory, page cache included.
+a conversion), and convert, with the model dropped from the page cache. `of_limit` is the slower direction's time over
+the conversion's, `of_copy_limit` that of both at once. Peak memory is that of a process of its own, compared with one
+that converts a model of a few kB.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import mmap
 import os
@@ -29,24 +25,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 
-from lt_ckpt.hash_list import HASH_LIST, format_hash_list
 from lt_ckpt.tensorfile import HashingSafetensorsWriter, TensorSpec
 from lt_model import PRESETS, LlamaConfig, config_to_hf, param_specs
 
 BLOCK_BYTES = 4 * 2**20
 CHILD_ARGUMENT = "convert-child"
-UNHASHED_ARGUMENT = "convert-child-unhashed"
 
 
 def make_model(folder: Path, config: LlamaConfig, shard_bytes: int) -> int:
@@ -80,15 +71,6 @@ def make_model(folder: Path, config: LlamaConfig, shard_bytes: int) -> int:
     hf = config_to_hf(config, bos_token_id=1, eos_token_id=2, dtype="bfloat16")
     (folder / "config.json").write_text(json.dumps(hf), encoding="utf-8")
     return total
-
-
-def write_hash_list(folder: Path) -> None:
-    """Write the list of a folder's hashes."""
-    hashes = {}
-    for path in sorted(folder.iterdir()):
-        with path.open("rb") as file:
-            hashes[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-    (folder / HASH_LIST).write_bytes(format_hash_list(hashes))
 
 
 def drop_page_cache(folder: Path) -> None:
@@ -149,29 +131,10 @@ def direct_copy(model: Path, folder: Path, n_read: int, n_written: int) -> float
     return time.perf_counter() - start
 
 
-@contextmanager
-def create_cgroup(mib: int) -> Iterator[Path]:
-    """Create a cgroup with that much memory (version 2, or the memory controller of version 1)."""
-    memory_v1 = Path("/sys/fs/cgroup/memory")
-    group = (memory_v1 if memory_v1.is_dir() else memory_v1.parent) / f"lt-bench-{os.getpid()}"
-    group.mkdir()
-    try:
-        limit = "memory.limit_in_bytes" if memory_v1.is_dir() else "memory.max"
-        (group / limit).write_text(str(mib * 2**20), encoding="ascii")
-        yield group
-    finally:
-        group.rmdir()
-
-
-def run_conversion(
-    model: Path, out: Path, arguments: list[str], cgroup_mib: int = 0, *, child: str = CHILD_ARGUMENT
-) -> dict[str, float]:
+def run_conversion(model: Path, out: Path, arguments: list[str]) -> dict[str, float]:
     """Convert in a subprocess; return its seconds, CPU seconds, peak memory and output size."""
-    command = [sys.executable, __file__, child, str(model), str(out), *arguments]
-    with create_cgroup(cgroup_mib) if cgroup_mib else nullcontext() as group:
-        if group:
-            command = ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh", *command]
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
+    command = [sys.executable, __file__, CHILD_ARGUMENT, str(model), str(out), *arguments]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
     found = json.loads(done.stdout.splitlines()[-1])
     made = [out] if out.is_file() else [path for path in out.rglob("*") if path.is_file()]
     found["out_bytes"], found["files"] = sum(path.stat().st_size for path in made), len(made)
@@ -188,22 +151,7 @@ def cpu_model() -> str:
     return names[0].partition(":")[2].strip() if names else platform.machine()
 
 
-class NoDigest:
-    """Stands for a SHA-256 that is not computed."""
-
-    def update(self, data: object) -> None:
-        """Ignore bytes."""
-
-    def hexdigest(self) -> str:
-        """Return zeros."""
-        return "0" * 64
-
-
-def run_child(arguments: list[str], *, hashes: bool) -> None:
-    from lt_ckpt import folder_hashing
-
-    if not hashes:
-        folder_hashing.hashlib = SimpleNamespace(sha256=NoDigest, file_digest=lambda file, name: NoDigest())  # type: ignore[assignment]
+def run_child(arguments: list[str]) -> None:
     from lt_ckpt.cli import app
 
     start = time.perf_counter()
@@ -225,8 +173,6 @@ def main() -> None:
         "--model", type=Path, default=None, help="create the model here and keep it, or use the existing one"
     )
     parser.add_argument("--out", type=Path, default=None, help="also write the JSON here")
-    parser.add_argument("--cgroup-mib", type=int, default=0, help="memory of the conversion, page cache included")
-    parser.add_argument("--listed", action="store_true", help="also convert the model with a list of its hashes")
     options, arguments = parser.parse_known_args()
     preset = PRESETS[options.preset]
     config = replace(preset, n_layers=options.layers or preset.n_layers)
@@ -244,19 +190,8 @@ def main() -> None:
             drop_page_cache(model)
             read = direct_read(model, n_bytes)
             drop_page_cache(model)
-            found = run_conversion(model, folder / "out", arguments, options.cgroup_mib)
+            found = run_conversion(model, folder / "out", arguments)
             remove(folder / "out")
-            drop_page_cache(model)
-            bare = run_conversion(model, folder / "out", arguments, options.cgroup_mib, child=UNHASHED_ARGUMENT)
-            remove(folder / "out")
-            found |= {"unhashed_seconds": bare["seconds"], "unhashed_cpu_s": bare["cpu_s"]}
-            if options.listed:
-                write_hash_list(model)
-                drop_page_cache(model)
-                listed = run_conversion(model, folder / "out", arguments, options.cgroup_mib)
-                remove(folder / "out")
-                (model / HASH_LIST).unlink()
-                found |= {"listed_seconds": listed["seconds"], "listed_cpu_s": listed["cpu_s"]}
             write = direct_write(folder, int(found["out_bytes"]))
             drop_page_cache(model)
             copy = direct_copy(model, folder, n_bytes, int(found["out_bytes"]))
@@ -272,13 +207,11 @@ def main() -> None:
         "preset": options.preset,
         "layers": config.n_layers,
         "arguments": arguments,
-        "cgroup_mib": options.cgroup_mib,
         "model_bytes": n_bytes,
         "rounds": rounds,
         "median_of_limit": statistics.median(r["of_limit"] for r in rounds),
         "median_of_copy_limit": statistics.median(r["of_copy_limit"] for r in rounds),
         "median_seconds": statistics.median(r["seconds"] for r in rounds),
-        "median_unhashed_seconds": statistics.median(r["unhashed_seconds"] for r in rounds),
         "peak_over_base_bytes": max(r["peak_bytes"] for r in rounds) - base,
         "allowed_over_base_bytes": 2 * largest + 64 * 2**20,
     }
@@ -290,8 +223,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == [CHILD_ARGUMENT]:
-        run_child(sys.argv[2:], hashes=True)
-    elif sys.argv[1:2] == [UNHASHED_ARGUMENT]:
-        run_child(sys.argv[2:], hashes=False)
+        run_child(sys.argv[2:])
     else:
         main()

@@ -1,7 +1,7 @@
 """Cost of preparing a token store relative to the tokenizer alone, by engine, and its memory.
 
     uv run python tools/bench/prepare.py collect [--folder F]      # the text and the tokenizer, once
-    uv run python tools/bench/prepare.py speed-1 speed-2 memory [peer]   # one round each; repeat several times
+    uv run python tools/bench/prepare.py speed-1 speed-2 memory   # one round each; repeat several times
     uv run python tools/bench/prepare.py table [--out PAGE]        # medians of all rounds so far
 
 The text is from a developer's machine: Python sources and documentation (of the interpreter and of its packages),
@@ -14,13 +14,8 @@ the files are read again, and the page says so. The tokenizer is a byte-level BP
              with N encoding processes, per engine; against `raw`: encode_batch_fast of `tokenizers` over the same texts
              in memory, in batches of 1 MB by N single-threaded processes, nothing else counted, the ids discarded. All
              runs must produce the same ids.
-    memory   peak memory of each process at 100 MB and at 1 GB of text, and the workers' own memory (anonymous, median
-             of the samples) in the second and the last tenth of the time; memory-hf, memory-gigatoken-large and the
-             like measure a part of it
-    peer     25 MB with two processes, children included: `prepare` by engine; datasets.map + save_to_disk with the
-             tokenizer of transformers and Python lists, as in its examples, and with `tokenizers` called directly and
-             two-byte numpy arrays; and `raw`
-
+    memory   peak memory of each process at 100 MB and at 1 GB of text; memory-hf,
+             memory-gigatoken-large and the like measure a part of it
 Every round measures each case once, in random order; ratios are taken within a round.
 """
 
@@ -52,11 +47,9 @@ from typing import Any, Literal
 MB = 10**6
 SMALL_BYTES = 100 * MB
 LARGE_BYTES = 1000 * MB
-PEER_BYTES = 25 * MB
 TRAIN_BYTES = 20 * MB
 MAX_FILE_BYTES = 4 * MB
 VOCAB = 32000
-SEQ_LEN = 4096
 ENGINES = ("hf", "gigatoken")
 
 
@@ -205,72 +198,7 @@ def child_prepare(folder: Path, name: str, engine: Literal["hf", "gigatoken"], w
         "ids": ids.hexdigest(),
         "engine": manifest.engine["name"],
         "memory_bytes": monitor.peak_bytes,
-        "own_bytes_by_tenth": monitor.median_by_tenth(),
     }
-
-
-def peer_texts(folder: Path) -> list[str]:
-    size = 0
-    chosen: list[str] = []
-    for text in read_documents(folder / "small.jsonl"):
-        if size >= PEER_BYTES:
-            break
-        chosen.append(text)
-        size += len(text.encode())
-    return chosen
-
-
-def with_transformers(dataset: Any, tokenizer_file: str) -> Any:
-    """Tokenize and group as transformers' run_clm.py and NxD's get_dataset.py do."""
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=tokenizer_file)
-
-    def encode(rows: dict[str, list[str]]) -> Any:
-        return tokenizer(rows["text"], add_special_tokens=False, return_token_type_ids=False)
-
-    def group(examples: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
-        joined = {key: [value for row in rows for value in row] for key, rows in examples.items()}
-        total = len(joined["input_ids"]) // SEQ_LEN * SEQ_LEN
-        made = {key: [row[i : i + SEQ_LEN] for i in range(0, total, SEQ_LEN)] for key, row in joined.items()}
-        return {**made, "labels": made["input_ids"].copy()}
-
-    return dataset.map(encode, batched=True, num_proc=2, remove_columns=["text"]).map(group, batched=True, num_proc=2)
-
-
-def with_tokenizers(dataset: Any, tokenizer_file: str) -> Any:
-    """Tokenize and group in one call with numpy, the ids alone."""
-    import numpy as np
-    import tokenizers
-
-    tokenizer = tokenizers.Tokenizer.from_file(tokenizer_file)
-    tokenizer.encode_special_tokens = True
-
-    def encode(rows: dict[str, list[str]]) -> dict[str, Any]:
-        encodings = tokenizer.encode_batch_fast(rows["text"], add_special_tokens=False)
-        ids = np.concatenate([np.array(encoding.ids, np.uint16) for encoding in encodings])
-        return {"input_ids": ids[: ids.size // SEQ_LEN * SEQ_LEN].reshape(-1, SEQ_LEN)}
-
-    return dataset.map(encode, batched=True, num_proc=2, remove_columns=["text"])
-
-
-PEERS = {"transformers": with_transformers, "tokenizers": with_tokenizers}
-
-
-def child_peer(folder: Path, name: str) -> dict[str, Any]:
-    os.environ |= {"TOKENIZERS_PARALLELISM": "false", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(folder / "hf")}
-    from datasets import Dataset
-
-    chosen = peer_texts(folder)
-    try:
-        with MemoryMonitor() as monitor:
-            dataset = Dataset.from_dict({"text": chosen})
-            PEERS[name](dataset, str(folder / "tokenizer/tokenizer.json")).save_to_disk(str(folder / "peer"))
-    finally:
-        shutil.rmtree(folder / "peer", ignore_errors=True)
-        shutil.rmtree(folder / "hf", ignore_errors=True)
-    size = sum(len(text.encode()) for text in chosen)
-    return {"cpu_s": cpu_seconds(), "text_bytes": size, "memory_bytes": monitor.peak_bytes}
 
 
 def cpu_seconds() -> float:
@@ -288,7 +216,6 @@ class MemoryMonitor:
 
     def __init__(self) -> None:
         self._seen: dict[int, int] = {}
-        self._own: list[tuple[float, int, int]] = []
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._poll)
         self.peak_bytes: list[int] = []
@@ -318,21 +245,9 @@ class MemoryMonitor:
         fields = dict(line.split(":", 1) for line in status.splitlines())
         if "VmHWM" in fields:
             self._seen[process] = int(fields["VmHWM"].split()[0]) * 1024
-            self._own.append((time.monotonic(), process, int(fields["RssAnon"].split()[0]) * 1024))
-
-    def median_by_tenth(self) -> list[int]:
-        """Return the median anonymous memory of the children in each tenth of the time."""
-        samples = [(when, size) for when, process, size in self._own if process != os.getpid()]
-        if not samples:
-            return []
-        begin, end = samples[0][0], samples[-1][0]
-        tenths: list[list[int]] = [[] for _ in range(10)]
-        for when, size in samples:
-            tenths[min(9, int(10 * (when - begin) / max(end - begin, 1e-9)))].append(size)
-        return [int(statistics.median(tenth)) if tenth else 0 for tenth in tenths]
 
 
-CHILDREN = {"raw": child_raw, "prepare": child_prepare, "peer": child_peer}
+CHILDREN = {"raw": child_raw, "prepare": child_prepare}
 
 
 def run_child(folder: Path, *words: str | int) -> dict[str, Any]:
@@ -351,10 +266,7 @@ def measure_round(folder: Path, what: str) -> None:
         cases = [("prepare", name, engine, 2) for engine in ENGINES for name in ("small", "large")]
         cases = [case for case in cases if all(part in case for part in what.split("-")[1:])]
     else:
-        with (folder / "peer.jsonl").open("w") as file:
-            file.writelines(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in peer_texts(folder))
-        cases = [*(("peer", name) for name in PEERS), *(("prepare", "peer", engine, 2) for engine in ENGINES)]
-        cases.append(("raw", 2, "peer"))
+        raise SystemExit(f"{what}: collect, table, speed-1, speed-2, or memory with a part of it")
     random.shuffle(cases)
     found = {" ".join(map(str, case)): run_child(folder, *case) for case in cases}
     with (folder / "results.jsonl").open("a") as file:
@@ -439,12 +351,7 @@ def render_page(facts: dict[str, Any], rounds: list[dict[str, Any]]) -> list[str
             f"{', '.join(f'{f:.1f}' for f in faster)}), start, imports and the parity check included; all ids "
             f"identical (SHA-256 `{min(ids)[:16]}`)."
         )
-    for workers in (1, 2):
-        found = [entry["found"] for entry in rounds if entry["what"] == f"speed-{workers}"]
-        shares = [entry[f"raw {workers}"]["cpu_s"] / entry[f"prepare small hf {workers}"]["cpu_s"] for entry in found]
-        if shares:
-            notes.append(f"- hf of raw, {workers}, round by round: {', '.join(f'{share:.1%}' for share in shares)}.")
-    lines += ["", *notes, "", *memory_lines(rounds, large), *peer_lines(rounds)]
+    lines += ["", *notes, "", *memory_lines(rounds, large)]
     return lines
 
 
@@ -457,8 +364,8 @@ def memory_lines(rounds: list[dict[str, Any]], large: dict[str, Any]) -> list[st
         + "different text"
         + (", read again." if large["passes"] > 1 else "."),
         "",
-        "| engine | text | parent | larger worker | other worker | workers' own, second tenth | last tenth |",
-        "|---|---|---|---|---|---|---|",
+        "| engine | text | parent | larger worker | other worker |",
+        "|---|---|---|---|---|",
     ]
     for engine in ENGINES:
         for name, size in (("small", "100 MB"), ("large", "1 GB")):
@@ -466,37 +373,8 @@ def memory_lines(rounds: list[dict[str, Any]], large: dict[str, Any]) -> list[st
             peaks = [entry[case]["memory_bytes"][:3] for entry in found if case in entry]
             if not peaks:
                 continue
-            own = [entry[case]["own_bytes_by_tenth"] for entry in found if case in entry]
-            columns = [*zip(*peaks, strict=True), [tenths[1] for tenths in own], [tenths[9] for tenths in own]]
-            cells = " | ".join(f"{max(column) / MB:.0f} MB" for column in columns)
+            cells = " | ".join(f"{max(column) / MB:.0f} MB" for column in zip(*peaks, strict=True))
             lines.append(f"| {engine} | {size} | {cells} |")
-    return [*lines, ""]
-
-
-def peer_lines(rounds: list[dict[str, Any]]) -> list[str]:
-    found = [entry["found"] for entry in rounds if entry["what"] == "peer"]
-    if not found:
-        return []
-    size = found[0]["peer tokenizers"]["text_bytes"]
-    lines = [
-        f"The first {size / MB:.0f} MB by two processes, {len(found)} rounds in random order; `prepare` splits no "
-        "document and keeps boundaries, sources and hashes, the peers keep rows alone:",
-        "",
-        "| what | MB per CPU-s | CPU time relative to `prepare`, hf | largest process |",
-        "|---|---|---|---|",
-    ]
-    cases = {
-        "raw `encode_batch_fast`": "raw 2 peer",
-        "`prepare`, gigatoken": "prepare peer gigatoken 2",
-        "`prepare`, hf": "prepare peer hf 2",
-        "`datasets.map`, `tokenizers` called directly, numpy": "peer tokenizers",
-        "`datasets.map` + `group_texts`, the tokenizer of `transformers`": "peer transformers",
-    }
-    for label, case in cases.items():
-        speed = statistics.median(size / MB / entry[case]["cpu_s"] for entry in found)
-        share = statistics.median(entry[case]["cpu_s"] / entry[cases["`prepare`, hf"]]["cpu_s"] for entry in found)
-        peaks = [max(entry[case]["memory_bytes"]) for entry in found if "memory_bytes" in entry[case]]
-        lines.append(f"| {label} | {speed:.2f} | {share:.2f} | {f'{max(peaks) / MB:.0f} MB' if peaks else ''} |")
     return [*lines, ""]
 
 

@@ -1,8 +1,7 @@
-"""Cost of packing, opening and reading a token store, each relative to the limit of this machine.
+"""Cost of opening and reading a token store, each relative to the limit of this machine.
 
-    uv run python tools/bench/stream.py [open gather pack] [--folder F] [--peers] [--out docs/benchmarks/data.md]
+    uv run python tools/bench/stream.py [open gather] [--folder F] [--peers] [--out docs/benchmarks/data.md]
 
-    pack    best-fit decreasing over ten million documents, from their lengths to the finished index, hash included
     open    a store of 10^10 tokens (sparse files): open it and its pack, and return the batch of step 10^6; in
             subprocesses, wall seconds and memory
     gather  batches of random rows, against the memcpy of the same rows (one loop in C over precomputed offsets),
@@ -108,31 +107,6 @@ def make_reader(store: TokenStore, mode: Any, seq_len: int = SEQ_LEN) -> RowRead
     index = build_index(store.lengths, seq_len=seq_len, mode=mode, store_fingerprint=store.manifest.fingerprint)
     index.save(store.path / "packs" / f"{mode}-{seq_len}", overwrite=True)
     return RowReader(store, PackIndex.load(store.path / "packs" / f"{mode}-{seq_len}"))
-
-
-def bench_pack() -> list[list[str]]:
-    """Index ten million documents; CPU seconds, median of three."""
-    rows: list[list[str]] = []
-    shapes: list[tuple[str, np.ndarray, int]] = [
-        ("lognormal, median 490", lognormal_lengths(10_000_000, 490), 4096),
-        ("the same", lognormal_lengths(10_000_000, 490), 32_768),
-        ("the same", lognormal_lengths(10_000_000, 490), 131_072),
-        ("uniform, 1 to 2000", np.random.default_rng(0).integers(1, 2001, 10_000_000), 4096),
-        ("uniform, 1 to 20,000", np.random.default_rng(0).integers(1, 20_001, 10_000_000), 4096),
-    ]
-    for name, lengths, seq_len in shapes:
-        seconds: list[float] = []
-        index = None
-        for _ in range(3):
-            begin = time.process_time()
-            index = build_index(lengths, seq_len=seq_len, mode="bfd")
-            seconds.append(time.process_time() - begin)
-        assert index is not None
-        cut = np.bincount(index.document, minlength=lengths.size)
-        avoidable = int((cut > -(-lengths // seq_len)).sum())
-        fill = float(lengths.sum() / index.n_positions)
-        rows.append([name, str(seq_len), f"{statistics.median(seconds):.2f}", f"{fill:.4%}", str(avoidable)])
-    return rows
 
 
 OPEN_SCRIPT = """
@@ -354,11 +328,6 @@ TITLES = {
             "of memcpy of the spans",
         ],
     ),
-    "pack": (
-        "Best-fit decreasing over 10 million documents, from lengths to the finished index with its hash; CPU seconds, "
-        "median of 3.",
-        ["lengths", "seq_len", "CPU s", "fill", "documents split although they fit"],
-    ),
 }
 
 
@@ -400,7 +369,6 @@ def main() -> None:
             title, head = TITLES[what]
             where = machine_info()
             rows = {
-                "pack": bench_pack,
                 "open": lambda: bench_open(folder),
                 "gather": lambda: bench_gather(folder, options.peers),
             }[what]()

@@ -11,8 +11,7 @@ same weights. Each trainer is a process of its own. They alternate step by step,
 that other load on the machine affects all alike; CPU seconds are those of the process; medians over the steps, without
 compilation and warm-up.
 
-Rows are from a text-like source, a fixed order-1 Markov chain, the same for all; `train_losses.py` compares what they
-learn. `--start` measures from the command to the first step of `lt train run`.
+Rows are from a text-like source, a fixed order-1 Markov chain, the same for all.
 
 litgpt needs lightning and other packages: they are installed into a temporary environment, which uses torch and
 transformers of the running one.
@@ -41,7 +40,7 @@ import numpy as np
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/benchmarks/training.md"
-VOCAB, SEQ_LENS = 32000, (1024, 512)
+VOCAB, SEQ_LENS, SEED = 32000, (1024, 512), 0
 LR, BETAS, WEIGHT_DECAY, GRAD_CLIP = 4e-4, (0.9, 0.95), 0.01, 1.0
 WARMUP_STEPS = 20
 """Steps until the full learning rate is reached."""
@@ -73,7 +72,7 @@ def learning_rate(step: int) -> float:
     return LR * min(1.0, (step + 1) / WARMUP_STEPS)
 
 
-def make_lt_step(seed: int, seq_len: int, *, compiled: bool) -> Any:
+def make_lt_step(seq_len: int, *, compiled: bool) -> Any:
     """Return the step function of our engine."""
     from lt_trainer.config.recipe import llama_config, load
     from lt_trainer.engine import World
@@ -83,7 +82,7 @@ def make_lt_step(seed: int, seq_len: int, *, compiled: bool) -> Any:
     from lt_trainer_gpu.spec import SPEC
 
     base = {
-        "run": {"seed": seed},
+        "run": {"seed": SEED},
         "model": {"preset": "litespark-default", "vocab_size": VOCAB},
         "data": {"synthetic": True, "seq_len": seq_len, "document_mask": False},
         "batch": {"global_batch_size": 1, "micro_batch_size": 1},
@@ -129,7 +128,7 @@ def make_peer_step(model: Any, loss_of: Any) -> Any:
     return step
 
 
-def make_litgpt_step(seed: int, seq_len: int) -> Any:
+def make_litgpt_step(seq_len: int) -> Any:
     """Return the step function of litgpt: its model and loss, compiled as in its pretrain command."""
     import torch
     from litgpt.model import GPT, Config  # pyright: ignore[reportMissingImports] - in an environment of its own
@@ -152,14 +151,14 @@ def make_litgpt_step(seed: int, seq_len: int) -> Any:
         intermediate_size=2072,
     )
     model, weights = GPT(config), {}
-    copy_weights_hf_llama(config, {}, weights, initial_weights(seed))
+    copy_weights_hf_llama(config, {}, weights, initial_weights())
     model.load_state_dict(weights)
     compiled = torch.compile(model)
     return make_peer_step(model, lambda ids, labels: chunked_cross_entropy(compiled(ids), labels))
 
 
-def make_transformers_step(seed: int, seq_len: int, noise: float) -> Any:
-    """Return the step function of transformers, compiled; `noise` is a relative change of its initial weights."""
+def make_transformers_step(seq_len: int) -> Any:
+    """Return the step function of transformers, compiled."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -175,12 +174,7 @@ def make_transformers_step(seed: int, seq_len: int, noise: float) -> Any:
         tie_word_embeddings=False,
     )
     model = LlamaForCausalLM(config).train()
-    model.load_state_dict(initial_weights(seed))
-    if noise:
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for weight in model.parameters():
-                weight.mul_(1 + noise * torch.randn(weight.shape, generator=generator))
+    model.load_state_dict(initial_weights())
     loss = torch.nn.functional.cross_entropy
 
     @torch.compile
@@ -191,13 +185,13 @@ def make_transformers_step(seed: int, seq_len: int, noise: float) -> Any:
     return make_peer_step(model, loss_of)
 
 
-def initial_weights(seed: int) -> dict[str, Any]:
+def initial_weights() -> dict[str, Any]:
     """Return our engine's initial weights, float32, by the names of transformers."""
     from lt_model import PRESETS, param_specs
     from lt_model.init import init_slice
 
     config = dataclasses.replace(PRESETS["litespark-default"], vocab_size=VOCAB)
-    return {parameter.name: init_slice(parameter, seed) for parameter in param_specs(config)}
+    return {parameter.name: init_slice(parameter, SEED) for parameter in param_specs(config)}
 
 
 def read_status_bytes(field: str) -> int:
@@ -207,24 +201,21 @@ def read_status_bytes(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def make_step(name: str, seed: int, seq_len: int, noise: float = 0.0) -> Any:
-    """Return a trainer's step function: row and learning rate in, loss out."""
-    assert not noise or name == "transformers"
-    makers = {
-        "lt": partial(make_lt_step, compiled=False),
-        "lt-compiled": partial(make_lt_step, compiled=True),
-        "litgpt": make_litgpt_step,
-        "transformers": partial(make_transformers_step, noise=noise),
-    }
-    return makers[name](seed, seq_len)
+MAKERS = {
+    "lt": partial(make_lt_step, compiled=False),
+    "lt-compiled": partial(make_lt_step, compiled=True),
+    "litgpt": make_litgpt_step,
+    "transformers": make_transformers_step,
+}
+"""Trainer → its step function for a length of rows: row and learning rate in, loss out."""
 
 
-def run_child(name: str, seed: int, seq_len: int, noise: float) -> None:
+def run_child(name: str, seq_len: int) -> None:
     """Run one trainer: a step for each number on stdin, a JSON line for each on stdout."""
     import torch
 
     torch.set_num_threads(1)
-    step = make_step(name, seed, seq_len, noise)
+    step = MAKERS[name](seq_len)
     print(json.dumps({"ready": name}), flush=True)
     for line in sys.stdin:
         index = int(line)
@@ -253,14 +244,13 @@ def create_environment(folder: Path) -> str:
 
 
 class Trainer:
-    """Trainer's process on rows of `seq_len`, with weights drawn from `seed` and changed by `noise`."""
+    """Trainer's process on rows of `seq_len`."""
 
-    def __init__(self, name: str, python: str, *, seq_len: int, seed: int = 0, noise: float = 0.0) -> None:
+    def __init__(self, name: str, python: str, *, seq_len: int) -> None:
         self.name = name
         self.steps: list[dict[str, float]] = []
         env = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        child = ["--child", name, "--seed", str(seed), "--seq-len", str(seq_len), "--noise", str(noise)]
-        command = [python, "-W", "ignore", str(Path(__file__).resolve()), *child]
+        command = [python, "-W", "ignore", __file__, "--child", name, "--seq-len", str(seq_len)]
         self._process = subprocess.Popen(
             command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
@@ -317,48 +307,6 @@ def summarize(steps: list[dict[str, float]], seq_len: int, warmup: int) -> dict[
     }
 
 
-def measure_startup() -> dict[str, float]:
-    """Measure the start of `lt train run` on the CPU up to its first step, in wall and CPU seconds.
-
-    The second start is measured: the first leaves compiled modules, as an installed package's first use does.
-    """
-    with tempfile.TemporaryDirectory(prefix="lt-bench-pyc-") as compiled:
-        env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-        env |= {"OMP_NUM_THREADS": "2", "PYTHONPYCACHEPREFIX": compiled}
-        return [time_startup(env) for _ in range(2)][-1]
-
-
-def time_startup(env: dict[str, str]) -> dict[str, float]:
-    """Time one start in this environment; `step_s` is the first step's own time."""
-    import resource
-
-    with tempfile.TemporaryDirectory(prefix="lt-bench-") as name:
-        recipe = Path(name) / "run.toml"
-        recipe.write_text(
-            f'[run]\ndir = "{name}/run"\n[model]\npreset = "litespark-default"\nvocab_size = {VOCAB}\n'
-            f"[data]\nsynthetic = true\nseq_len = {SEQ_LENS[0]}\n[batch]\nglobal_batch_size = 1\nmicro_batch_size = 1\n"
-            "[schedule]\nmax_steps = 10\nwarmup_steps = 1\n[metrics]\nlog_interval = 1\n"
-            '[engine.gpu]\ndevice = "cpu"\ndtype = "bfloat16"\n',
-            encoding="utf-8",
-        )
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        start = time.perf_counter()
-        command = [sys.executable, "-m", "lt_trainer", "run", str(recipe)]
-        metrics = Path(name) / "run" / "metrics.jsonl"
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env)
-        while not (metrics.exists() and '"loss"' in metrics.read_text(encoding="utf-8")):
-            if process.poll() is not None:
-                raise SystemExit("lt train run ended before its first step")
-            time.sleep(0.02)
-        seconds = time.perf_counter() - start
-        step = json.loads(next(line for line in metrics.read_text(encoding="utf-8").splitlines() if '"loss"' in line))
-        process.kill()
-        process.wait()
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return {"wall_s": seconds, "cpu_s": cpu, "step_s": step["elapsed_s"]}
-
-
 def measure_products() -> dict[str, float]:
     """Return the FLOP of a token's matrix products without attention, and the best speed of one thread."""
     import torch
@@ -408,13 +356,6 @@ def render_page(found: dict[str, Any]) -> str:
         f"One thread reached {found['products']['flops_per_s'] / 1e9:.0f} GFLOP/s with products of 1024^3. On a CPU "
         "with faster bfloat16 products the ratios differ."
     )
-    if found.get("start"):
-        start = found["start"]
-        lines.append(
-            f"`lt train run`, from the command to the end of the first step: {start['wall_s']:.1f} s by the clock, "
-            f"{start['step_s']:.1f} s of them that step itself ({start['cpu_s']:.1f} CPU s in all, two threads)."
-        )
-    lines += ["", "Losses of longer runs: [training-losses.md](training-losses.md)."]
     return "\n".join(lines) + "\n"
 
 
@@ -449,22 +390,17 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=8, help="timed steps of each trainer and length")
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--only", default=",".join(TRAINERS), help="trainers, separated by commas")
-    parser.add_argument("--start", action="store_true", help="also measure from the command to the first step")
     parser.add_argument("--python", help="interpreter with litgpt installed")
     parser.add_argument("--write", action="store_true", help="write the page and its JSON")
     parser.add_argument("--seq-len", type=int, action="append", help=f"length of rows; default {SEQ_LENS}")
     parser.add_argument("--child", choices=TRAINERS, help=argparse.SUPPRESS)
-    parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
-    parser.add_argument("--noise", type=float, default=0.0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     seq_lens = options.seq_len or SEQ_LENS
     if options.child:
-        run_child(options.child, options.seed, seq_lens[0], options.noise)
+        run_child(options.child, seq_lens[0])
         return 0
     names = options.only.split(",")
     found: dict[str, Any] = {"machine": machine_info(), "warmup": options.warmup, "products": measure_products()}
-    if options.start:
-        found["start"] = measure_startup()
     with tempfile.TemporaryDirectory(prefix="lt-bench-env-") as folder:
         python = options.python or (create_environment(Path(folder) / "env") if "litgpt" in names else "")
         found["seq_lens"] = {
