@@ -184,7 +184,7 @@ CASES = [
     Case("evaluation.interval", "2", "evaluations", TASKS),
     Case("evaluation.limit", "3", "evaluations", TASKS),
     Case("metrics.monitor_interval_s", "0", "files"),
-    Case("engine.gpu.dtype", "bfloat16", "losses"),
+    Case("engine.gpu.dtype", "bfloat16", "losses", ("engine.gpu.dtype=float32",)),
     Case("engine.gpu.attention", "reference", "products"),
     Case("engine.gpu.compile", "true", "compilations"),
     Case("engine.gpu.fp8", "tensorwise", "losses", FP8),

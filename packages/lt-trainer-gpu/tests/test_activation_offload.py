@@ -1,7 +1,6 @@
 """Activations that went to the host and back: the same bits, on a CPU; what is moved and when it comes back."""
 
 import gc
-import os
 from typing import Any
 
 import pytest
@@ -12,15 +11,8 @@ from lt_model.init import init_model
 from lt_model.llama import Llama
 from lt_test_helpers import layouts
 from lt_test_helpers.layouts import TrainResult
-from lt_trainer.config.recipe import load
-from lt_trainer.engine import World
-from lt_trainer.errors import RecipeError
-from lt_trainer.planning.layout import layout_from_recipe
-from lt_trainer.planning.memory import plan_memory
 from lt_trainer_gpu import activation_offload
 from lt_trainer_gpu.activation_offload import ActivationOffload, SavedBlock, apply_activation_offload
-from lt_trainer_gpu.engine import GpuEngine
-from lt_trainer_gpu.spec import SPEC
 
 MODEL: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "n_heads": 4, "n_kv_heads": 4, "n_layers": 4}
 VOCAB, SEQ_LEN, ROWS = 61, 16, 4
@@ -34,17 +26,7 @@ def train(sets: tuple[str, ...], micro_batch_size: int) -> tuple[TrainResult, in
     moved: list[ActivationOffload] = []
     apply = activation_offload.apply_activation_offload
     activation_offload.apply_activation_offload = lambda *args: moved.append(apply(*args)) or moved[-1]
-    base = {
-        "model": MODEL,
-        "data": {"store": "unused", "seq_len": SEQ_LEN},
-        "batch": {"global_batch_size": ROWS, "micro_batch_size": 1},
-        "schedule": {"max_steps": 3, "warmup_steps": 1},
-        "engine": {"gpu": {"device": "cpu", "dtype": "float64"}},
-    }
-    recipe, world = load(base=base, overrides=sets).recipe, World.from_env(os.environ)
-    SPEC.check(recipe, world)
-    engine = SPEC.open(recipe, CONFIG, world)
-    assert isinstance(engine, GpuEngine)
+    engine = layouts.open_engine(*sets, model=MODEL, rows=ROWS, seq_len=SEQ_LEN, vocab=VOCAB)
     batches = layouts.global_batches(4, rows=ROWS, seq_len=SEQ_LEN, vocab=VOCAB)
     result = layouts.train_steps(engine, batches[:3], batches[3], micro_batch_size, lambda: engine.state().shards)
     return result, sum(one.moved_bytes for one in moved)
@@ -170,24 +152,3 @@ def test_compiled_blocks_have_the_same_gradients(model: Llama) -> None:
     moved = gradients()
     assert offload.moved_bytes > 0
     assert all(torch.equal(a, b) for a, b in zip(plain, moved, strict=True))
-
-
-def test_the_plan_keeps_two_blocks(recipe) -> None:
-    sets = ["model.preset=llama3-8b", "model.vocab_size=128256", "data.seq_len=8192", "engine.gpu.dtype=bfloat16"]
-    from lt_model import PRESETS
-
-    config = PRESETS["llama3-8b"]
-
-    def activations(*more: str) -> float:
-        layout = layout_from_recipe(recipe(*sets, *more), devices=8, nodes=1)
-        memory = plan_memory(config, 8192, layout)
-        return memory.parts["activations"]
-
-    assert activations(OFFLOAD) < 0.15 * activations()
-
-
-def test_what_cannot_be_offloaded_is_refused(recipe) -> None:
-    with pytest.raises(
-        RecipeError, match=r"activation_offload = True, model.n_layers = 1, .*: activations of a stage's"
-    ):
-        SPEC.check(recipe(OFFLOAD, "model.n_layers=1"), World())

@@ -8,7 +8,6 @@ far from those of float64 as in one process, not further and not nearer.
 All ranks of an axis train all cases one after the other, as making ranks takes longer than the little model.
 """
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,9 +19,7 @@ from lt_model import LlamaConfig
 from lt_test_helpers import layouts
 from lt_test_helpers.layouts import NamedTensors, StateSlice, assemble, assert_near
 from lt_trainer.config.recipe import load
-from lt_trainer.engine import World
 from lt_trainer_gpu import engine as engine_module
-from lt_trainer_gpu.spec import SPEC
 
 STEPS, ROWS, SEQ_LEN, VOCAB = 3, 4, 32, 61
 MODEL: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "n_heads": 2, "n_kv_heads": 2, "n_layers": 4}
@@ -84,18 +81,9 @@ class Outcome:
 def train_cases(axis: tuple[str, ...], cases: dict[str, tuple[str, ...]]) -> dict[str, Outcome]:
     """In a rank: the outcome of each case."""
     *batches, rest = layouts.global_batches(STEPS + 1, rows=ROWS, seq_len=SEQ_LEN, vocab=VOCAB)
-    base = {
-        "model": {**MODEL, "tie_word_embeddings": False},
-        "data": {"store": "unused", "seq_len": SEQ_LEN},
-        "batch": {"global_batch_size": ROWS, "micro_batch_size": 2},
-        "schedule": {"max_steps": STEPS, "warmup_steps": 1},
-        "engine": {"gpu": {"device": "cpu", "dtype": "float64"}},
-    }
     found = {}
     for name, sets in cases.items():
-        recipe, world = load(base=base, overrides=(*axis, *sets)).recipe, World.from_env(os.environ)
-        SPEC.check(recipe, world)
-        engine: Any = SPEC.open(recipe, CONFIG, world)
+        engine = layouts.open_engine(*axis, *sets, model=MODEL, rows=ROWS, seq_len=SEQ_LEN, vocab=VOCAB)
         engine_module.init_process_group = lambda *_: None  # the ranks have met
 
         def slices(*groups: str, engine: Any = engine) -> list[StateSlice]:

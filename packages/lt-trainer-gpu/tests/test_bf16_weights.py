@@ -1,32 +1,24 @@
 """Weights in bfloat16 with stochastic rounding: the same bits on every mesh and after a resume, and no lost updates."""
 
-import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from lt_ckpt import Checkpoint
-from lt_model import LlamaConfig, n_parameters, param_specs, stochastic_rounding
+from lt_model import LlamaConfig, param_specs, stochastic_rounding
 from lt_model.init import init_slice
 from lt_test_helpers import layouts
 from lt_test_helpers.layouts import StateSlice, TrainResult, assemble, copy_slices
 from lt_trainer.config.recipe import load
 from lt_trainer.config.sections.optimizer import OptimizerOptions
-from lt_trainer.engine import World
-from lt_trainer.errors import RecipeError
 from lt_trainer.optimizers import OPTIMIZERS
 from lt_trainer.optimizers.driver import OptimizerDriver
 from lt_trainer.optimizers.spec import ParamSlice
-from lt_trainer.planning.layout import layout_from_recipe
-from lt_trainer.planning.memory import plan_memory
 from lt_trainer_gpu import optimizer
 from lt_trainer_gpu.engine import GpuEngine
 from lt_trainer_gpu.optimizer import GpuOptimizer
-from lt_trainer_gpu.spec import SPEC
 
 ROWS, SEQ_LEN, VOCAB = 8, 16, 61
 MODEL = {"hidden_size": 32, "intermediate_size": 44, "n_heads": 8, "n_kv_heads": 4, "n_layers": 2}
@@ -47,11 +39,10 @@ def recipe_of(*sets: str):
 
 
 def open_engine(*sets: str) -> GpuEngine:
-    recipe, world = recipe_of(*sets), World.from_env(os.environ)
-    SPEC.check(recipe, world)
-    engine = SPEC.open(recipe, replace(CONFIG, n_layers=recipe.model.n_layers), world)
-    assert isinstance(engine, GpuEngine)
-    return engine
+    optimizer = {"weights_dtype": "bfloat16", "weight_decay": 0.1}
+    return layouts.open_engine(
+        *sets, model=MODEL, rows=ROWS, seq_len=SEQ_LEN, vocab=VOCAB, dtype="bfloat16", optimizer=optimizer
+    )
 
 
 def gradient(name: str, step: int) -> torch.Tensor:
@@ -169,35 +160,3 @@ def test_small_updates_are_not_lost(kind: type[OptimizerDriver]) -> None:
     driver.step(weights, {"w": torch.full(spec.shape, float("nan"))}, 1.0, torch.tensor(False))
     assert torch.equal(weights["w"], before)
     assert int(driver.step_count) == 100
-
-
-@pytest.mark.parametrize(
-    ("sets", "words"),
-    [
-        (("engine.gpu.dtype=float32",), "engine.gpu.dtype = 'float32': weights in bfloat16 need a forward pass in"),
-        (("engine.gpu.reduce_each_micro_batch=true",), "gradients of micro-batches would be summed in bfloat16"),
-    ],
-)
-def test_what_would_be_less_exact_is_refused(sets: tuple[str, ...], words: str) -> None:
-    with pytest.raises(RecipeError, match=words):
-        SPEC.check(recipe_of(*sets), World(rank=0, size=2, local_rank=0, local_size=2))
-
-
-def test_the_plan_counts_two_bytes_a_weight() -> None:
-    layout = layout_from_recipe(recipe_of("batch.micro_batch_size=8"), devices=1, nodes=1)
-    planned, n = plan_memory(CONFIG, SEQ_LEN, layout), n_parameters(CONFIG)
-    assert (planned.parts["weights"], planned.parts["optimizer state"]) == (2 * n, 8 * n)
-    assert planned.state_bytes == 10 * n
-
-
-def test_a_run_learns(ranks: Callable[..., list]) -> None:
-    (losses,) = ranks.run(losses_of, ranks=1)
-    assert np.mean(losses[-5:]) < losses[0] - 0.3
-
-
-def losses_of() -> list[float]:
-    engine = open_engine()
-    batch = layouts.rank_batch(layouts.global_batches(1, rows=ROWS, seq_len=SEQ_LEN, vocab=VOCAB)[0], engine, 2)
-    metrics = engine.fetch_metrics([engine.step(batch, 3e-3) for _ in range(30)])
-    engine.close()
-    return [one.loss for one in metrics]

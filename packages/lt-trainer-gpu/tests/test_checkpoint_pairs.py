@@ -14,13 +14,9 @@ from pathlib import Path
 import pytest
 
 from lt_ckpt import Checkpoint, OptimizerRecord
-from lt_model import LlamaConfig
 from lt_test_helpers import layouts
 from lt_test_helpers.layouts import StateSlice, assemble, copy_slices, rank_batch
-from lt_trainer.config.recipe import load
-from lt_trainer.engine import World
 from lt_trainer_gpu.engine import GpuEngine
-from lt_trainer_gpu.spec import SPEC
 
 ROWS, SEQ_LEN, VOCAB = 24, 16, 61
 MODEL = {"hidden_size": 32, "intermediate_size": 48, "n_heads": 8, "n_kv_heads": 4, "n_layers": 5}
@@ -42,11 +38,11 @@ MESHES: dict[str, tuple[int, tuple[str, ...]]] = {
     "pp-interleaved": (2, (PP, INTERLEAVED)),
     "pp-cp-tp-sp": (8, (PP, CP, TP, SP)),
 }
-STATES = [(optimizer, tied) for optimizer in ("adamw", "muon") for tied in (False, True)]
-RECORDS = {
-    "adamw": OptimizerRecord(name="adamw", slots=("exp_avg", "exp_avg_sq")),
+ADAMW = OptimizerRecord(name="adamw", slots=("exp_avg", "exp_avg_sq"))
+RECORDS = {"adamw": ADAMW, "adamw-bf16": ADAMW} | {
     "muon": OptimizerRecord(name="muon", slots=("momentum", "exp_avg", "exp_avg_sq")),
 }
+STATES = [(optimizer, tied) for optimizer in RECORDS for tied in (False, True)]
 N_SAMPLED = 2
 RANDOM = random.Random(int(os.environ.get("LT_SEED", "20")))
 SAMPLE, SAMPLED_STATE = (
@@ -56,20 +52,11 @@ SAMPLE, SAMPLED_STATE = (
 
 
 def open_engine(optimizer: str, tied: bool, sets: Sequence[str]) -> GpuEngine:
-    base = {
-        "model": {**MODEL, "tie_word_embeddings": tied},
-        "data": {"store": "unused", "seq_len": SEQ_LEN},
-        "batch": {"global_batch_size": ROWS, "micro_batch_size": 1},
-        "optimizer": {"name": optimizer, "weight_decay": 0.1},
-        "schedule": {"max_steps": 3, "warmup_steps": 1},
-        "engine": {"gpu": {"device": "cpu", "dtype": "float64"}},
-    }
-    recipe, world = load(base=base, overrides=sets).recipe, World.from_env(os.environ)
-    SPEC.check(recipe, world)
-    config = LlamaConfig(vocab_size=VOCAB, max_position_embeddings=SEQ_LEN, tie_word_embeddings=tied, **MODEL)
-    engine = SPEC.open(recipe, config, world)
-    assert isinstance(engine, GpuEngine)
-    return engine
+    name, _, moments = optimizer.partition("-")
+    model, named = {**MODEL, "tie_word_embeddings": tied}, {"name": name, "weight_decay": 0.1}
+    if moments:
+        named["moments_dtype"] = "bfloat16"
+    return layouts.open_engine(*sets, model=model, rows=ROWS, seq_len=SEQ_LEN, vocab=VOCAB, optimizer=named)
 
 
 def batches() -> list[layouts.StepBatch]:
@@ -120,6 +107,13 @@ def prove(ranks, folder: Path, optimizer: str, tied: bool, names: Sequence[str])
 
 def test_sampled_meshes_take_over_each_others_checkpoints(ranks, tmp_path: Path) -> None:
     prove(ranks, tmp_path, *SAMPLED_STATE, SAMPLE)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "tied", "names"), [("adamw", False, ("one", "hsdp-cp")), ("adamw-bf16", True, ("hsdp", "fsdp-tp-sp"))]
+)
+def test_two_meshes_take_over_each_others_checkpoints(ranks, tmp_path: Path, optimizer: str, tied: bool, names) -> None:
+    prove(ranks, tmp_path, optimizer, tied, names)
 
 
 @pytest.mark.slow

@@ -15,14 +15,11 @@ from torch import Tensor
 from lt_model.attention import BACKENDS
 from lt_model.documents import DocumentBoundaries
 from lt_model.sdpa import document_bias, reference_attention
-from lt_trainer.engine import World
-from lt_trainer.errors import RecipeError
 from lt_trainer_gpu import context_parallel
 from lt_trainer_gpu.checks import CONTEXT_PARALLEL_ATTENTION
 from lt_trainer_gpu.context_parallel import context_parallel_backend, init_context_parallel_group
 from lt_trainer_gpu.context_parallel_rows import rank_positions, split_boundaries
 from lt_trainer_gpu.mesh_layout import MeshLayout
-from lt_trainer_gpu.spec import SPEC
 
 B, T, H, G, K = 2, 32, 4, 2, 8
 DOCUMENTS = ((32, 32), (5, 27, 32), (1, 2, 3, 10, 15, 1, 20, 12), (4,) * 16, (31, 1, 16, 16))
@@ -116,39 +113,3 @@ def test_attention_over_ranks_is_attention_over_whole_rows(ranks, cp: int) -> No
 def test_the_backends_are_those_that_check_accepts() -> None:
     assert set(CONTEXT_PARALLEL_ATTENTION) == set(context_parallel._MASK_FACTORIES)
     assert set(CONTEXT_PARALLEL_ATTENTION) < set(BACKENDS)
-
-
-CP2 = World(size=2, local_size=2)
-
-
-@pytest.mark.parametrize(
-    ("sets", "world", "message"),
-    [
-        (["data.seq_len=30"], CP2, r"data.seq_len = 30, parallel.cp = 2: .* \(SEQ_LEN\) to a multiple of 4, or lower"),
-        (
-            ["data.packing=buckets", "data.seq_len=24", "data.min_seq_len=6"],
-            CP2,
-            r"data.min_seq_len = 6, parallel.cp = 2: each .* set data.min_seq_len to a multiple of 4",
-        ),
-        (
-            ["data.seq_len=20", "parallel.tp=4", "parallel.sequence_parallel=true"],
-            World(size=8, local_size=8),
-            r"data.seq_len = 20, parallel.cp = 2: .* over its tensor-parallel ranks; .* to a multiple of 8",
-        ),
-        (
-            ["engine.gpu.attention=flash-attn"],
-            CP2,
-            r"attention = 'flash-attn', parallel.cp = 2: .* one of auto, varlen",
-        ),
-        (["engine.gpu.attention=cudnn"], CP2, r"attention = 'cudnn', parallel.cp = 2: this attention backend"),
-        (["parallel.dp_shard=2"], CP2, r"parallel.cp = 2.*need 4 ranks"),
-    ],
-)
-def test_check_refuses_with_field_value_and_remedy(recipe, sets, world, message) -> None:
-    with pytest.raises(RecipeError, match=message):
-        SPEC.check(recipe("parallel.cp=2", *sets), world)
-
-
-def test_weights_are_sharded_over_context_parallel_ranks_so_their_options_have_effect(recipe) -> None:
-    SPEC.check(recipe("parallel.cp=2", "engine.gpu.reshard_after_forward=false"), CP2)
-    SPEC.check(recipe("parallel.cp=2", "engine.gpu.reduce_each_micro_batch=true"), CP2)

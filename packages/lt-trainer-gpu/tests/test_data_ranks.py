@@ -7,11 +7,8 @@ import pytest
 
 from lt_data import Document, TokenStore, pack, prepare_documents, train_bpe
 from lt_trainer.config.recipe import load
-from lt_trainer.engine import World
-from lt_trainer.errors import RecipeError
 from lt_trainer.run_directory.jsonl import read_jsonl
 from lt_trainer.training.runner import run
-from lt_trainer_gpu.spec import SPEC
 
 STEPS = 8
 
@@ -91,13 +88,3 @@ def test_two_ranks_train_as_one_and_go_on_as_one(ranks, stores: Path, tmp_path: 
     assert [record[:2] for record in found] == ([(STEPS, "one"), (STEPS, "two")] if kind == "ramped mixture" else [])
     for a, b in zip(found, again, strict=True):
         assert b == (*a[:2], pytest.approx(a[2], rel=1e-10), a[3])
-
-
-def test_short_rows_must_divide_over_sequence_parallel_ranks() -> None:
-    def sets(shortest: int) -> list[str]:
-        data = ["data.store=a", "data.packing=buckets", "data.seq_len=24", f"data.min_seq_len={shortest}"]
-        return [*data, "parallel.tp=4", "parallel.sequence_parallel=true", "engine.gpu.device=cpu"]
-
-    SPEC.check(load(overrides=sets(12)).recipe, World(size=4, local_size=4))
-    with pytest.raises(RecipeError, match=r"data\.min_seq_len = 6, parallel\.tp = 4: sequence parallelism"):
-        SPEC.check(load(overrides=sets(6)).recipe, World(size=4, local_size=4))

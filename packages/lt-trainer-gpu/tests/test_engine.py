@@ -12,18 +12,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lt_ckpt import (
-    AsyncRankSaver,
     Checkpoint,
     CheckpointError,
-    CheckpointMetadata,
-    begin_save,
-    commit_save,
-    write_rank_files,
 )
 from lt_model import LlamaConfig, param_specs
 from lt_model.documents import DocumentBoundaries
 from lt_model.init import init_model
 from lt_model.llama import Llama
+from lt_test_helpers.layouts import save_checkpoint
 from lt_trainer.engine import StepBatch, World
 from lt_trainer.errors import RecipeError
 from lt_trainer_gpu.checks import DeviceFacts, check_device
@@ -124,16 +120,6 @@ def test_what_is_computed_a_second_time(open_on, config, batches, mode: str, pro
     assert counted["aten::_scaled_dot_product_flash_attention_for_cpu"] == attentions * config.n_layers
 
 
-def test_grad_clip_0_leaves_gradients_alone(open_engine, device, config, batches) -> None:
-    steps = batches(2, n_micro=1, micro_batch_size=2)
-    losses, _, _ = plain_torch(config, steps, lr=1e-2, clip=float("inf"))
-    engine = open_engine(config, "optimizer.grad_clip=0")
-    near = 1e-12 if device == "cpu" else 1e-10
-    assert [n.loss for n in engine.fetch_metrics([engine.step(b, 1e-2) for b in steps])] == pytest.approx(
-        losses, rel=near
-    )
-
-
 def test_gradients_below_grad_clip_are_left_alone(open_engine, config, batches) -> None:
     """AdamW hardly sees a factor; its first moment does."""
     (batch,) = batches(1, n_micro=1, micro_batch_size=2)
@@ -161,16 +147,7 @@ def test_state_out_and_in_goes_on_bit_equal(open_engine, config, batches, tmp_pa
     sets = (f"engine.gpu.dtype={dtype}", "engine.gpu.deterministic=true")  # a GPU needs to be asked for it
     engine = open_engine(config, *sets)
     numbers = engine.fetch_metrics([engine.step(batch, 1e-2) for batch in steps[:3]])
-    snapshot = engine.state()
-    tmp = begin_save(tmp_path, step=3, world_size=1)
-    write_rank_files(tmp, rank=0, shards=snapshot.shards)
-    path = commit_save(
-        tmp,
-        world_size=1,
-        metadata=CheckpointMetadata(
-            step=3, scalars=snapshot.scalars, model=config.to_dict(), optimizer=snapshot.optimizer
-        ),
-    )
+    path = save_checkpoint(engine, str(tmp_path), step=3)
     numbers = engine.fetch_metrics([engine.step(batch, 1e-2) for batch in steps[3:]])
 
     resumed = open_engine(config, "run.seed=7", *sets)  # another seed: everything must come from the checkpoint
@@ -178,40 +155,9 @@ def test_state_out_and_in_goes_on_bit_equal(open_engine, config, batches, tmp_pa
     assert resumed.fetch_metrics([resumed.step(batch, 1e-2) for batch in steps[3:]]) == numbers
 
 
-def test_a_save_in_the_background_holds_the_state_of_its_moment(open_engine, config, batches, tmp_path: Path) -> None:
-    """The next step begins at once, and changes weights and moments in place."""
-    engine = open_engine(config)
-    steps = batches(4, n_micro=1, micro_batch_size=2)
-    saver = AsyncRankSaver(engine.allocate_host_memory)
-    for batch in steps[:2]:
-        engine.step(batch, 1e-3)
-    snapshot = engine.state()
-    expected = {(s.group, s.name): s.bytes().copy() for s in snapshot.shards}
-    saver.reserve(engine.state().shards)
-    tmp = begin_save(tmp_path, step=2, world_size=1)
-    saver.start(tmp, rank=0, shards=engine.state().shards)
-    for batch in steps[2:]:
-        engine.step(batch, 1e-3)
-    saver.wait()
-    checkpoint = Checkpoint.open(
-        commit_save(tmp, world_size=1, metadata=CheckpointMetadata(step=2, scalars=snapshot.scalars))
-    )
-    found = {
-        (group, name): checkpoint.read(group, name) for group in checkpoint.groups for name in checkpoint.names(group)
-    }
-    assert found.keys() == expected.keys()
-    assert [key for key in found if found[key].tobytes() != expected[key].tobytes()] == []
-
-
 def test_restore_refuses_another_dtype_and_another_model(open_engine, config, tmp_path: Path) -> None:
     engine = open_engine(config)
-    tmp = begin_save(tmp_path, step=0, world_size=1)
-    write_rank_files(tmp, rank=0, shards=engine.state().shards)
-    path = commit_save(
-        tmp,
-        world_size=1,
-        metadata=CheckpointMetadata(step=0, scalars={"optimizer_step": 0}, optimizer=engine.state().optimizer),
-    )
+    path = save_checkpoint(engine, str(tmp_path), step=0)
     with pytest.raises(CheckpointError, match=r"different: weights/\S+ is F64 .* instead of F32"):
         open_engine(config, "engine.gpu.dtype=float32").restore(Checkpoint.open(path))
     deeper = LlamaConfig(**{**config.to_dict(), "n_layers": 3})
@@ -282,68 +228,41 @@ def test_device_says_what_its_peak_is(open_on, config) -> None:
     assert "float64" in device.peak_source
 
 
-INTERLEAVED = ["engine.gpu.pipeline_stages_per_rank=2", "model.n_layers=4"]
+TWO, FOUR, EIGHT = (World(size=n, local_size=n) for n in (2, 4, 8))
+INTERLEAVED = ("parallel.pp=2", "engine.gpu.pipeline_stages_per_rank=2", "model.n_layers=4")
+RAMP = ("batch.micro_batch_size=1", "batch.ramp.start=3", "batch.ramp.increment=1", "batch.ramp.steps=3")
+CP, SP = "parallel.cp=2", "parallel.sequence_parallel=true"
+FP8_MODEL = ("model.hidden_size=128", "model.n_heads=16", "model.n_kv_heads=4", "model.intermediate_size=96")
+FP8_SETS = (*FP8_MODEL, "model.n_layers=4", "data.seq_len=32", "engine.gpu.fp8=rowwise")
 
 
 @pytest.mark.parametrize(
     ("sets", "world", "message"),
     [
-        (
-            ["parallel.pp=4", "model.n_layers=3"],
-            World(size=4, local_size=4),
-            r"parallel.pp = 4, .*model.n_layers = 3: each pipeline stage needs a layer; .* is at most 3",
-        ),
-        (
-            ["engine.gpu.pipeline_stages_per_rank=2"],
-            World(),
-            r"pipeline_stages_per_rank = 2: has no effect: there is one pipeline rank",
-        ),
-        (
-            ["parallel.pp=2", *INTERLEAVED, "batch.global_batch_size=6", "batch.micro_batch_size=2"],
-            World(size=2, local_size=2),
-            r"batch.global_batch_size = 6, .*in groups of parallel.pp, so every step needs a multiple of 4 rows",
-        ),
-        (
-            [
-                "parallel.pp=2",
-                *INTERLEAVED,
-                "batch.micro_batch_size=1",
-                "batch.global_batch_size=8",
-                "batch.ramp.start=3",
-                "batch.ramp.increment=1",
-                "batch.ramp.steps=3",
-            ],
-            World(size=2, local_size=2),
-            r"batch.ramp.start = 3, batch.ramp.increment = 1: .*every step needs a multiple of 2 rows",
-        ),
-        (
-            ["parallel.tp=4", "model.n_kv_heads=2", "model.intermediate_size=2048"],
-            World(size=4, local_size=4),
-            r"parallel.tp = 4, model.n_kv_heads = 2: tensor-parallel ranks need whole heads.* to a divisor of 2,",
-        ),
-        (
-            ["parallel.tp=8", "model.n_heads=8", "model.n_kv_heads=8", "model.intermediate_size=2052"],
-            World(size=8, local_size=8),
-            r"parallel.tp = 8, model.intermediate_size = 2052: .* to a divisor of 4,",
-        ),
-        (
-            ["parallel.tp=2", "parallel.sequence_parallel=true", "data.seq_len=31"],
-            World(size=2, local_size=2),
-            r"data.seq_len = 31, parallel.tp = 2: .* to a multiple of 2",
-        ),
-        (["parallel.dp_shard=3", "parallel.tp=2"], World(size=4, local_size=4), r"parallel.tp = 2.*need 6 ranks"),
-        (
-            ["parallel.tp=2", "engine.gpu.reshard_after_forward=false"],
-            World(size=2, local_size=2),
-            r"engine.gpu.reshard_after_forward = False: has no effect",
-        ),
-        (["engine.gpu.reduce_each_micro_batch=true"], World(), r"reduce_each_micro_batch = True: has no effect"),
         (["parallel.n_nodes=2"], World(), r"parallel.n_nodes = 2: the ranks were started on 1 node"),
         (["parallel.dp_shard=2"], World(), r"parallel.dp_shard = 2.*need 2 ranks"),
+        (["parallel.tp=4", "model.n_kv_heads=2"], FOUR, r"tp = 4, model.n_kv_heads = 2: .* to a divisor of 2,"),
+        (["parallel.tp=2", SP, "data.seq_len=31"], TWO, r"seq_len = 31, parallel.tp = 2: .* a multiple of 2, or lower"),
+        ([CP, "data.seq_len=30"], TWO, r"seq_len = 30, parallel.cp = 2: .* \(SEQ_LEN\) to a multiple of 4, or lower"),
+        ([CP, "parallel.tp=4", SP, "data.seq_len=20"], EIGHT, r"seq_len = 20, .* over its tensor-parallel ranks; .* 8"),
+        ([CP, "engine.gpu.attention=cudnn"], TWO, r"attention = 'cudnn', parallel.cp = 2: .* one of auto, varlen"),
+        (["engine.gpu.attention=flash"], World(), r"attention = 'flash', data.document_mask = True: .* takes no mask"),
         (
-            ["batch.global_batch_size=6", "batch.micro_batch_size=2"],
-            World(size=2, local_size=2),
-            r"2 data-parallel ranks need a multiple of 4 rows",
+            ["engine.gpu.reduce_each_micro_batch=true"],
+            World(),
+            r"= True: has no effect: there is one data-par",
+        ),
+        (["parallel.pp=4", "model.n_layers=3"], FOUR, r"n_layers = 3: each pipeline stage needs a layer; .* at most 3"),
+        ([*INTERLEAVED, *RAMP], TWO, r"ramp.start = 3, batch.ramp.increment = 1: .* needs a multiple of 2 rows"),
+        (["batch.global_batch_size=6", "batch.micro_batch_size=2"], TWO, r"ranks need a multiple of 4 rows"),
+        (["engine.gpu.activation_offload=true", "model.n_layers=1"], World(), r"n_layers = 1, .*: activations of a"),
+        ([*FP8_SETS, "engine.gpu.fp8_skipped_blocks=2"], World(), r"skipped_blocks = 2: none of the 4 blocks.*; lower"),
+        ([*FP8_SETS, "model.intermediate_size=88"], World(), r"size = 88, .* multiples of 16 features, and .* has 88"),
+        ([*FP8_SETS, "data.seq_len=24"], World(), r"data.seq_len = 24, .* multiples of 16 tokens, and a rank has 24"),
+        (
+            ["optimizer.weights_dtype=bfloat16"],
+            World(),
+            r"= 'float64': weights in bfloat16 need a forward",
         ),
     ],
 )
@@ -411,13 +330,7 @@ def test_restored_weights_are_used_after_an_evaluation(open_engine, config, batc
     rounds = batches(1, n_micro=1, micro_batch_size=2)
     engine = open_engine(config, "engine.gpu.dtype=bfloat16")
     wanted = engine.validate(rounds)
-    tmp = begin_save(tmp_path, step=0, world_size=1)
-    write_rank_files(tmp, rank=0, shards=engine.state().shards)
-    path = commit_save(
-        tmp,
-        world_size=1,
-        metadata=CheckpointMetadata(step=0, scalars={"optimizer_step": 0}, optimizer=engine.state().optimizer),
-    )
+    path = save_checkpoint(engine, str(tmp_path), step=0)
     other = open_engine(config, "engine.gpu.dtype=bfloat16", "run.seed=7")
     assert other.validate(rounds) != wanted
     other.restore(Checkpoint.open(path))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lt_data import Document, RowReader, TokenStore, open_pack, pack, prepare_documents, train_bpe
-from lt_test_helpers.layouts import global_batches, rank_batch
+from lt_test_helpers.layouts import global_batches, open_engine, rank_batch
 from lt_trainer.config.recipe import llama_config, load
 from lt_trainer.engine import World
 from lt_trainer.evaluation.scorer import BatchShape
@@ -77,16 +77,8 @@ def test_a_layout_has_the_losses_of_one_rank(ranks, store: str, alone: list[Grou
 
 def trained(sets: tuple[str, ...], score: bool) -> list[tuple[float, float]]:
     """In a rank: losses and norms of four steps, with or without scores between them."""
-    base = {
-        "model": {"hidden_size": 32, "intermediate_size": 48, "n_heads": 4, "n_kv_heads": 2, "n_layers": 3},
-        "data": {"store": "unused", "seq_len": 16},
-        "batch": {"global_batch_size": 8, "micro_batch_size": 2},
-        "schedule": {"max_steps": 4, "warmup_steps": 0},
-        "engine": {"gpu": {"device": "cpu", "dtype": "float32"}},
-    }
-    recipe, world = load(base=base, overrides=sets).recipe, World.from_env(os.environ)
-    SPEC.check(recipe, world)
-    engine = SPEC.open(recipe, llama_config(recipe, 61), world)
+    model = {"hidden_size": 32, "intermediate_size": 48, "n_heads": 4, "n_kv_heads": 2, "n_layers": 3}
+    engine = open_engine(*sets, model=model, rows=8, seq_len=16, vocab=61, dtype="float32")
     found = []
     for batch in global_batches(4, rows=8, seq_len=16, vocab=61):
         mine = rank_batch(batch, engine, 2)

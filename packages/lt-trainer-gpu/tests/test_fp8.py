@@ -1,7 +1,5 @@
 """Float8 linear layers: rounding errors of one layer, layouts against one process, a loss curve beside bfloat16."""
 
-import os
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -13,12 +11,9 @@ from lt_model import LlamaConfig
 from lt_model.llama import Llama
 from lt_test_helpers import layouts
 from lt_test_helpers.layouts import TrainResult, assemble, step_batch
-from lt_trainer.config.recipe import load
-from lt_trainer.engine import StepMetrics, World
+from lt_trainer.engine import StepMetrics
 from lt_trainer.errors import RecipeError
-from lt_trainer_gpu.engine import GpuEngine
 from lt_trainer_gpu.fp8 import E4M3, E5M2, LINEAR_CLASSES, apply_fp8, quantize
-from lt_trainer_gpu.spec import SPEC
 
 SCALINGS = ("tensorwise", "rowwise")
 
@@ -141,33 +136,6 @@ def test_a_compiled_layer_is_the_eager_one(scaling: str) -> None:
     torch.testing.assert_close(found[1], found[0], rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("scaling", "recipe_name"), [("tensorwise", "tensorwise"), ("rowwise", "rowwise_with_gw_hp")])
-def test_torchaos_emulation_is_off_by_as_much(scaling: str, recipe_name: str) -> None:
-    if find_spec("torchao") is None:
-        pytest.skip("torchao is not installed: float8 layers are compared with float64 only")
-    import dataclasses
-
-    from torchao.float8 import Float8LinearConfig  # pyright: ignore[reportMissingImports] - optional
-    from torchao.float8.float8_linear import Float8Linear  # pyright: ignore[reportMissingImports] - optional
-
-    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe_name), emulate=True)
-    layer, x, upstream = layer_of(scaling, torch.bfloat16)
-    plain = nn.Linear(128, 96, bias=False, dtype=torch.bfloat16)
-    plain.weight = layer.weight
-    errors = []
-    for one in (layer, Float8Linear.from_float(plain, config)):
-        x.grad = None
-        one.weight.grad = None
-        y = one(x)
-        y.backward(upstream)
-        assert x.grad is not None
-        wide_x, wide_w, wide_g = (part.detach().double() for part in (x, layer.weight, upstream))
-        wide_dw = wide_g.flatten(0, 1).T @ wide_x.flatten(0, 1)
-        errors.append([error(y, wide_x @ wide_w.T), error(x.grad, wide_g @ wide_w), error(one.weight.grad, wide_dw)])
-    assert errors[0] == pytest.approx(errors[1], rel=0.15)
-
-
 # ---- in a model ----
 
 MODEL: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "n_heads": 4, "n_kv_heads": 4, "n_layers": 3}
@@ -189,18 +157,7 @@ def test_inner_blocks_change_their_class_and_nothing_else() -> None:
 
 def train(sets: tuple[str, ...], micro_batch_size: int, dtype: str = "float32", seq_len: int = SEQ_LEN) -> TrainResult:
     """One rank's training, in that rank."""
-    base = {
-        "model": MODEL,
-        "data": {"store": "unused", "seq_len": seq_len},
-        "batch": {"global_batch_size": ROWS, "micro_batch_size": 1},
-        "schedule": {"max_steps": 3, "warmup_steps": 1},
-        "engine": {"gpu": {"device": "cpu", "dtype": dtype}},
-    }
-    recipe, world = load(base=base, overrides=sets).recipe, World.from_env(os.environ)
-    SPEC.check(recipe, world)
-    config = LlamaConfig(vocab_size=VOCAB, max_position_embeddings=seq_len, **MODEL)
-    engine = SPEC.open(recipe, config, world)
-    assert isinstance(engine, GpuEngine)
+    engine = layouts.open_engine(*sets, model=MODEL, rows=ROWS, seq_len=seq_len, vocab=VOCAB, dtype=dtype)
     batches = layouts.global_batches(4, rows=ROWS, seq_len=seq_len, vocab=VOCAB)
     return layouts.train_steps(engine, batches[:3], batches[3], micro_batch_size, lambda: engine.state().shards)
 
@@ -256,33 +213,6 @@ def test_a_run_says_that_it_computes_in_float8(open_on) -> None:
     wanted = "fp8 tensorwise in the blocks' linear layers; mfu is relative to the bfloat16 peak"
     assert device.notes[-1].startswith(wanted)
     assert open_on("cpu", config).device.resolved["engine.gpu.fp8"] == "off"
-
-
-# ---- what is refused ----
-
-
-@pytest.mark.parametrize(
-    ("sets", "world", "message"),
-    [
-        (["engine.gpu.fp8_skipped_blocks=2"], World(), r"skipped_blocks = 2.*none of the 4 blocks.*; lower"),
-        (["model.hidden_size=72", "model.n_heads=9"], World(), r"model.hidden_size = 72.*features, and a rank has 72"),
-        (
-            ["parallel.tp=4"],
-            World(size=4, local_size=4),
-            r"n_kv_heads = 4, parallel.tp = 4: .* features, and a rank has 8",
-        ),
-        (["model.intermediate_size=88"], World(), r"model.intermediate_size = 88.*features, and a rank has 88"),
-        (["data.seq_len=24"], World(), r"data.seq_len = 24, .* tokens, and a rank has 24"),
-    ],
-)
-def test_sizes_that_float8_does_not_take_are_refused(recipe, sets, world, message) -> None:
-    model = ["model.hidden_size=128", "model.n_heads=16", "model.n_kv_heads=4", "model.intermediate_size=96"]
-    base = [*model, "model.n_layers=4", "data.seq_len=32", "engine.gpu.fp8=rowwise"]
-    SPEC.check(recipe(*base), World())
-    if "model.n_heads=9" in sets:
-        sets = [*sets, "model.n_kv_heads=9"]
-    with pytest.raises(RecipeError, match=message):
-        SPEC.check(recipe(*base, *sets), world)
 
 
 def test_skipped_blocks_without_fp8_are_refused(recipe) -> None:

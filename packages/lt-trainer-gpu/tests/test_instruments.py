@@ -18,7 +18,7 @@ from lt_trainer.config.sections.metrics import MetricsOptions
 from lt_trainer.timing import STEP_PARTS
 from lt_trainer_gpu import flight_recorder
 from lt_trainer_gpu.activation_checkpointing import apply_activation_checkpointing
-from lt_trainer_gpu.spec import SPEC
+from lt_trainer_gpu.spec import ALLOCATOR_VARIABLES, SPEC
 from lt_trainer_gpu.step_profiler import StepProfiler
 from lt_trainer_gpu.timing import create_stopwatch
 
@@ -60,17 +60,12 @@ def widths(path: Path) -> set[int]:
 
 
 def test_a_window_shows_its_steps_and_no_others(tmp_path: Path) -> None:
-    finished = train(instruments(tmp_path, rank=1, profile_steps=2, profile_start_step=3, profile_ranks=(1,)), 6)
+    """Also one that ends with the run."""
+    finished = train(instruments(tmp_path, rank=1, profile_steps=2, profile_start_step=3, profile_ranks=(1,)), 4)
     path = tmp_path / "profile" / "steps-00000003-00000004-rank00001.json.gz"
     assert finished == {5: [path]}
     assert widths(path) == {103, 104}
     assert [found.name for found in path.parent.iterdir()] == [path.name]
-
-
-def test_a_window_that_ends_with_the_run_is_written(tmp_path: Path) -> None:
-    finished = train(instruments(tmp_path, profile_steps=1, profile_start_step=4), 4)
-    assert finished == {5: [tmp_path / "profile" / "steps-00000004-00000004-rank00000.json.gz"]}
-    assert widths(finished[5][0]) == {104}
 
 
 def test_other_ranks_and_other_runs_are_not_profiled(tmp_path: Path) -> None:
@@ -136,19 +131,20 @@ def test_the_engine_sets_them_and_the_dump_goes_to_the_run_directory(recipe, tmp
     assert "profile" in SPEC.capabilities
 
 
-@pytest.mark.parametrize(("device", "told"), [("auto", True), ("cuda", True), ("cpu", False)])
-def test_segments_of_gpu_memory_expand(recipe, monkeypatch, device: str, told: bool) -> None:
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+@pytest.mark.parametrize(
+    ("device", "given", "wanted"),
+    [("auto", {}, True), ("cuda", {}, True), ("cpu", {}, False)]
+    + [("cuda", {name: "max_split_size_mb:512"}, False) for name in ALLOCATOR_VARIABLES],
+)
+def test_segments_of_gpu_memory_expand_unless_the_user_says_otherwise(
+    recipe, monkeypatch, device, given, wanted
+) -> None:
+    for name in ALLOCATOR_VARIABLES:
         monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
     asked = SPEC.env(recipe(f"engine.gpu.device={device}"))
-    assert asked.get("PYTORCH_ALLOC_CONF") == ("expandable_segments:True" if told else None)
-
-
-@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_the_users_own_allocator_settings_are_kept(recipe, monkeypatch, name: str) -> None:
-    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
-    monkeypatch.setenv(name, "max_split_size_mb:512")
-    assert "PYTORCH_ALLOC_CONF" not in SPEC.env(recipe("engine.gpu.device=cuda"))
+    assert asked.get(ALLOCATOR_VARIABLES[0]) == ("expandable_segments:True" if wanted else None)
 
 
 def test_a_dump_has_the_last_collectives(open_on, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ The shape is unkind on purpose: grouped heads, 61 ids (no degree divides them), 
 hardly a label.
 """
 
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ import numpy as np
 import pytest
 
 from lt_ckpt import Checkpoint, Shard
-from lt_model import LlamaConfig
 from lt_test_helpers import layouts
 from lt_test_helpers.layouts import (
     NamedTensors,
@@ -28,28 +26,16 @@ from lt_test_helpers.layouts import (
     assert_near,
     rank_batch,
 )
-from lt_trainer.config.recipe import load
-from lt_trainer.engine import StepBatch, StepMetrics, World
+from lt_trainer.engine import StepBatch, StepMetrics
 from lt_trainer_gpu import checks
 from lt_trainer_gpu.engine import GpuEngine
-from lt_trainer_gpu.spec import SPEC
 
 STEPS, ROWS, SEQ_LEN, VOCAB = 3, 8, 16, 61
 BETA1, CLIP = 0.8, 0.3
 NEAR, NEAR_WEIGHTS = 1e-10, 1e-9
 
 
-def model_of(tied: bool, n_layers: int) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        n_heads=8,
-        n_kv_heads=4,
-        n_layers=n_layers,
-        max_position_embeddings=SEQ_LEN,
-        tie_word_embeddings=tied,
-    )
+MODEL = {"hidden_size": 32, "intermediate_size": 48, "n_heads": 8, "n_kv_heads": 4, "n_layers": 2}
 
 
 def global_batches(n_steps: int, seed: int = 0, rows: int = ROWS) -> list[StepBatch]:
@@ -57,26 +43,8 @@ def global_batches(n_steps: int, seed: int = 0, rows: int = ROWS) -> list[StepBa
 
 
 def open_engine(sets: tuple[str, ...], tied: bool) -> GpuEngine:
-    base = {
-        "model": {
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "n_heads": 8,
-            "n_kv_heads": 4,
-            "n_layers": 2,
-            "tie_word_embeddings": tied,
-        },
-        "data": {"store": "unused", "seq_len": SEQ_LEN},
-        "batch": {"global_batch_size": ROWS, "micro_batch_size": 1},
-        "optimizer": {"beta1": BETA1, "grad_clip": CLIP, "weight_decay": 0.1},
-        "schedule": {"max_steps": STEPS, "warmup_steps": 1},
-        "engine": {"gpu": {"device": "cpu", "dtype": "float64"}},
-    }
-    recipe, world = load(base=base, overrides=sets).recipe, World.from_env(os.environ)
-    SPEC.check(recipe, world)
-    engine = SPEC.open(recipe, model_of(tied, recipe.model.n_layers), world)
-    assert isinstance(engine, GpuEngine)
-    return engine
+    model, optimizer = {**MODEL, "tie_word_embeddings": tied}, {"beta1": BETA1, "grad_clip": CLIP, "weight_decay": 0.1}
+    return layouts.open_engine(*sets, model=model, rows=ROWS, seq_len=SEQ_LEN, vocab=VOCAB, optimizer=optimizer)
 
 
 def boxes_of(engine: GpuEngine) -> Callable[[], Iterable[Shard]]:
@@ -248,49 +216,7 @@ def test_gathered_weights_of_a_validation_are_used_no_more_after_a_way_back(rank
     assert all(after == left[0][1] != before for before, after in taken)
 
 
-def interrupted(
-    sets: tuple[str, ...], tied: bool, folder: str
-) -> tuple[str, list[StateSlice], list[StateSlice], list[float]]:
-    engine = open_engine(sets, tied)
-    return layouts.train_save_train(engine, global_batches(3), folder, boxes_of(engine))
-
-
-def resumed(sets: tuple[str, ...], tied: bool, path: str) -> tuple[list[StateSlice], list[StateSlice], list[float]]:
-    engine = open_engine(("run.seed=7", *sets), tied)
-    return layouts.restore_and_train(engine, global_batches(3)[2], path, boxes_of(engine))
-
-
 BF16 = ("engine.gpu.dtype=float32", "optimizer.moments_dtype=bfloat16")
-
-
-@pytest.mark.parametrize(
-    ("tied", "first", "second"),
-    [
-        (False, (4, (TP2, HSDP)), (1, ())),
-        (True, (1, BF16), (4, (TP2, SP, *BF16))),
-        (False, (4, (HSDP, *BF16)), (4, (TP4, *BF16))),
-        (True, (4, (CP2, HSDP)), (2, (TP2, SP))),
-        (False, (2, (HSDP,)), (4, (CP2, TP2))),
-    ],
-    ids=["hsdp-tp-to-one", "one-to-fsdp-tp-sp-bf16", "hsdp-to-tp4-bf16", "hsdp-cp-to-tp-sp", "ddp-to-cp-tp"],
-)
-def test_a_checkpoint_of_one_layout_goes_on_in_another(ranks, tmp_path: Path, tied, first, second) -> None:
-    """The state has the same bits; the step after it the same loss and weights as the layout that was left."""
-    (n, sets), (m, others) = first, second
-    left = ranks.run(interrupted, sets, tied, str(tmp_path), ranks=n)
-    taken = ranks.run(resumed, others, tied, left[0][0], ranks=m)
-    saved, found = assemble([rank[1] for rank in left]), assemble([rank[0] for rank in taken])
-    assert saved.keys() == found.keys()
-    assert {group for group, _ in saved} == {"weights", "exp_avg", "exp_avg_sq"}
-    assert [key for key in saved if saved[key].tobytes() != found[key].tobytes()] == []
-    kinds = {(piece.group == "weights", piece.dtype) for piece in left[0][1]}
-    narrow = BF16[1] in sets
-    assert kinds == ({(True, "F32"), (False, "BF16")} if narrow else {(True, "F64"), (False, "F64")})
-    near = 1e-5 if narrow else 1e-12
-    assert taken[0][2] == pytest.approx(left[0][3][2:], rel=near)
-    after = [assemble([rank[i] for rank in side]) for side, i in ((taken, 1), (left, 2))]
-    weights = [{key: t for key, t in tensors.items() if key[0] == "weights"} for tensors in after]
-    assert_near(weights[0], weights[1], 1e-4 if narrow else NEAR_WEIGHTS)
 
 
 def with_a_bad_step(sets: tuple[str, ...]) -> tuple[list[StepMetrics], list[list[StateSlice]]]:
@@ -375,40 +301,6 @@ def test_accumulation_reduces_no_more_than_it_must(ranks, n: int, sets: tuple[st
     """Embedding, two blocks and head are gathered, the first block a second time for its backward pass; the loss and
     the norm are summed once a step; a replica's shards once a step too."""
     assert ranks.run(traffic, sets, ranks=n) == [wanted] * n
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "sets",
-    [
-        (TP2, HSDP),
-        (TP2, HSDP, SP),
-        (TP2, HSDP, CP2),
-        (TP2, CP2, SP, EACH),
-        (CP4, HSDP, KEEP),
-        (PP2, CP2, TP2, SP, SELECTIVE),
-        (PP2, CP2, EACH),
-    ],
-    ids=["hsdp-tp", "hsdp-tp-sp", "hsdp-cp-tp", "fsdp-cp-tp-sp", "hsdp-cp4", "pp-cp-tp-sp", "pp-fsdp-cp"],
-)
-def test_eight_ranks_in_several_axes_train_as_one_process(ranks, alone, sets: tuple[str, ...]) -> None:
-    compare(alone(True), ranks.run(train, sets, True, 1, ranks=8, timeout_s=300))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recompute", [(), (FULL,), (SELECTIVE,)], ids=["keep", "full", "selective"])
-@pytest.mark.parametrize("reduce", [(), (KEEP,), (EACH,)], ids=["once", "keep-weights", "reduce-each"])
-@pytest.mark.parametrize(
-    ("n", "axes"),
-    [(2, (CP2,)), (4, (CP4,)), (4, (CP2,)), (4, (CP2, HSDP)), (4, (CP2, TP2)), (4, (CP2, TP2, SP))],
-    ids=["cp", "cp4", "fsdp-cp", "hsdp-cp", "cp-tp", "cp-tp-sp"],
-)
-def test_context_parallel_layouts_train_as_one_process(ranks, alone, n: int, axes, reduce, recompute) -> None:
-    """Tied and untied, padded or not, one row or several, with a z-loss or without, each with some of the options."""
-    more = ("optimizer.z_loss=0.02",) if recompute else ()
-    tied, padded = bool(reduce), (PADDED,) if recompute != reduce else ()
-    found = ranks.run(train, (*axes, *reduce, *recompute, *padded, *more), tied, 2 if reduce else 1, ranks=n)
-    compare(alone(tied, *more), found)
 
 
 COMPILE, FLOAT32 = "engine.gpu.compile=true", "engine.gpu.dtype=float32"

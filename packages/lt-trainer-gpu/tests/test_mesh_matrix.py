@@ -16,13 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from lt_model import LlamaConfig
 from lt_test_helpers import layouts
 from lt_test_helpers.layouts import NamedTensors, TrainResult, assemble, assemble_scores, assert_near
 from lt_test_helpers.meshes import CONTEXTS, DATA, DATA_RANKS, MAX_RANKS, PIPELINES, TENSORS
-from lt_trainer.config.recipe import load
-from lt_trainer.engine import World
-from lt_trainer_gpu.spec import SPEC
 
 STEPS, ROWS, SEQ_LEN, VOCAB, N_LAYERS = 5, 8, 16, 61, 5
 BETA1, CLIP = 0.8, 0.3
@@ -75,25 +71,11 @@ CELLS = {cell.name: cell for cell in cells()}
 SAMPLE = random.Random(int(os.environ.get("LT_SEED", "20"))).sample(sorted(CELLS), N_SAMPLED)
 
 
-def recipe_of(cell: Cell):
-    base = {
-        "model": {**MODEL, "tie_word_embeddings": cell.tied},
-        "data": {"store": "unused", "seq_len": SEQ_LEN},
-        "batch": {"global_batch_size": ROWS, "micro_batch_size": cell.micro_batch_size},
-        "optimizer": {"beta1": BETA1, "grad_clip": CLIP, "weight_decay": 0.1, "z_loss": 0.01},
-        "schedule": {"max_steps": STEPS, "warmup_steps": 1},
-        "engine": {"gpu": {"device": "cpu", "dtype": "float64"}},
-    }
-    return load(base=base, overrides=cell.sets).recipe
-
-
 def train(cell: Cell) -> TrainResult:
     """One rank's training, in that rank."""
-    recipe, world = recipe_of(cell), World.from_env(os.environ)
-    SPEC.check(recipe, world)
-    shape = {"vocab_size": VOCAB, "max_position_embeddings": SEQ_LEN}
-    config = LlamaConfig(**MODEL, **shape, tie_word_embeddings=cell.tied)
-    engine = SPEC.open(recipe, config, world)
+    optimizer = {"beta1": BETA1, "grad_clip": CLIP, "weight_decay": 0.1, "z_loss": 0.01}
+    model = {**MODEL, "tie_word_embeddings": cell.tied}
+    engine = layouts.open_engine(*cell.sets, model=model, rows=ROWS, seq_len=SEQ_LEN, vocab=VOCAB, optimizer=optimizer)
     batches = layouts.global_batches(STEPS, rows=ROWS, seq_len=SEQ_LEN, vocab=VOCAB)
     (rest,) = layouts.global_batches(1, rows=ROWS, seq_len=SEQ_LEN, vocab=VOCAB, seed=9)
     return layouts.train_steps(engine, batches, rest, cell.micro_batch_size, lambda: engine.state().shards)

@@ -4,30 +4,25 @@ The formula is written out with numpy: Newton-Schulz of the whole matrix, AdamW 
 split matrices along rows (FSDP), features (tensor parallelism) and both, evenly and not.
 """
 
-import os
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from lt_model import LlamaConfig, n_parameters, param_specs
+from lt_model import LlamaConfig, param_specs
 from lt_test_helpers import layouts
-from lt_test_helpers.layouts import StateSlice, TrainResult, assemble, assert_near
+from lt_test_helpers.layouts import TrainResult, assemble, assert_near
 from lt_trainer.config.recipe import load
 from lt_trainer.config.sections.optimizer import OptimizerOptions
-from lt_trainer.engine import StepBatch, StepMetrics, World
+from lt_trainer.engine import StepBatch
 from lt_trainer.optimizers.driver import OptimizerDriver
 from lt_trainer.optimizers.muon import MUON
 from lt_trainer.optimizers.spec import ParamSlice, lr_scale
-from lt_trainer.planning.layout import layout_from_recipe
-from lt_trainer.planning.memory import plan_memory
 from lt_trainer_gpu.engine import GpuEngine
 from lt_trainer_gpu.matrix_exchange import ShardedMatrices
 from lt_trainer_gpu.mesh_layout import MeshLayout
 from lt_trainer_gpu.optimizer import GpuOptimizer
-from lt_trainer_gpu.spec import SPEC
 
 ROWS, SEQ_LEN, VOCAB = 12, 16, 61
 MODEL = {"hidden_size": 32, "intermediate_size": 44, "n_heads": 8, "n_kv_heads": 4, "n_layers": 2}
@@ -147,19 +142,8 @@ def test_a_matrix_without_gradient_stays() -> None:
 
 
 def open_engine(*sets: str) -> GpuEngine:
-    base = {
-        "model": {**MODEL, "tie_word_embeddings": False},
-        "data": {"store": "unused", "seq_len": SEQ_LEN},
-        "batch": {"global_batch_size": ROWS, "micro_batch_size": 1},
-        "optimizer": {"weight_decay": 0.1, "grad_clip": 0.3},
-        "schedule": {"max_steps": 9, "warmup_steps": 1},
-        "engine": {"gpu": {"device": "cpu", "dtype": "float64"}},
-    }
-    recipe, world = load(base=base, overrides=(*SETS, *sets)).recipe, World.from_env(os.environ)
-    SPEC.check(recipe, world)
-    engine = SPEC.open(recipe, CONFIG, world)
-    assert isinstance(engine, GpuEngine)
-    return engine
+    optimizer = {"weight_decay": 0.1, "grad_clip": 0.3}
+    return layouts.open_engine(*SETS, *sets, model=MODEL, rows=ROWS, seq_len=SEQ_LEN, vocab=VOCAB, optimizer=optimizer)
 
 
 def global_batches(n_steps: int) -> list[StepBatch]:
@@ -176,29 +160,11 @@ def alone(ranks: Callable[..., list[TrainResult]]) -> TrainResult:
     return ranks.run(train, (), ranks=1)[0]
 
 
-PP = "parallel.pp=2"
-TP, SP, HSDP = "parallel.tp=2", "parallel.sequence_parallel=true", "parallel.dp_replicate=2"
-LAYOUTS = {
-    "fsdp2": (2, ()),
-    "fsdp3-uneven": (3, ()),
-    "fsdp4": (4, ("engine.gpu.reduce_each_micro_batch=true",)),
-    "ddp": (2, (HSDP,)),
-    "hsdp": (4, (HSDP,)),
-    "tp": (2, (TP,)),
-    "tp-sp": (2, (TP, SP)),
-    "tp4": (4, ("parallel.tp=4",)),
-    "fsdp-tp": (4, (TP,)),
-    "fsdp3-tp-sp": (6, (TP, SP)),
-    "pp": (2, (PP,)),
-    "pp-fsdp": (4, (PP,)),
-    "cp-tp": (4, ("parallel.cp=2", TP)),
-}
-
-SLOW = {"pp", "cp-tp", "fsdp2", "fsdp4", "ddp", "tp", "tp4", "fsdp-tp"}
-"""Left out of the test command: other layouts cover what is special about them."""
+TP_SP = ("parallel.tp=2", "parallel.sequence_parallel=true")
+LAYOUTS = {"fsdp3-uneven": (3, ()), "tp4": (4, ("parallel.tp=4",)), "fsdp3-tp-sp": (6, TP_SP)}
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LAYOUTS])
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_trains_as_one_process(ranks: Callable[..., list[TrainResult]], alone: TrainResult, name: str) -> None:
     n, sets = LAYOUTS[name]
     found = ranks.run(train, sets, ranks=n)
@@ -209,19 +175,6 @@ def test_a_layout_trains_as_one_process(ranks: Callable[..., list[TrainResult]],
     wanted, states = assemble([alone.states[-1]]), assemble([rank.states[-1] for rank in found])
     assert {name for group, name in wanted if group == "momentum"} == MATRICES
     assert_near(states, wanted, 1e-9)
-
-
-def train_badly(sets: tuple[str, ...]) -> tuple[list[StepMetrics], list[list[StateSlice]], None]:
-    engine = open_engine(*sets)
-    return layouts.train_with_nonfinite_step(engine, global_batches(3), lambda: engine.state().shards)
-
-
-def test_a_step_that_is_not_finite_changes_nothing(ranks: Callable[..., list[tuple]]) -> None:
-    found = ranks.run(train_badly, ("batch.micro_batch_size=2",), ranks=2)
-    assert [[one.is_finite for one in metrics] for metrics, _, _ in found] == [[True, False, True]] * 2
-    first, bad, last = (assemble([states[i] for _, states, _ in found]) for i in range(3))
-    assert all(first[key].tobytes() == bad[key].tobytes() for key in first)
-    assert all(first[key].tobytes() != last[key].tobytes() for key in first)
 
 
 def exchange_bits(dtype: torch.dtype) -> tuple[dict[str, bytes], list[str]]:
@@ -255,26 +208,3 @@ def test_matrices_are_whole_at_balanced_owners(ranks: Callable[..., list[tuple]]
     owned = [shapes for _, shapes in ranks.run(exchange_bits, dtype, ranks=6)]
     assert sorted(shape for shapes in owned for shape in shapes) == sorted(str(SPECS[name].shape) for name in MATRICES)
     assert sorted(map(len, owned)) == [2, 2, 2, 2, 3, 3]
-
-
-def test_its_options_are_checked() -> None:
-    base = {"data": {"store": "unused"}}
-    with pytest.raises(
-        ValueError, match=r"optimizer\.momentum = 0\.5 .*: has no effect with optimizer\.name = 'adamw'"
-    ):
-        load(base=base, overrides=["optimizer.momentum=0.5"])
-    with pytest.raises(ValueError, match=r"optimizer\.momentum = 0\.999 .*a moment in bfloat16"):
-        load(
-            base=base, overrides=["optimizer.name=muon", "optimizer.momentum=0.999", "optimizer.moments_dtype=bfloat16"]
-        )
-
-
-def test_the_plan_counts_one_slot_for_matrices_and_two_for_the_rest() -> None:
-    base = {"model": MODEL, "data": {"store": "unused"}, "batch": {"global_batch_size": ROWS, "micro_batch_size": 1}}
-    recipe = load(base=base, overrides=["optimizer.name=muon"]).recipe
-    layout = layout_from_recipe(recipe, devices=1, nodes=1)
-    planned = plan_memory(CONFIG, SEQ_LEN, layout)
-    n_matrix = sum(SPECS[name].numel for name in MATRICES)
-    assert planned.parts["optimizer state"] == 4 * n_matrix + 8 * (n_parameters(CONFIG) - n_matrix)
-    sharded = plan_memory(CONFIG, SEQ_LEN, replace(layout, devices=2, dp_shard=2))
-    assert sharded.parts["optimizer state"] == planned.parts["optimizer state"] / 2

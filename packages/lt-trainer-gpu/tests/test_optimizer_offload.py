@@ -1,6 +1,5 @@
 """Optimizer state in host memory: the same bits on every mesh, after skipped steps and a resume; in many chunks."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,17 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from lt_model import LlamaConfig, n_parameters
+from lt_model import LlamaConfig
 from lt_test_helpers import layouts
 from lt_test_helpers.layouts import StateSlice
-from lt_trainer.config.recipe import load
-from lt_trainer.engine import World
-from lt_trainer.planning.layout import layout_from_recipe
-from lt_trainer.planning.memory import plan_memory
 from lt_trainer_gpu import optimizer_offload
 from lt_trainer_gpu.engine import GpuEngine
 from lt_trainer_gpu.optimizer_offload import ChunkPipeline
-from lt_trainer_gpu.spec import SPEC
 
 MODEL: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "n_heads": 4, "n_kv_heads": 4, "n_layers": 2}
 VOCAB, SEQ_LEN, ROWS = 64, 16, 4
@@ -30,19 +24,10 @@ CHUNK_BYTES = 3000
 
 def open_engine(*sets: str) -> GpuEngine:
     optimizer_offload.CHUNK_BYTES = CHUNK_BYTES
-    base = {
-        "model": MODEL,
-        "data": {"store": "unused", "seq_len": SEQ_LEN},
-        "batch": {"global_batch_size": ROWS, "micro_batch_size": 1},
-        "optimizer": {"grad_clip": 0.1, "weight_decay": 0.1},
-        "schedule": {"max_steps": 9, "warmup_steps": 1},
-        "engine": {"gpu": {"device": "cpu", "dtype": "float32"}},
-    }
-    recipe, world = load(base=base, overrides=sets).recipe, World.from_env(os.environ)
-    SPEC.check(recipe, world)
-    engine = SPEC.open(recipe, CONFIG, world)
-    assert isinstance(engine, GpuEngine)
-    return engine
+    optimizer = {"grad_clip": 0.1, "weight_decay": 0.1}
+    return layouts.open_engine(
+        *sets, model=MODEL, rows=ROWS, seq_len=SEQ_LEN, vocab=VOCAB, dtype="float32", optimizer=optimizer
+    )
 
 
 def global_batches() -> list[Any]:
@@ -143,19 +128,3 @@ def test_chunks_have_at_most_two_buffers_and_come_back() -> None:
     for index, (first, second) in enumerate(chunks):
         assert first.unique().tolist() == [2 + index]
         assert second.unique().tolist() == [3 + index]
-
-
-def test_the_plan_has_the_state_on_the_host(recipe: Callable[..., Any]) -> None:
-    config = LlamaConfig(
-        vocab_size=32000, hidden_size=2048, intermediate_size=5632, n_heads=16, n_kv_heads=16, n_layers=16
-    )
-    sets = ["model.preset=llama3-8b", "data.seq_len=2048", "engine.gpu.dtype=bfloat16"]
-
-    def planned(*more: str) -> Any:
-        return plan_memory(config, 2048, layout_from_recipe(recipe(*sets, *more), devices=8, nodes=1))
-
-    without, offloaded, n_bytes = planned(), planned(OFFLOAD), 8 * n_parameters(config) / 8
-    assert (without.host_bytes, without.parts["optimizer state"]) == (0, n_bytes)
-    assert (offloaded.host_bytes, offloaded.parts["optimizer state"]) == (n_bytes, 0)
-    assert offloaded.peak == without.peak - n_bytes
-    assert offloaded.state_bytes == without.state_bytes

@@ -1,10 +1,9 @@
-"""Other optimizers than AdamW: registered here, trained, saved, resumed and planned without a line elsewhere.
+"""Another optimizer than AdamW: registered here, trained, saved, resumed and planned without a line elsewhere.
 
-Lion has one slot of its weights' shape; the other toy a second moment per row, which is not of its weight's shape.
+The toy has a second moment per row, which is not of its weight's shape.
 """
 
 import math
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,38 +14,22 @@ import torch
 from torch import Tensor
 
 from lt_ckpt import Checkpoint, OptimizerRecord
-from lt_model import LlamaConfig, n_parameters
+from lt_model import LlamaConfig, n_parameters, param_specs
 from lt_test_helpers import layouts
 from lt_test_helpers.layouts import StateSlice, assemble, assert_near
 from lt_trainer.config.recipe import load
 from lt_trainer.config.sections.optimizer import OptimizerOptions
-from lt_trainer.engine import StepBatch, World
+from lt_trainer.engine import StepBatch
 from lt_trainer.errors import RecipeError
 from lt_trainer.optimizers import OPTIMIZERS
 from lt_trainer.optimizers.spec import OptimizerSpec, ParamSlice, StateSlot, UpdateFn
 from lt_trainer.planning.layout import layout_from_recipe
 from lt_trainer.planning.memory import plan_memory
 from lt_trainer_gpu.engine import GpuEngine
-from lt_trainer_gpu.spec import SPEC
 
 ROWS, SEQ_LEN, VOCAB = 8, 16, 61
 MODEL = {"hidden_size": 32, "intermediate_size": 48, "n_heads": 4, "n_kv_heads": 2, "n_layers": 2}
 CONFIG = LlamaConfig(vocab_size=VOCAB, max_position_embeddings=SEQ_LEN, tie_word_embeddings=False, **MODEL)
-
-
-def lion_update(options: OptimizerOptions, lr: Tensor | float, step: Tensor) -> UpdateFn:
-    """Return Lion's step (arXiv:2302.06675)."""
-
-    def update(
-        param: ParamSlice, weight: Tensor, gradient: Tensor, slots: Mapping[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        momentum = slots["momentum"].to(weight.dtype)
-        change = (momentum + (gradient - momentum) * (1 - options.beta1)).sign()
-        if param.decay:
-            change = change + options.weight_decay * weight
-        return weight - lr * change, {"momentum": momentum + (gradient - momentum) * (1 - options.beta2)}
-
-    return update
 
 
 def row_update(options: OptimizerOptions, lr: Tensor | float, step: Tensor) -> UpdateFn:
@@ -65,12 +48,6 @@ def row_update(options: OptimizerOptions, lr: Tensor | float, step: Tensor) -> U
     return update
 
 
-LION = OptimizerSpec(
-    name="lion",
-    slots=(StateSlot(name="momentum", dtype=lambda options: "bfloat16"),),
-    options=frozenset({"beta1", "beta2"}),
-    make_update=lion_update,
-)
 BY_ROW = OptimizerSpec(
     name="by_row",
     slots=(StateSlot(name="row_square", shape=lambda shape: (shape[0], *(1 for _ in shape[1:]))),),
@@ -80,29 +57,16 @@ BY_ROW = OptimizerSpec(
 
 
 def register() -> None:
-    OPTIMIZERS.update({spec.name: spec for spec in (LION, BY_ROW)})
+    OPTIMIZERS["by_row"] = BY_ROW
 
 
 @pytest.fixture(autouse=True)
 def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    for spec in (LION, BY_ROW):
-        monkeypatch.setitem(OPTIMIZERS, spec.name, spec)
+    monkeypatch.setitem(OPTIMIZERS, "by_row", BY_ROW)
 
 
-def open_engine(*sets: str, world: World | None = None) -> GpuEngine:
-    base = {
-        "model": MODEL,
-        "data": {"store": "unused", "seq_len": SEQ_LEN},
-        "batch": {"global_batch_size": ROWS, "micro_batch_size": 1},
-        "schedule": {"max_steps": 9, "warmup_steps": 1},
-        "engine": {"gpu": {"device": "cpu", "dtype": "float64"}},
-    }
-    recipe = load(base=base, overrides=sets).recipe
-    world = world or World()
-    SPEC.check(recipe, world)
-    engine = SPEC.open(recipe, CONFIG, world)
-    assert isinstance(engine, GpuEngine)
-    return engine
+def open_engine(*sets: str) -> GpuEngine:
+    return layouts.open_engine(*sets, model=MODEL, rows=ROWS, seq_len=SEQ_LEN, vocab=VOCAB)
 
 
 def global_batches(n_steps: int) -> list[StepBatch]:
@@ -113,8 +77,8 @@ def bits(engine: GpuEngine) -> dict[tuple[str, str], bytes]:
     return {(s.group, s.name): s.bytes().tobytes() for s in engine.state().shards}
 
 
-@pytest.mark.parametrize(("name", "slot"), [("lion", "momentum"), ("by_row", "row_square")])
-def test_another_optimizer_trains_and_resumes_bit_equal(name: str, slot: str, tmp_path: Path) -> None:
+def test_another_optimizer_trains_and_resumes_bit_equal(tmp_path: Path) -> None:
+    name, slot = "by_row", "row_square"
     sets = (f"optimizer.name={name}", "optimizer.beta2=0.9")
     engine = open_engine(*sets)
     batch = layouts.rank_batch(global_batches(1)[0], engine, 1)
@@ -141,7 +105,7 @@ def test_another_optimizer_trains_and_resumes_bit_equal(name: str, slot: str, tm
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
-    engine = open_engine("optimizer.name=lion")
+    engine = open_engine("optimizer.name=by_row")
     path = layouts.save_checkpoint(engine, str(tmp_path), step=0)
     engine.close()
     adamw = open_engine()
@@ -149,18 +113,27 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
         adamw.restore(Checkpoint.open(path))
     adamw.close()
     assert str(caught.value) == (
-        f"optimizer.name = 'adamw': {path} holds the state of 'lion' (momentum), but 'adamw' needs its own "
-        "(exp_avg, exp_avg_sq); set optimizer.name to 'lion', or start a new run from its weights alone with "
+        f"optimizer.name = 'adamw': {path} holds the state of 'by_row' (row_square), but 'adamw' needs its own "
+        "(exp_avg, exp_avg_sq); set optimizer.name to 'by_row', or start a new run from its weights alone with "
         f"model.init_from = '{path}'"
     )
 
 
 def test_its_options_and_its_name_are_checked() -> None:
-    base = {"data": {"store": "unused"}}
-    with pytest.raises(RecipeError, match=r"optimizer\.eps = 1e-06 .*: has no effect with optimizer\.name = 'lion'"):
-        load(base=base, overrides=["optimizer.name=lion", "optimizer.eps=1e-6"])
-    with pytest.raises(RecipeError, match=r"use one of 'adamw', 'muon', 'lion', 'by_row' \(did you mean 'lion'\?\)"):
-        load(base=base, overrides=["optimizer.name=lino"])
+    for sets, message in (
+        (
+            ["optimizer.name=by_row", "optimizer.beta1=0.5"],
+            r"beta1 = 0.5 .*: has no effect with optimizer\.name = 'by_row'",
+        ),
+        (["optimizer.name=by_raw"], r"use one of 'adamw', 'muon', 'by_row' \(did you mean 'by_row'\?\)"),
+        (["optimizer.momentum=0.5"], r"optimizer\.momentum = 0\.5 .*: has no effect with optimizer\.name = 'adamw'"),
+        (
+            ["optimizer.name=muon", "optimizer.momentum=0.999", "optimizer.moments_dtype=bfloat16"],
+            r"optimizer\.momentum = 0\.999 .*a moment in bfloat16",
+        ),
+    ):
+        with pytest.raises(RecipeError, match=message):
+            load(base={"data": {"store": "unused"}}, overrides=sets)
 
 
 def test_the_plan_counts_its_slots() -> None:
@@ -176,7 +149,9 @@ def test_the_plan_counts_its_slots() -> None:
         return planned.parts["optimizer state"]
 
     n = n_parameters(CONFIG)
-    assert (optimizer_state(), optimizer_state("optimizer.name=lion")) == (8 * n, 2 * n)
+    in_blocks = sum(spec.numel for spec in param_specs(CONFIG) if spec.role == "block" and spec.kind != "norm")
+    assert optimizer_state() == 8 * n
+    assert optimizer_state("optimizer.name=muon") == 8 * n - 4 * in_blocks
     matrices = 2 * (2 * 32 + 2 * 16 + 2 * 48 + 32) + 2 * VOCAB
     assert optimizer_state("optimizer.name=by_row") == 4 * (matrices + 5 * 32)
 
@@ -184,14 +159,14 @@ def test_the_plan_counts_its_slots() -> None:
 def saved_by(sets: tuple[str, ...], folder: str) -> tuple[str, list[StateSlice], list[StateSlice], list[float]]:
     """In a rank: two steps, a checkpoint, a third step."""
     register()
-    engine = open_engine("optimizer.name=by_row", *sets, world=World.from_env(os.environ))
+    engine = open_engine("optimizer.name=by_row", *sets)
     return layouts.train_save_train(engine, global_batches(3), folder, lambda: engine.state().shards)
 
 
 def resumed_by(sets: tuple[str, ...], path: str) -> tuple[list[StateSlice], list[StateSlice], list[float]]:
     """In a rank: the checkpoint, and the third step."""
     register()
-    engine = open_engine("optimizer.name=by_row", "run.seed=7", *sets, world=World.from_env(os.environ))
+    engine = open_engine("optimizer.name=by_row", "run.seed=7", *sets)
     return layouts.restore_and_train(engine, global_batches(3)[2], path, lambda: engine.state().shards)
 
 
@@ -215,7 +190,7 @@ def refused_by(sets: tuple[str, ...]) -> str:
     """In a rank: the error of a layout that shards what a slot reduces."""
     register()
     try:
-        open_engine("optimizer.name=by_row", *sets, world=World.from_env(os.environ)).close()
+        open_engine("optimizer.name=by_row", *sets).close()
     except RecipeError as exc:
         torch.distributed.destroy_process_group()
         return str(exc)
@@ -225,4 +200,4 @@ def refused_by(sets: tuple[str, ...]) -> str:
 def test_a_layout_that_shards_a_reduced_dimension_is_refused(ranks: Callable[..., list[object]]) -> None:
     for text in ranks.run(refused_by, ("parallel.tp=2",), ranks=2):
         assert "the optimizer's slot 'row_square' reduces dimension 1 of model.layers.0.self_attn.o_proj.weight" in text
-        assert "of which this layout gives a rank 16 of 32 elements; change the parallel degrees" in text
+        assert "of which this layout gives a rank 16 of 32 elements; change parallel.tp or" in text

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from lt_ckpt import Checkpoint, CheckpointMetadata, begin_save, commit_save, write_rank_files
+from lt_ckpt import Checkpoint
 from lt_model import param_specs
 from lt_model.init import init_model
 from lt_model.llama import Llama
+from lt_test_helpers.layouts import save_checkpoint
 from lt_trainer_gpu.engine import GpuEngine
 from lt_trainer_gpu.weights import MixedPrecisionWeights
 
@@ -84,14 +85,7 @@ def test_a_restored_engine_computes_with_what_it_restored(open_on, config, batch
     engine = open_on("cpu", config, BF16)
     for batch in steps[:2]:
         engine.step(batch, 1e-2)
-    snapshot = engine.state()
-    staging = begin_save(tmp_path, step=2, world_size=1)
-    write_rank_files(staging, rank=0, shards=snapshot.shards)
-    place = commit_save(
-        staging,
-        metadata=CheckpointMetadata(step=2, scalars=dict(snapshot.scalars), optimizer=snapshot.optimizer),
-        world_size=1,
-    )
+    place = save_checkpoint(engine, str(tmp_path), step=2)
     wanted = engine.validate(steps[2:])
     (next_loss,) = engine.fetch_metrics([engine.step(steps[2], 1e-2)])
 

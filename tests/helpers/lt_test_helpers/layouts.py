@@ -8,7 +8,8 @@ Shapes: rows are [1, rows, T] in a global batch and [M, B, T] in a rank's part o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,41 @@ from typing import Any
 import numpy as np
 
 from lt_ckpt import Checkpoint, CheckpointMetadata, Shard, begin_save, commit_save, write_rank_files
+from lt_trainer.config.recipe import llama_config, load
 from lt_trainer.data.document_boundaries import find_document_starts, micro_batch_cu_seqlens
-from lt_trainer.engine import Engine, StepBatch, StepMetrics
+from lt_trainer.engine import Engine, StepBatch, StepMetrics, World, engine_spec
 from lt_trainer.evaluation.position_scores import PositionScores
+
+SCHEDULE = {"max_steps": 9, "warmup_steps": 1}
 
 ShardsFn = Callable[[], Iterable[Shard]]
 """Returns a rank's current slices."""
 
 NamedTensors = dict[tuple[str, str], np.ndarray]
 """Full tensors by group and name."""
+
+
+def open_engine(
+    *sets: str,
+    model: Mapping[str, Any],
+    rows: int,
+    seq_len: int,
+    vocab: int,
+    dtype: str = "float64",
+    optimizer: Mapping[str, Any] | None = None,
+) -> Any:
+    """Check the recipe of a little model in this rank and open its gpu engine, on a CPU."""
+    base = {
+        "model": {"tie_word_embeddings": False, **model},
+        "data": {"store": "unused", "seq_len": seq_len},
+        "batch": {"global_batch_size": rows, "micro_batch_size": 1},
+        "optimizer": optimizer or {},
+        "schedule": SCHEDULE,
+        "engine": {"gpu": {"device": "cpu", "dtype": dtype}},
+    }
+    recipe, world, spec = load(base=base, overrides=sets).recipe, World.from_env(os.environ), engine_spec("gpu")
+    spec.check(recipe, world)
+    return spec.open(recipe, llama_config(recipe, vocab), world)
 
 
 def global_batches(n_steps: int, *, rows: int, seq_len: int, vocab: int, seed: int = 0) -> list[StepBatch]:

@@ -76,13 +76,12 @@ class OptimizerDriver:
         like = next(iter(weights.values()))
         self.rounds_stochastically = options.weights_dtype == "bfloat16"
         self.update_dtype = torch.float32 if self.rounds_stochastically else like.dtype
-        self._seed, self._exchange = seed, exchange
+        self.device_type, self._seed, self._exchange = like.device.type, seed, exchange
         self.slots: dict[str, dict[str, Tensor]] = {slot: {} for slot in spec.slot_names}
         for name, weight in weights.items():
             for slot in self.specs[name].slots:
                 shape = slot.shape(tuple(weight.shape))
                 self.slots[slot.name][name] = self.allocate_slot(weight, shape, self.slot_dtype(slot))
-        self.device_type = like.device.type
         self.step_count = torch.zeros((), dtype=torch.int32, device=like.device)
 
     def allocate_slot(self, weight: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
