@@ -18,8 +18,8 @@ class GpuOptions:
     )
     dtype: Literal["auto", "bfloat16", "float32", "float64"] = option(
         "auto",
-        "dtype of forward and backward; auto is bfloat16 on cuda and neuron, else float32; weights and moments are "
-        "float32 (float64 with float64)",
+        "dtype of forward and backward; auto is bfloat16 on cuda, neuron and CPUs that multiply it in hardware, else "
+        "float32, and as before where a run goes on; weights and moments are float32 (float64 with float64)",
     )
     float32_matmul_precision: Literal["highest", "high"] = option(
         "highest", "matrix products of float32 tensors on cuda: highest is exact, high uses TF32, as in torch"
