@@ -185,7 +185,7 @@ class Disturber:
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 is_wanted = wanted <= set((folder / "environ").read_bytes().split(b"\0"))
-                if is_wanted and b"lt_trainer" in (folder / "cmdline").read_bytes().split(b"\0")[1:3]:
+                if is_wanted and b"lt_trainer" in (folder / "cmdline").read_bytes().split(b"\0")[1:4]:
                     return int(folder.name)
             except OSError:
                 continue
