@@ -39,8 +39,6 @@ from lt_trainer.files import write_atomic
 from lt_trainer.quickstart import training as quickstart
 from lt_trainer.quickstart.settings import QuickstartFolder, QuickstartSettings
 from lt_trainer.training.runner import run as train
-from lt_trainer.tuning.journal import ProbeJournal
-from lt_trainer.tuning.settings import TunedSetting
 
 SEED = int(os.environ.get("LT_SEED", "0"))
 
@@ -134,32 +132,6 @@ def test_a_path_that_may_not_be_looked_at(
     with unusable_paths(tmp_path) as paths:
         for bad in paths.values():
             assert_refused(run_command(main, *(word.format(bad=bad, **places) for word in COMMANDS[command])))
-
-
-def test_a_journal_of_probes(tmp_path: Path) -> None:
-    """It is read before the first probe."""
-    for kind, make in (PLACES | CONTENTS).items():
-        path = tmp_path / f"{kind}.jsonl"
-        make(path)
-        if kind in CONTENTS:
-            add_line_end(path)
-        if kind in ("empty", "object", "NaN", "escapes", "lone surrogate", "duplicate keys"):
-            continue  # a line of no or of another key
-        with pytest.raises(RunDirError):
-            ProbeJournal(path, "key")
-    whole = {
-        "key": "key",
-        "outcome": "ok",
-        "step_s": 1.0,
-        "setting": TunedSetting(micro_batch_size=1, activation_checkpointing="none", compile=False).to_overrides(),
-    }
-    rng = random.Random(SEED)
-    path = tmp_path / "journal"
-    for _ in range(100):
-        value = mutate(rng, whole)
-        path.write_text(json.dumps(value) + "\n")
-        with alarm(), suppress(RunDirError):
-            ProbeJournal(path, "key").close()
 
 
 @pytest.mark.parametrize("kind", PLACES | CONTENTS)

@@ -16,14 +16,11 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
 
 from lt_trainer.constants import EXIT_USER
-from lt_trainer.run_directory.typed_records import is_seconds, is_table, is_text
-from lt_trainer.tuning.settings import TunedSetting
+from lt_trainer.tuning.search import TunedSetting
 
-Outcome = Literal["ok", "out_of_memory", "killed", "timed_out", "refused", "failed"]
 OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|out of memory|MemoryError|can't allocate memory|RESOURCE_EXHAUSTED", re.I)
 ERROR_LINE = re.compile(r"^(?:\[rank\d+\]: *)?(?:error: |[\w.]*(?:Error|Exception)\b).*$", re.M)
 
@@ -36,52 +33,20 @@ class ProbeResult:
     """Result of a probe.
 
     Attributes:
-        setting: What was tried.
-        outcome: "ok", or why there is no time.
-        step_s: Seconds of a step; None unless ok.
-        tokens_per_s: Tokens of the global batch over `step_s`.
-        peak_bytes: Peak memory of the fullest rank's device, as `lt train bench` reports it.
-        message: Error of a probe that is not ok.
+        setting: what was tried.
+        outcome: "ok", or why there is no time: out_of_memory, killed, timed_out, refused, failed.
+        step_s: seconds of a step; None unless ok.
+        tokens_per_s: tokens of the global batch over `step_s`.
+        peak_bytes: peak memory of the fullest rank's device, as `lt train bench` reports it.
+        message: error of a probe that is not ok.
     """
 
     setting: TunedSetting
-    outcome: Outcome
+    outcome: str
     step_s: float | None = None
     tokens_per_s: float | None = None
     peak_bytes: int | None = None
     message: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the record of the journal."""
-        return asdict(self) | {"setting": self.setting.to_overrides()}
-
-    @classmethod
-    def from_dict(cls, record: dict[str, Any]) -> ProbeResult:
-        """Return the result of `to_dict`; other fields are ignored.
-
-        Raises:
-            ValueError: it is none.
-        """
-        known: dict[str, Any] = {name: record[name] for name in cls.__dataclass_fields__ if name in record}
-        problem = next((name for name, is_kind in _KINDS.items() if name in known and not is_kind(known[name])), "")
-        if problem or not known.keys() >= {"setting", "outcome"}:
-            raise ValueError(f"{problem or 'setting or outcome'} is not that of a probe")
-        known["setting"] = TunedSetting.from_overrides(known["setting"])
-        return cls(**known)
-
-
-def _is_optional_number(value: object) -> bool:
-    return value is None or is_seconds(value)
-
-
-_KINDS = {
-    "setting": is_table,
-    "outcome": get_args(Outcome).__contains__,
-    "step_s": _is_optional_number,
-    "tokens_per_s": _is_optional_number,
-    "peak_bytes": _is_optional_number,
-    "message": is_text,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,29 +57,18 @@ class ProbeCommand:
     ranks: int = 1
     timeout_s: float = 600.0
 
-    def command(self, setting: TunedSetting) -> list[str]:
-        """Return the command line of one probe."""
-        launch = [sys.executable, "-P", "-m"]
-        if self.ranks > 1:
-            launch += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(self.ranks), "--no-python"]
-            launch += [sys.executable, "-P", "-u", "-m"]
-        options = [word for text in setting.to_set_options() for word in ("--set", text)]
-        return [*launch, "lt_trainer", "bench", *self.arguments, *options]
-
     def run(self, setting: TunedSetting) -> ProbeResult:
         """Run a probe to its end; an exception ends its processes."""
-        environ = dict(os.environ)
+        command, environ = [sys.executable, "-P", "-u", "-m", "lt_trainer", "bench", *self.arguments], dict(os.environ)
+        command += [word for text in setting.to_set_options() for word in ("--set", text)]
         if self.ranks > 1:
+            torchrun = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone"]
+            command = [*torchrun, "--nproc-per-node", str(self.ranks), "--no-python", *command]
             environ.setdefault("OMP_NUM_THREADS", "1")
             environ |= dict.fromkeys(("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PET_SHUTDOWN_TIMEOUT"), str(SHUTDOWN_S))
+        pipe = subprocess.PIPE
         with subprocess.Popen(
-            self.command(setting),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=environ,
-            text=True,
-            errors="replace",
-            start_new_session=True,
+            command, stdout=pipe, stderr=pipe, env=environ, text=True, errors="replace", start_new_session=True
         ) as process:
             try:
                 out, err = process.communicate(timeout=self.timeout_s)

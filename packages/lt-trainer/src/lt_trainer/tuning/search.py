@@ -1,102 +1,131 @@
-"""Search for the fastest setting: line searches over micro-batches, one per recomputation mode.
+"""Search for the fastest setting: what changes the speed of a run, and not what it learns.
+
+Candidates are every micro-batch that divides a rank's part of the global batch, the recomputation modes, compiled or
+not, and the tokens whose logits exist at a time. The global batch, sequence length, dtypes and degrees of parallelism
+stay the recipe's.
 
 The time of a step over the micro-batch size falls while launches and messages are shared by more rows, and rises
 again, if at all, where memory runs out; kernels add bumps of a few per cent. So on each line (a mode of recomputation,
-compiled or not) the search walks from the best micro-batch known so far to larger ones and to smaller ones, and stops
-in a direction after `PATIENCE` settings in a row that are slower than the best of the line.
+compiled or not) the search walks from the best micro-batch known so far to larger ones, up to one that fails, and to
+smaller ones, and stops in a direction after `PATIENCE` settings in a row that are slower than the best of the line.
+Last, the sizes of the loss's chunks are tried with the best setting: they change the time of the head alone.
 
-1. The line of the start.
-2. The other lines, each from the micro-batch of the best setting so far. Where that does not fit it goes down until one
-   does.
-3. Of a line whose first two settings that fit are both more than `HOPELESS` slower than the best of all, no more is
-   measured, unless a smaller memory allows it micro-batches that did not fit on the best line.
-4. The sizes of the loss's chunks, each once, with the best setting so far: they change the time of the head alone.
-
-What did not fit is known of every setting that needs no less memory, and is not tried. Everything else is measured
-once. Cost: 60 % of a grid in the mean of the generated ones of `tests/test_tuning.py`, in all of which what is found is
+Cost: two thirds of a grid in the mean of the generated ones of `tests/test_tuning.py`, in all of which what is found is
 within 3 % of the fastest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from lt_trainer.tuning.settings import SettingGrid, TunedSetting
+from lt_trainer.config.sections.recipe import Recipe
+from lt_trainer.errors import RecipeError
+from lt_trainer.planning.layout import engine_table
 
+MODES = ("none", "selective", "full")
+"""Recomputation modes, the one with the most memory first."""
+LOSS_CHUNK_TOKENS = (256, 1024, 4096, 16384)
+"""Tried beside the recipe's value, as far as a micro-batch has more tokens."""
 PATIENCE = 2
-HOPELESS = 1.15
 
 
-def find_fastest(
-    grid: SettingGrid, measure: Callable[[TunedSetting], float | None], *, max_probes: int = 0
-) -> TunedSetting | None:
+@dataclass(frozen=True, kw_only=True)
+class TunedSetting:
+    """One candidate."""
+
+    micro_batch_size: int
+    activation_checkpointing: str
+    compile: str | bool
+    loss_chunk_tokens: int = 0
+
+    def to_set_options(self) -> list[str]:
+        """Return the recipe fields as values of `--set`."""
+        engine = {name: value for name, value in vars(self).items() if name != "micro_batch_size"}
+        values: dict[str, Any] = {"batch.micro_batch_size": self.micro_batch_size}
+        values |= {f"engine.gpu.{name}": value for name, value in engine.items()}
+        return [f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in values.items()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SettingGrid:
+    """All candidates of a recipe, and the one to begin with."""
+
+    micro_batch_sizes: Sequence[int]
+    """Ascending."""
+    compile: Sequence[str | bool]
+    start: TunedSetting
+    tokens_per_row: int = 0
+    """Positions of a row on a rank; 0: chunks of the loss are not tried."""
+
+    @classmethod
+    def from_recipe(cls, recipe: Recipe, *, world_size: int) -> SettingGrid:
+        """Return the candidates of a recipe on a number of ranks; the first is the recipe itself.
+
+        Raises:
+            RecipeError: run.engine is not "gpu", or the recipe lets the compiler choose what is recomputed.
+        """
+        options = engine_table(recipe)
+        mode, compiled = options.get("activation_checkpointing", MODES[0]), options.get("compile", "auto")
+        if mode not in MODES:
+            raise RecipeError(
+                "tuning tries none, selective and full",
+                values={"engine.gpu.activation_checkpointing": mode},
+                remedy="tune with --set engine.gpu.activation_checkpointing=none",
+            )
+        is_eager = compiled == "auto" and options.get("device", "auto") == "cpu"  # there auto does not compile
+        rows = recipe.batch.micro_batch_size * recipe.accumulation_steps(world_size)
+        return cls(
+            micro_batch_sizes=[size for size in range(1, rows + 1) if rows % size == 0],
+            compile=(compiled,) if is_eager else (compiled, compiled is False),
+            start=TunedSetting(
+                micro_batch_size=recipe.batch.micro_batch_size,
+                activation_checkpointing=mode,
+                compile=compiled,
+                loss_chunk_tokens=options.get("loss_chunk_tokens", 0),
+            ),
+            tokens_per_row=recipe.data.seq_len // recipe.parallel.cp,
+        )
+
+
+def find_fastest(grid: SettingGrid, measure: Callable[[TunedSetting], float | None]) -> TunedSetting | None:
     """Return the fastest setting that was measured; None if none worked.
 
     Args:
         grid: candidates.
-        measure: returns the seconds of a step, or None if the setting does not work here.
-        max_probes: limit of measurements; 0 for none.
+        measure: returns the seconds of a step, or None if the setting does not work here; called once per setting.
     """
-    search = _Search(grid=grid, measure=measure, max_probes=max_probes)
-    search.walk(grid.start)
-    for line in grid.lines():
-        best = search.best
-        search.walk(line if best is None else replace(line, micro_batch_size=best.micro_batch_size))
-    if search.best is not None:
-        for setting in grid.loss_chunks(search.best):
-            search.time(setting)
-    return search.best
+    seconds: dict[TunedSetting, float] = {}
+    best = grid.start
+    for compiled in grid.compile:
+        for mode in sorted(MODES, key=lambda mode: mode != grid.start.activation_checkpointing):
+            line = replace(best, activation_checkpointing=mode, compile=compiled)
+            seconds |= _walk(line, grid.micro_batch_sizes, measure)
+            best = min(seconds, key=lambda setting: seconds[setting], default=grid.start)
+    for tokens in LOSS_CHUNK_TOKENS if seconds else ():
+        if tokens < best.micro_batch_size * grid.tokens_per_row and tokens != best.loss_chunk_tokens:
+            setting = replace(best, loss_chunk_tokens=tokens)
+            if (value := measure(setting)) is not None:
+                seconds[setting] = value
+    return min(seconds, key=lambda setting: seconds[setting], default=None)
 
 
-@dataclass(kw_only=True)
-class _Search:
-    grid: SettingGrid
-    measure: Callable[[TunedSetting], float | None]
-    max_probes: int
-    seconds: dict[TunedSetting, float | None] = field(default_factory=dict)
-
-    @property
-    def best(self) -> TunedSetting | None:
-        """The fastest setting so far."""
-        worked = {setting: value for setting, value in self.seconds.items() if value is not None}
-        return min(worked, key=lambda setting: worked[setting], default=None)
-
-    def walk(self, start: TunedSetting) -> None:
-        """Search the line of `start`, to larger micro-batches and then to smaller ones."""
-        previous = self.best
-        line: dict[TunedSetting, float] = {}
-        for step in (1, -1):
-            at: TunedSetting | None = start if step == 1 else self.grid.neighbor(start, step)
-            n_slower = 0
-            while at is not None and n_slower < PATIENCE:
-                value = self.time(at)
-                if value is None:
-                    if step == 1:  # larger ones need more; smaller ones follow
-                        break
-                else:
-                    n_slower = n_slower + 1 if line and value >= min(line.values()) else 0
-                    line[at] = value
-                    if self._is_hopeless(line, previous):
-                        return
-                at = self.grid.neighbor(at, step)
-
-    def _is_hopeless(self, line: dict[TunedSetting, float], best: TunedSetting | None) -> bool:
-        """Return True if two settings of a line say enough; not if the best line had no room for larger ones."""
-        if best is None or len(line) < 2:
-            return False
-        limit = self.seconds[best]
-        larger = self.grid.neighbor(best, 1)
-        was_full = larger is not None and self.seconds.get(larger, 0.0) is None
-        return limit is not None and not was_full and min(line.values()) > HOPELESS * limit
-
-    def time(self, setting: TunedSetting) -> float | None:
-        """Return the seconds of a setting, measured at most once; None if it does not work or is not tried."""
-        if setting not in self.seconds:
-            failed = [other for other, value in self.seconds.items() if value is None]
-            if any(setting.needs_no_less_than(other) for other in failed):
-                return None
-            if self.max_probes and len(self.seconds) >= self.max_probes:
-                return None
-            self.seconds[setting] = self.measure(setting)
-        return self.seconds[setting]
+def _walk(
+    start: TunedSetting, sizes: Sequence[int], measure: Callable[[TunedSetting], float | None]
+) -> dict[TunedSetting, float]:
+    """Return the seconds of the settings of a line, walking from `start` to larger and to smaller micro-batches."""
+    line: dict[TunedSetting, float] = {}
+    at = sizes.index(start.micro_batch_size)
+    for is_up, direction in ((True, sizes[at:]), (False, sizes[:at][::-1])):
+        n_slower = 0
+        for size in direction:
+            setting = replace(start, micro_batch_size=size)
+            value = measure(setting)
+            if value is not None:
+                n_slower = n_slower + 1 if line and value >= min(line.values()) else 0
+                line[setting] = value
+            if n_slower == PATIENCE or (value is None and is_up):
+                break  # larger ones need more memory than one that failed; smaller ones follow
+    return line
