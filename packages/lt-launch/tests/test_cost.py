@@ -20,7 +20,6 @@ HEAVY = (
     "tokenizers",
     "safetensors",
     "transformers",
-    "pydantic",
 )
 
 MODULES = """

@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 
-from lt_launch.job import ContainerImage, Job, Pipeline, Resources, RestartPolicy, Stage, to_dict
+from lt_launch.job import ContainerImage, Job, Pipeline, Resources, RestartPolicy, Stage
 from lt_launch.k8s.options import KubernetesOptions
-from lt_launch.launch_dir import pipeline_from_dict
 from lt_launch.profile import Profile
 from lt_launch.sagemaker.options import SageMakerOptions
 from lt_launch.slurm.options import SlurmOptions
@@ -37,7 +36,6 @@ def test_what_cannot_be_run_is_refused_by_field(values: dict[str, Any], field: s
     with pytest.raises(RecipeError) as caught:
         job(**values)
     assert field in caught.value.values
-    assert caught.value.remedy
 
 
 @pytest.mark.parametrize("field", ["partition", "instance_type", "constraint"])
@@ -47,7 +45,6 @@ def test_a_resource_is_one_word(field: str, more: str) -> None:
     with pytest.raises(RecipeError) as caught:
         Resources(**{field: f"p5{more}"})
     assert caught.value.values == {f"resources.{field}": f"p5{more}"}
-    assert caught.value.remedy
 
 
 @pytest.mark.parametrize(
@@ -224,7 +221,7 @@ def test_what_a_launch_keeps_reads_back_equal() -> None:
         stages=(Stage(job=job("a"), array=4, array_limit=2), Stage(job=full, after=("a",), inputs=("x",))),
         out="o",
     )
-    assert pipeline_from_dict(json.loads(json.dumps(to_dict(made)))) == made
+    assert Pipeline.model_validate(json.loads(json.dumps(made.model_dump(mode="json")))) == made
 
 
 @pytest.mark.parametrize("mount", ["/a", "/a:", ":/b", "a:b:c:d"])

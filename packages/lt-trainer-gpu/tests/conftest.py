@@ -12,7 +12,7 @@ import torch
 
 from lt_model import LlamaConfig
 from lt_trainer.config.recipe import load
-from lt_trainer.config.sections.recipe import Recipe
+from lt_trainer.config.sections import Recipe
 from lt_trainer.engine import StepBatch, World
 from lt_trainer_gpu.engine import GpuEngine
 

@@ -12,7 +12,7 @@ from lt_model.init import init_slice
 from lt_test_helpers import layouts
 from lt_test_helpers.layouts import StateSlice, TrainResult, assemble, copy_slices
 from lt_trainer.config.recipe import load
-from lt_trainer.config.sections.optimizer import OptimizerOptions
+from lt_trainer.config.sections import OptimizerOptions
 from lt_trainer.optimizers import OPTIMIZERS
 from lt_trainer.optimizers.driver import OptimizerDriver
 from lt_trainer.optimizers.spec import ParamSlice

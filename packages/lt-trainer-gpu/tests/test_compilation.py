@@ -73,7 +73,7 @@ def test_the_option_is_a_word_or_a_bool(recipe, text: str) -> None:
 
 
 def test_another_word_is_refused_with_the_choices(recipe) -> None:
-    with pytest.raises(RecipeError, match=r"engine.gpu.compile = 'on'.*; use one of 'auto', true, false"):
+    with pytest.raises(RecipeError, match=r"engine.gpu.compile = 'on'.*: must be 'auto', True or False"):
         recipe("engine.gpu.compile=on")
 
 

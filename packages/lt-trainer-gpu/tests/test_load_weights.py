@@ -13,7 +13,7 @@ from lt_model import LlamaConfig, config_to_hf, param_specs
 from lt_test_helpers.layouts import step_batch
 from lt_trainer.checkpointing.pretrained import open_pretrained
 from lt_trainer.config.recipe import load
-from lt_trainer.config.sections.recipe import Recipe
+from lt_trainer.config.sections import Recipe
 from lt_trainer.engine import World
 from lt_trainer.errors import RecipeError
 from lt_trainer_gpu.spec import SPEC

@@ -17,7 +17,7 @@ from lt_model import LlamaConfig
 from lt_test_helpers import layouts
 from lt_test_helpers.meshes import CONTEXTS, DATA, DATA_RANKS, MAX_RANKS, PIPELINES, TENSORS
 from lt_trainer.config.recipe import load
-from lt_trainer.config.sections.recipe import Recipe
+from lt_trainer.config.sections import Recipe
 from lt_trainer.engine import World
 from lt_trainer.errors import RecipeError
 from lt_trainer_gpu.spec import SPEC

@@ -18,7 +18,7 @@ from lt_model import LlamaConfig, n_parameters, param_specs
 from lt_test_helpers import layouts
 from lt_test_helpers.layouts import StateSlice, assemble, assert_near
 from lt_trainer.config.recipe import load
-from lt_trainer.config.sections.optimizer import OptimizerOptions
+from lt_trainer.config.sections import OptimizerOptions
 from lt_trainer.engine import StepBatch
 from lt_trainer.errors import RecipeError
 from lt_trainer.optimizers import OPTIMIZERS

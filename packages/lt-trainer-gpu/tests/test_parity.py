@@ -16,7 +16,7 @@ import pytest
 from lt_data import Document, Stream, TokenStore, pack, prepare_documents, train_bpe
 from lt_test_helpers.layouts import NamedTensors, StateSlice, assemble, assert_near, copy_slices
 from lt_trainer.config.recipe import llama_config, load
-from lt_trainer.config.sections.recipe import Recipe
+from lt_trainer.config.sections import Recipe
 from lt_trainer.data.training_data import open_data, open_stream, to_step_batch, validation_batches
 from lt_trainer.engine import World
 from lt_trainer_gpu.spec import SPEC

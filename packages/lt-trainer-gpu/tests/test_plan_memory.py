@@ -15,7 +15,7 @@ import torch
 
 from lt_test_helpers.layouts import step_batch
 from lt_trainer.config.recipe import llama_config, load
-from lt_trainer.config.sections.recipe import Recipe
+from lt_trainer.config.sections import Recipe
 from lt_trainer.engine import Engine, StepBatch, World
 from lt_trainer.planning.layout import layout_from_recipe
 from lt_trainer.planning.memory import plan_memory

@@ -1,12 +1,11 @@
 """The knobs of the NxD Llama scripts as hyperparameters: each sets the field that means the same."""
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from lt_trainer.config.hyperparameters import hyperparameter_leaves, read_hyperparameters
+from lt_trainer.config.hyperparameters import hyperparameter_fields, read_hyperparameters
 from lt_trainer.config.recipe import load, to_dict
 from lt_trainer.errors import RecipeError
 from lt_trainer_neuron.hyperparameter_aliases import ALIASES
@@ -132,7 +131,7 @@ def test_each_knob_of_the_scripts_sets_its_field(name: str, value: str, dotted: 
 @pytest.mark.parametrize("name", ["pretrained_checkpoint_dir", "pretrained_weight_dir", "PRETRAINED_WEIGHT_DIR"])
 def test_pretrained_weights_are_looked_for_where_the_scripts_say(name: str, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=f"model.init_from = .* \\(hyperparameter {name}\\): .*no such file"):
-        load(base=BASE, hyperparameters={name: str(tmp_path / "missing")})
+        load(base=BASE | {"model": {}}, hyperparameters={name: str(tmp_path / "missing")})
 
 
 @pytest.mark.parametrize("name", ["qkv_linear", "kv_replicator", "fuse_qkv", "kv_size_multiplier"])
@@ -141,7 +140,7 @@ def test_each_knob_of_replicated_heads_sets_its_field(name: str) -> None:
     options = load(base=BASE, hyperparameters=given).recipe.engine["neuron"]
     assert isinstance(options, NeuronOptions)
     field = {"kv_replicator": "kv_size_multiplier"}.get(name, name)
-    changed = {key for key, value in asdict(options).items() if value != asdict(NeuronOptions())[key]}
+    changed = {key for key, value in options.model_dump().items() if value != NeuronOptions().model_dump()[key]}
     assert changed == {"qkv_linear", field}
 
 
@@ -152,7 +151,7 @@ def test_every_knob_names_fields_that_exist_and_no_hyperparameter_of_ours() -> N
             inner = known
             for part in dotted.split("."):
                 inner = inner[part]
-    assert not set(ALIASES) & set(hyperparameter_leaves())
+    assert not set(ALIASES) & set(hyperparameter_fields())
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from lt_model import preset
 from lt_trainer.config.recipe import llama_config, load
-from lt_trainer.config.sections.recipe import Recipe
+from lt_trainer.config.sections import Recipe
 from lt_trainer.engine import World
 from lt_trainer.errors import RecipeError
 from lt_trainer.optimizers import OPTIMIZERS

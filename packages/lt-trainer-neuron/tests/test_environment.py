@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from lt_trainer.config.recipe import load
-from lt_trainer.config.sections.recipe import Recipe
+from lt_trainer.config.sections import Recipe
 from lt_trainer.engine import World
 from lt_trainer.errors import RecipeError
 from lt_trainer_neuron import SPEC, neuron_env

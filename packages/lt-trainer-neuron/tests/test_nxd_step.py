@@ -20,7 +20,7 @@ from lt_model import LlamaConfig
 from lt_model.loss import cross_entropy_sum
 from lt_test_helpers.layouts import step_batch
 from lt_trainer.config.recipe import load
-from lt_trainer.config.sections.recipe import Recipe
+from lt_trainer.config.sections import Recipe
 from lt_trainer.engine import World
 from lt_trainer_neuron.cpu.backend import CpuBackend
 from lt_trainer_neuron.cpu.collectives import (

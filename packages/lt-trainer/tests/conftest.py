@@ -16,7 +16,8 @@ from lt_data import TokenStore, pack, prepare, read_documents, train_bpe
 from lt_model import LlamaConfig, config_to_hf, param_specs
 from lt_trainer import engine as engine_module
 from lt_trainer.checkpointing.pretrained import PretrainedWeights
-from lt_trainer.config.sections.recipe import Recipe
+from lt_trainer.config.section import Section
+from lt_trainer.config.sections import Recipe
 from lt_trainer.control import SoloControl
 from lt_trainer.engine import Device, Snapshot, StepBatch, StepMetrics, Topology, World
 from lt_trainer.evaluation.position_scores import PositionScores
@@ -145,11 +146,9 @@ def fake_engine(monkeypatch: pytest.MonkeyPatch) -> FakeSpec:
     Its runs do not wait for the disk, which takes most of their time where other tests write to it; what must be
     synced is tested with failing disks.
     """
-    from dataclasses import make_dataclass
-
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
-    spec = FakeSpec(make_dataclass("FakeOptions", [], frozen=True, kw_only=True))
+    spec = FakeSpec(type("FakeOptions", (Section,), {}))
     installed = list(engine_module.entry_points(group=engine_module.ENGINE_ENTRY_POINTS))
     entry = SimpleNamespace(name="fake", load=lambda: spec)
     monkeypatch.setattr(engine_module, "entry_points", lambda group: [*installed, entry])

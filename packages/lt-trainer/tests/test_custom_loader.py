@@ -356,7 +356,7 @@ def test_a_run_goes_on_with_the_same_rows_only(base, fake_engine, give, little_d
             "cannot be imported: No module named 'not_there_at_all'; write it as module:function",
         ),
         ("json:not_there", "module 'json' has no attribute 'not_there'; write it as module:function"),
-        ("json", "not a function name; write it as package.module:function"),
+        ("json", "must be package.module:function"),
     ],
 )
 def test_a_function_that_is_not_there_is_said_at_once(base, fake_engine, loader: str, message: str) -> None:

@@ -98,7 +98,7 @@ def test_stores_without_validation_and_names_of_both_kinds_are_refused(tmp_path:
         load(base={"data": data, "evaluation": {"stores": True}})
     with pytest.raises(RecipeError, match="a task and a validation set are both called 'validation'"):
         load(base={"data": {**data, "validation": "v"}, "evaluation": {"stores": True, "tasks": ["validation"]}})
-    with pytest.raises(RecipeError, match=r"evaluation\.limit = 3.*has no effect without evaluation.tasks"):
+    with pytest.raises(RecipeError, match=r"evaluation\.limit = 3.*has no effect with tasks"):
         load(base={"data": {**data, "validation": "v"}, "evaluation": {"stores": True, "limit": 3}})
 
 
@@ -127,7 +127,7 @@ def test_sinks_have_a_tag_for_each_task_and_metric() -> None:
             "evaluation.tasks=[choise]",
             r"evaluation.tasks = .*task 'choise': no such task in .*; have choice, cloze, lt_",
         ),
-        ("evaluation.tasks=[]", "has no effect without evaluation.tasks"),
+        ("evaluation.tasks=[]", "has no effect with tasks"),
         ("evaluation.tasks=[cloze, cloze]", "duplicate task"),
         ("evaluation.interval=-1", "must be at least 0"),
     ],

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from lt_trainer.config.fields import leaf_values, leaves
-from lt_trainer.config.recipe import load, to_toml
-from lt_trainer.config.sections.recipe import Recipe
+from lt_trainer.config.recipe import load, to_toml, values_of
+from lt_trainer.config.section import leaves
+from lt_trainer.config.sections import Recipe
 
 DATA = Path(__file__).parent / "data"
 
@@ -66,11 +66,11 @@ EVERY_FIELD = {
     "checkpoint.mirror_keep_every": 1000,
     "metrics.log_interval": 5,
     "metrics.validation_interval": 50,
-    "metrics.sinks": ("wandb", "tensorboard"),
+    "metrics.sinks": ["wandb", "tensorboard"],
     "metrics.monitor_interval_s": 2.5,
     "metrics.profile_steps": 2,
     "metrics.profile_start_step": 21,
-    "metrics.profile_ranks": (0, 1),
+    "metrics.profile_ranks": [0, 1],
     "metrics.memory_snapshot_step": 30,
     "metrics.memory_snapshot_on_oom": True,
     "fault_tolerance.max_skipped_steps": 3,
@@ -83,11 +83,11 @@ EVERY_FIELD = {
 def test_a_recipe_with_every_field_is_read_to_the_same_values() -> None:
     path = DATA / "recipe-every-field.toml"
     resolved = load(path)
-    found = leaf_values(resolved.recipe)
+    found = values_of(resolved.recipe)
     assert {name: found[name] for name in EVERY_FIELD} == EVERY_FIELD
-    assert resolved.origins["run.seed"] == f"{path}:2"
-    assert resolved.origins["model.rope_scaling.factor"] == f"{path}:16"
-    assert resolved.origins["metrics.validation_interval"] == f"{path}:72"
+    assert resolved.origins["run.seed"] == str(path)
+    assert resolved.origins["model.rope_scaling.factor"] == str(path)
+    assert resolved.origins["metrics.validation_interval"] == str(path)
     defaults = {name: leaf.default for name, leaf in leaves(Recipe).items()}
     assert [name for name, value in EVERY_FIELD.items() if value == defaults[name]] == []
 
@@ -98,20 +98,20 @@ def test_the_defaults_are_written_as_ever() -> None:
 
 def test_sections_with_names_are_read_to_the_same_values() -> None:
     recipe = load(DATA / "recipe-named-sections.toml").recipe
-    found = leaf_values(recipe)
+    found = values_of(recipe)
     tables = ("data.mixture.", "data.validation_sets.")
     assert {name: value for name, value in found.items() if name.startswith(tables)} == {
         "data.mixture.code-2.store": "stores/code",
         "data.mixture.code-2.weight": 0.3,
-        "data.mixture.code-2.phase_weights": (),
+        "data.mixture.code-2.phase_weights": [],
         "data.mixture.code-2.max_epochs": 2,
         "data.mixture.web.store": "stores/web",
         "data.mixture.web.weight": 0.7,
-        "data.mixture.web.phase_weights": (0.5, 0.25),
+        "data.mixture.web.phase_weights": [0.5, 0.25],
         "data.mixture.web.max_epochs": 0,
         "data.validation_sets.papers.store": "stores/papers",
     }
-    assert (found["data.phase_rows"], found["data.prefetch"]) == ((1000, 2000), 4)
+    assert (found["data.phase_rows"], found["data.prefetch"]) == ([1000, 2000], 4)
     assert [found[f"batch.ramp.{name}"] for name in ("start", "increment", "steps", "tokens")] == [16, 8, 0, 10**6]
     assert [found[f"schedule.{name}"] for name in ("kind", "decay_steps", "decay_shape")] == ["wsd", 700, "linear"]
     ramp = recipe.batch.batch_ramp(256)

@@ -31,8 +31,8 @@ from lt_test_helpers.hostile import (
     unusable_paths,
 )
 from lt_trainer.__main__ import main
-from lt_trainer.config.fields import flatten
 from lt_trainer.config.recipe import load
+from lt_trainer.config.section import flatten
 from lt_trainer.config.toml import dump
 from lt_trainer.errors import RunDirError, TrainerError
 from lt_trainer.files import write_atomic

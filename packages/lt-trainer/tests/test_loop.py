@@ -10,7 +10,7 @@ import pytest
 from lt_data import StreamState
 from lt_test_helpers.layouts import step_batch
 from lt_trainer.config.recipe import load
-from lt_trainer.config.sections.recipe import Recipe
+from lt_trainer.config.sections import Recipe
 from lt_trainer.control import SoloControl
 from lt_trainer.engine import StepBatch, StepMetrics, Topology
 from lt_trainer.resilience.stop_signals import StopSignals

@@ -7,7 +7,7 @@ import pytest
 
 from lt_trainer.config import lr_schedule as module
 from lt_trainer.config.lr_schedule import learning_rate
-from lt_trainer.config.sections.schedule import ScheduleOptions
+from lt_trainer.config.sections import ScheduleOptions
 
 
 def plan(

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from lt_trainer.config.sections.optimizer import OptimizerOptions
+from lt_trainer.config.sections import OptimizerOptions
 from lt_trainer.errors import RecipeError
 from lt_trainer.optimizers import OPTIMIZERS
 from lt_trainer.optimizers.adamw import ADAMW

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from lt_model import PRESETS, flops_per_token, n_parameters, param_specs
 from lt_model.devices import DEVICES
 from lt_trainer.config.recipe import ResolvedRecipe, llama_config, load
-from lt_trainer.config.sections.optimizer import OptimizerOptions
+from lt_trainer.config.sections import OptimizerOptions
 from lt_trainer.errors import RecipeError
 from lt_trainer.planning.layout import PlannedLayout, layout_from_recipe
 from lt_trainer.planning.memory import RESERVE_BYTES, RESERVE_SHARE, plan_memory

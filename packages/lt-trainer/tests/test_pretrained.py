@@ -20,8 +20,8 @@ from lt_ckpt.torchfile.file import write_pt
 from lt_data import TokenStore
 from lt_model import LlamaConfig, RopeScaling, config_to_hf, param_specs
 from lt_trainer.checkpointing.pretrained import open_pretrained
-from lt_trainer.config.recipe import load, to_toml
-from lt_trainer.config.sections.model import ModelOptions
+from lt_trainer.config.recipe import complete, load, to_toml
+from lt_trainer.config.sections import ModelOptions
 from lt_trainer.control import SoloControl
 from lt_trainer.errors import RecipeError
 from lt_trainer.run_directory.jsonl import read_jsonl
@@ -99,8 +99,8 @@ def test_the_model_decides_the_architecture(model, tmp_path) -> None:
     ("overrides", "words"),
     [
         (["model.preset=tiny-2m"], r"model\.preset.*has its own architecture"),
-        (["model.init_from=", "model.resize_vocab=true"], r"resize_vocab.*no effect without model\.init_from"),
-        (["model.init_from=", "model.init_config=c.json"], r"init_config.*no effect without"),
+        (["model.init_from=", "model.resize_vocab=true"], r"resize_vocab.*no effect with init_from"),
+        (["model.init_from=", "model.init_config=c.json"], r"init_config.*no effect with init_from"),
     ],
 )
 def test_options_without_effect_are_refused(model, overrides, words) -> None:
@@ -323,7 +323,16 @@ def test_a_model_of_a_hub(hub, tmp_path) -> None:
     """The recipe needs its configuration alone; ranks agree on one commit, although the branch moves."""
     log, commits = hub
     resolved = load(base={"data": {"store": "s", "seq_len": 32}, "model": {"init_from": "hf://org/name"}})
-    assert resolved.recipe.model.n_layers == 2
+    assert log == [], "to show a recipe needs no network"
+    assert resolved.origins["model.n_layers"] == "from hf://org/name"
+    assert "n_layers" not in resolved.to_dict()["model"]
+    written = tmp_path / "written.toml"
+    written.write_text(to_toml(resolved.recipe, resolved.origins))
+    assert "# n_layers  # from hf://org/name" in written.read_text().splitlines()
+    assert load(written).origins["model.n_layers"] == "from hf://org/name"
+    resolved = complete(resolved)
+    assert (resolved.recipe.model.n_layers, resolved.origins["model.n_layers"]) == (2, "init_from hf://org/name")
+    assert not resolved.pending
     assert [path.rpartition("/")[2].partition("?")[0] for path in log] == ["main", "config.json"]
     first = commits[0]
     with opened(resolved.recipe.model, CONFIG) as pretrained:

@@ -52,7 +52,7 @@ def test_epochs_are_counted_in_the_pack(little_data: Path, tmp_path: Path) -> No
     assert resolved.recipe.schedule.max_steps == steps
     assert resolved.recipe.schedule.warmup_steps == steps_from_fraction(Fraction(1, 10), steps)
     assert resolved.origins["schedule.max_steps"] == (
-        f"{recipe}:5: 3 epochs of {rows} rows, {batch} per step; {left} rows left over"
+        f"{recipe}: 3 epochs of {rows} rows, {batch} per step; {left} rows left over"
     )
     written = tmp_path / "again.toml"
     written.write_text(to_toml(resolved.recipe, resolved.origins))
@@ -68,7 +68,7 @@ def test_epochs_are_counted_in_the_pack(little_data: Path, tmp_path: Path) -> No
             ["data.store=gone"],
             "data.store = 'gone' (--set): epochs are counted in the store, which does not exist here",
         ),
-        (["data.packing=buckets"], "rows of one length"),
+        (["data.packing=buckets", "data.min_seq_len=32"], "rows of one length"),
         (["batch.ramp.start=1", "batch.ramp.steps=2"], "a constant batch size"),
         (["data.store=", "data.synthetic=true", "model.vocab_size=64"], "a single data.store"),
         (["batch.global_batch_size=100000000"], "are less than one step"),
@@ -102,5 +102,5 @@ def test_other_words_are_not_lengths(name: str, value: object) -> None:
 
 
 def test_a_word_that_is_no_length_is_refused_with_the_field() -> None:
-    with pytest.raises(RecipeError, match=r"schedule\.warmup_steps = 'a bit' \(--set\): expected an integer"):
+    with pytest.raises(RecipeError, match=r"schedule\.warmup_steps = 'a bit' \(--set\): must be a valid integer"):
         load(base=BASE, overrides=["schedule.warmup_steps=a bit"])

@@ -14,8 +14,8 @@ import pytest
 
 from lt_ckpt import Checkpoint, find_latest_valid
 from lt_data import Mixture, Phase, RowReader, Stream, TokenStore, open_pack
-from lt_trainer.config.fields import flatten
 from lt_trainer.config.recipe import load
+from lt_trainer.config.section import flatten
 from lt_trainer.config.toml import dump
 from lt_trainer.observability.run_logger import Rank0Logger
 from lt_trainer.observability.throughput import Throughput

@@ -10,28 +10,15 @@ Values are checked at construction; errors name the field as in a run file. Noth
 
 from __future__ import annotations
 
-import dataclasses
 import re
-import unicodedata
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Literal, Self
+
+from pydantic import AfterValidator, Field, model_validator
 
 from lt_launch.secrets import find_secret_in_command, find_secret_value, is_secret_name
-from lt_trainer.config.fields import check_types, option
+from lt_trainer.config.section import Section, option
 from lt_trainer.errors import RecipeError
-
-__all__ = [
-    "ContainerImage",
-    "Job",
-    "Pipeline",
-    "Resources",
-    "RestartPolicy",
-    "Stage",
-    "check_env",
-    "check_one_line",
-    "to_dict",
-]
 
 NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -47,10 +34,22 @@ RESERVED_VARIABLES = (
 """Variables that identify a process (rank, world size, ...); a job cannot set them."""
 
 
-CONTROL_CATEGORIES = ("Cc", "Zl", "Zp")
-"""Unicode's categories of control characters and of separators of lines and paragraphs."""
-MULTI_LINE_FIELDS = ("argv", "recipe", "env")
-"""Fields with checks of their own, or whose text is quoted wherever it goes."""
+def _one_line(text: str) -> str:
+    if not re.fullmatch(r"[^\x00-\x1f\x7f-\x9f\u2028\u2029]*", text):
+        raise ValueError("has a line break or another control character")
+    return text
+
+
+def _one_word(text: str) -> str:
+    if re.search(r"\s", _one_line(text)):
+        raise ValueError("has a blank; write it as one word")
+    return text
+
+
+Line = Annotated[str, AfterValidator(_one_line)]
+"""Text that becomes a line of a script or a field of a manifest, where a second line is something else."""
+Word = Annotated[str, AfterValidator(_one_word)]
+"""Text that becomes an option of a command: what follows a blank would be another one."""
 
 
 def _field_error(name: str, value: object, problem: str, remedy: str) -> RecipeError:
@@ -75,33 +74,6 @@ def check_env(source: str, env: Mapping[str, object]) -> None:
             raise _field_error(f"{source}.{name}", value, "is set by the launcher", "leave it out")
 
 
-def check_one_line(section: str, values: object, *, words: Sequence[str] = ()) -> None:
-    """Reject text fields, and texts in tuples, with line breaks or other control characters.
-
-    They become lines of scripts, options of commands and fields of manifests, where a second line is something else.
-
-    Args:
-        section: name of the section, in front of the field's.
-        values: instance of a dataclass.
-        words: fields without blanks: what follows one would be another option.
-
-    Raises:
-        RecipeError: naming the field and its value.
-    """
-    for field_ in dataclasses.fields(values):  # type: ignore[arg-type]
-        if field_.name in MULTI_LINE_FIELDS:
-            continue
-        value = getattr(values, field_.name)
-        for text in value if isinstance(value, tuple) else (value,):
-            if not isinstance(text, str):
-                continue
-            name = f"{section}.{field_.name}"
-            if any(unicodedata.category(char) in CONTROL_CATEGORIES for char in text):
-                raise _field_error(name, text, "has a line break or another control character", "leave it out")
-            if field_.name in words and any(char.isspace() for char in text):
-                raise _field_error(name, text, "has a blank", "write it as one word")
-
-
 def check_shell_lines(source: str, lines: Sequence[str]) -> None:
     """Reject shell lines that assign a value to a secret.
 
@@ -124,130 +96,105 @@ def check_command(source: str, argv: Sequence[str]) -> None:
         raise _field_error(source, f"{found} ...", problem, remedy)
 
 
-def _check_minimum(values: object, section: str, minimum: float, *names: str) -> None:
-    for name in names:
-        if getattr(values, name) < minimum:
-            raise _field_error(
-                f"{section}.{name}",
-                getattr(values, name),
-                f"must be at least {minimum}",
-                f"set it to {minimum} or more",
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Resources:
+class Resources(Section):
     """Requirements on one node; 0 and "" use the default of the target."""
 
-    cpus_per_proc: int = option(0, "cores per process")
-    memory_gib: int = option(0, "memory per node", unit="GiB")
-    gpus_per_node: int = option(0, "GPUs per node")
-    neuron_cores_per_node: int = option(0, "Neuron cores per node")
+    table = "resources"
+
+    cpus_per_proc: int = option(0, "cores per process", ge=0)
+    memory_gib: int = option(0, "memory per node", unit="GiB", ge=0)
+    gpus_per_node: int = option(0, "GPUs per node", ge=0)
+    neuron_cores_per_node: int = option(0, "Neuron cores per node", ge=0)
     exclusive: bool = option(False, "exclusive use of the nodes")
-    partition: str = option("", "Slurm partition; overrides the profile's")
-    instance_type: str = option("", "machine type on SageMaker, such as ml.p5.48xlarge")
-    volume_gib: int = option(0, "disk per node on SageMaker", unit="GiB")
-    constraint: str = option("", "required node features (Slurm --constraint)")
-
-    def __post_init__(self) -> None:
-        check_types(self, "resources")
-        check_one_line("resources", self, words=("partition", "instance_type", "constraint"))
-        _check_minimum(self, "resources", 0, "cpus_per_proc", "memory_gib", "gpus_per_node", "neuron_cores_per_node")
-        _check_minimum(self, "resources", 0, "volume_gib")
+    partition: Word = option("", "Slurm partition; overrides the profile's")
+    instance_type: Word = option("", "machine type on SageMaker, such as ml.p5.48xlarge")
+    volume_gib: int = option(0, "disk per node on SageMaker", unit="GiB", ge=0)
+    constraint: Word = option("", "required node features (Slurm --constraint)")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ContainerImage:
+class ContainerImage(Section):
     """Container image of the processes; an empty image means none."""
 
-    image: str = option("", "image name, or path of a .sqsh file (enroot)")
-    mounts: tuple[str, ...] = option((), "host folders to mount, each as SOURCE:TARGET[:ro]")
-    workdir: str = option("", "working folder in the container; empty = job.cwd, which must be mounted (Slurm)")
+    table = "container"
+    needs = (("mounts workdir", "image"),)
 
-    def __post_init__(self) -> None:
-        check_types(self, "container")
-        check_one_line("container", self)
-        if not self.image and (self.mounts or self.workdir):
-            raise _field_error("container.image", "", "mounts and workdir need an image", "set container.image")
+    image: Line = option("", "image name, or path of a .sqsh file (enroot)")
+    mounts: tuple[Line, ...] = option((), "host folders to mount, each as SOURCE:TARGET[:ro]")
+    workdir: Line = option("", "working folder in the container; empty = job.cwd, which must be mounted (Slurm)")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
         for mount in self.mounts:
-            if not 2 <= len(mount.split(":")) <= 3 or not all(part for part in mount.split(":")):
-                raise _field_error(
-                    "container.mounts", mount, "is not a mount", "write it as SOURCE:TARGET or SOURCE:TARGET:ro"
-                )
+            if not re.fullmatch(r"[^:]+:[^:]+(:[^:]+)?", mount):
+                remedy = "write it as SOURCE:TARGET or SOURCE:TARGET:ro"
+                raise RecipeError("is not a mount", values={"mounts": mount}, remedy=remedy)
+        return self
 
 
-@dataclass(frozen=True, kw_only=True)
-class RestartPolicy:
+class RestartPolicy(Section):
     """Conditions for restarting an attempt that did not complete.
 
     Attempts are restarted after exit code 75 and after a loss (process killed by a signal, lost node or connection),
     never after any other exit code, since the failure would repeat.
     """
 
-    max_restarts: int = option(10, "restarts after the first attempt; 0 = none")
+    table = "restart"
+
+    max_restarts: int = option(10, "restarts after the first attempt; 0 = none", ge=0)
     max_without_progress: int = option(
-        2,
-        "consecutive restarts without a new checkpoint before the job fails; for training jobs",
+        2, "consecutive restarts without a new checkpoint before the job fails; for training jobs", ge=1
     )
     exclude_bad_nodes: bool = option(True, "exclude lost nodes from restarts, if the target supports it (Slurm)")
 
-    def __post_init__(self) -> None:
-        check_types(self, "restart")
-        _check_minimum(self, "restart", 0, "max_restarts")
-        _check_minimum(self, "restart", 1, "max_without_progress")
 
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
+class Job(Section):
     """One command on some nodes; built by `lt_launch.run_file` from a run file, or in Python."""
+
+    table = "job"
 
     name: str = option("job", "name of the job: letters, digits, '.', '_' and '-', at most 63")
     argv: tuple[str, ...] = option((), "command of each process; a leading 'python' is the profile's python")
-    nodes: int = option(1, "machines")
-    procs_per_node: int = option(1, "processes per machine, one per device")
-    env: Mapping[str, str] = field(default_factory=dict)
-    """Variables of the processes in addition to the profile's; never secrets, they are saved with the launch."""
+    nodes: int = option(1, "machines", ge=1)
+    procs_per_node: int = option(1, "processes per machine, one per device", ge=1)
+    env: dict[str, str] = option(
+        {}, "variables of the processes in addition to the profile's; never secrets, they are saved with the launch"
+    )
     pass_env: tuple[str, ...] = option(
         (), "names of variables to pass from the launching machine; their values are never stored"
     )
-    cwd: str = option("", "working folder on the nodes; empty = that of the launch command")
+    cwd: Line = option("", "working folder on the nodes; empty = that of the launch command")
     completion: Literal["exit", "run_dir"] = option(
         "exit", "proof of success besides exit code 0: run_dir = completion recorded by rank 0 in run_dir"
     )
-    run_dir: str = option("", "run directory (run.dir) of a training job")
-    recipe: str = field(default="", repr=False)
-    """Resolved recipe of a training job as TOML; saved with the launch and part of the stage's content hash."""
-    engine: str = option("", "engine of a training job (gpu, neuron)")
+    run_dir: Line = option("", "run directory (run.dir) of a training job")
+    recipe: str = Field("", repr=False, description="resolved recipe of a training job as TOML; saved with the launch")
+    engine: Line = option("", "engine of a training job (gpu, neuron)")
     grace_period_s: float = option(
-        120.0, "time from a stop signal until processes are killed: a step and a save", unit="s", former_name="grace_s"
+        120.0, "time from a stop signal until processes are killed: a step and a save", unit="s", ge=0
     )
-    time_limit_s: int = option(0, "time after which the target may stop the job; 0 = limit of the target", unit="s")
-    resources: Resources = field(default_factory=Resources)
-    container: ContainerImage = field(default_factory=ContainerImage)
-    restart: RestartPolicy = field(default_factory=RestartPolicy)
+    time_limit_s: int = option(
+        0, "time after which the target may stop the job; 0 = limit of the target", unit="s", ge=0
+    )
+    resources: Resources = Resources()
+    container: ContainerImage = ContainerImage()
+    restart: RestartPolicy = RestartPolicy()
 
-    def __post_init__(self) -> None:
-        check_types(self, "job")
-        check_one_line("job", self)
-        object.__setattr__(self, "env", dict(self.env))
-        _check_minimum(self, "job", 1, "nodes", "procs_per_node")
-        _check_minimum(self, "job", 0, "grace_period_s", "time_limit_s")
+    @model_validator(mode="after")
+    def _check(self) -> Self:
         if not NAME.fullmatch(self.name):
             remedy = "use letters, digits, '.', '_' and '-', starting and ending with a letter or digit, at most 63"
-            raise _field_error("job.name", self.name, "is not a valid name on every target", remedy)
+            raise self.wrong("name", "is not a valid name on every target", remedy)
         if not self.argv or not self.argv[0]:
-            raise _field_error("job.argv", list(self.argv), "is empty", 'set it, as in ["python", "train.py"]')
+            raise self.wrong("argv", "is empty", 'set it, as in ["python", "train.py"]')
         if self.completion == "run_dir" and not self.run_dir:
-            raise _field_error(
-                "job.run_dir", "", "completion = run_dir needs it", "set job.run_dir to the recipe's run.dir"
-            )
-        check_env("job.env", self.env)
-        check_command("job.argv", self.argv)
+            raise self.wrong("run_dir", "completion = run_dir needs it", "set job.run_dir to the recipe's run.dir")
+        check_env("env", self.env)
+        check_command("argv", self.argv)
         for name in self.pass_env:
             if not VARIABLE.fullmatch(name):
-                raise _field_error(
-                    "job.pass_env", name, "is not the name of an environment variable", "give names without values"
-                )
+                problem = "is not the name of an environment variable"
+                raise _field_error("pass_env", name, problem, "give names without values")
+        return self
 
     @property
     def world_size(self) -> int:
@@ -260,29 +207,28 @@ class Job:
         return self.completion == "run_dir"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stage:
+class Stage(Section):
     """A job with its position in a pipeline."""
 
+    table = "stage"
+
     job: Job
-    after: tuple[str, ...] = option((), "names of the stages that must succeed first")
+    after: tuple[Line, ...] = option((), "names of the stages that must succeed first")
     array: int = option(
-        0,
-        "number of runs, in parallel as resources allow, with LT_ARRAY_INDEX = 0..n-1; 0 = no array",
+        0, "number of runs, in parallel as resources allow, with LT_ARRAY_INDEX = 0..n-1; 0 = no array", ge=0
     )
-    array_limit: int = option(0, "elements of the array that run at a time; 0 = as many as fit")
-    inputs: tuple[str, ...] = option((), "files and folders it reads; the stage runs again when their content changes")
-    outputs: tuple[str, ...] = option(
+    array_limit: int = option(0, "elements of the array that run at a time; 0 = as many as fit", ge=0)
+    inputs: tuple[Line, ...] = option((), "files and folders it reads; the stage runs again when their content changes")
+    outputs: tuple[Line, ...] = option(
         (), "files and folders it makes; the stage runs again when they are missing or changed"
     )
 
-    def __post_init__(self) -> None:
-        check_types(self, "stage")
-        check_one_line("stage", self)
-        _check_minimum(self, "stage", 0, "array", "array_limit")
+    @model_validator(mode="after")
+    def _check(self) -> Self:
         if self.array and self.job.world_size > 1:
             problem = "a stage is either an array or a job of several processes"
-            raise _field_error("stage.array", self.array, problem, "set nodes and procs_per_node to 1, or array to 0")
+            raise self.wrong("array", problem, "set nodes and procs_per_node to 1, or array to 0")
+        return self
 
     @property
     def name(self) -> str:
@@ -295,8 +241,7 @@ class Stage:
         return tuple(range(self.array)) if self.array else (None,)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pipeline:
+class Pipeline(Section):
     """Stages in topological order, and the folder of the launch."""
 
     name: str
@@ -304,7 +249,8 @@ class Pipeline:
     out: str = "runs/run"
     """Folder of the launch, shared by all nodes; lt-launch keeps its own files in `launch/` below it."""
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _check(self) -> Self:
         if not NAME.fullmatch(self.name):
             raise _field_error("pipeline.name", self.name, "is not a valid name on every target", "see job.name")
         if not self.stages:
@@ -325,6 +271,7 @@ class Pipeline:
                         f"stages.{stage.name}.after", dependency, "no stage before it has this name", remedy
                     )
             before.add(stage.name)
+        return self
 
     @classmethod
     def from_job(cls, job: Job, *, out: str = "") -> Pipeline:
@@ -369,15 +316,4 @@ def with_container_env(job: Job, *, target: str, env: Mapping[str, str]) -> Job:
         raise _field_error(
             "job.pass_env", list(job.pass_env), f"{target} passes no variables from this machine", remedy
         )
-    return dataclasses.replace(job, env={**env, **job.env})
-
-
-def to_dict(value: Any) -> Any:
-    """Return a job, stage or pipeline as plain JSON values in declaration order."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {item.name: to_dict(getattr(value, item.name)) for item in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {str(name): to_dict(item) for name, item in value.items()}
-    if isinstance(value, tuple | list):
-        return [to_dict(item) for item in value]
-    return value
+    return job.model_copy(update={"env": {**env, **job.env}})

@@ -34,13 +34,13 @@ from typing import Any
 
 from lt_launch.errors import LaunchError
 from lt_launch.git_state import git_state
-from lt_launch.job import ContainerImage, Job, Pipeline, Resources, RestartPolicy, Stage, to_dict
+from lt_launch.job import Pipeline
 from lt_launch.process_start import process_start
 from lt_launch.profile import Profile, load_profile
 from lt_launch.secrets import find_secret
 from lt_launch.spec import launch_files
 from lt_launch.target import Launch, RenderedLaunch
-from lt_trainer.config.sources import Assignment
+from lt_trainer.config.section import Given
 from lt_trainer.files import open_for_appending, open_lock_file, open_regular, read_json, read_text
 
 __all__ = [
@@ -142,12 +142,12 @@ def load_launch(path: str | Path) -> Launch:
         texts = [values["target"], *values["job_ids"], *values["job_ids"].values()]
         if not all(isinstance(text, str) for text in texts):
             raise TypeError("target or job_ids are not text")
-        assignments = {name: Assignment(value, "launch.json") for name, value in values["profile"].items()}
+        assignments = {name: Given(value, "launch.json") for name, value in values["profile"].items()}
         profile = Profile(values=assignments) if is_own(directory) else load_profile()
         return Launch(
             directory=directory,
             target=values["target"],
-            pipeline=pipeline_from_dict(values["pipeline"]),
+            pipeline=Pipeline.model_validate(values["pipeline"]),
             profile=profile,
             job_ids=values["job_ids"],
         )
@@ -304,20 +304,6 @@ def lock_owner(directory: Path) -> str:
     return ""
 
 
-def pipeline_from_dict(table: Mapping[str, Any]) -> Pipeline:
-    """Return the pipeline of a table made by `to_dict`."""
-    stages = []
-    for stage in table["stages"]:
-        job = dict(stage["job"])
-        parts = {
-            "resources": Resources(**job.pop("resources")),
-            "container": ContainerImage(**job.pop("container")),
-            "restart": RestartPolicy(**job.pop("restart")),
-        }
-        stages.append(Stage(job=Job(**job, **parts), **{name: value for name, value in stage.items() if name != "job"}))
-    return Pipeline(name=table["name"], stages=tuple(stages), out=table["out"])
-
-
 def _launch_file(launch: Launch, rendered: RenderedLaunch) -> str:
     values = {
         "format": FORMAT,
@@ -330,7 +316,7 @@ def _launch_file(launch: Launch, rendered: RenderedLaunch) -> str:
         "job_ids": {},
         "commands": [list(command) for command in rendered.commands],
         "profile": launch.profile.to_dict(),
-        "pipeline": to_dict(launch.pipeline),
+        "pipeline": launch.pipeline.model_dump(mode="json"),
     }
     return json.dumps(values, indent=1, ensure_ascii=False) + "\n"
 

@@ -12,7 +12,6 @@ import secrets
 import socket
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,24 +23,18 @@ from lt_launch.policy import Place
 from lt_launch.profile import Profile
 from lt_launch.spec import stage_spec
 from lt_launch.target import Finding, Launch, RenderedLaunch, StageStatus, TargetNode
-from lt_trainer.config.fields import check_types, option
+from lt_trainer.config.section import Section, option
 from lt_trainer.errors import RecipeError
 
 __all__ = ["LocalOptions", "LocalTarget", "LocalTransport", "count_devices", "make_target"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class LocalOptions:
+class LocalOptions(Section):
     """Options in the table [local] of a profile."""
 
-    slots: int = option(0, "processes that may run in parallel; 0 = one per core")
+    table = "local"
 
-    def __post_init__(self) -> None:
-        check_types(self, "local")
-        if self.slots < 0:
-            raise RecipeError(
-                "must be at least 0", values={"local.slots": self.slots}, remedy="leave it out to use one per core"
-            )
+    slots: int = option(0, "processes that may run in parallel; 0 = one per core", ge=0)
 
 
 class LocalNode(NodeProcesses):

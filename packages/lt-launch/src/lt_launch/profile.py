@@ -14,8 +14,8 @@ if it exists. A run file may have the same tables below `[profile]`; they overri
     [prices]
     file = "prices.toml"
 
-A target reads its own table with `Profile.options(name, Class)`, where Class is a frozen dataclass made of
-`lt_trainer.config.fields.option` fields: unknown keys and wrong types are errors that name file, line and remedy.
+A target reads its own table with `Profile.options(name, Class)`, where Class is a section
+(`lt_trainer.config.section`): unknown keys and wrong types are errors that name field and file.
 """
 
 from __future__ import annotations
@@ -29,13 +29,11 @@ from typing import Any, TypeVar
 from lt_launch.errors import LaunchError
 from lt_launch.job import check_env, check_shell_lines
 from lt_launch.target_registry import TARGETS
-from lt_trainer.config.fields import build, leaves, suggest
-from lt_trainer.config.sources import Assignment, coerce_assignments, read_toml
+from lt_trainer.config.recipe import read_toml
+from lt_trainer.config.section import Given, Section, build, flatten, suggest
 from lt_trainer.errors import RecipeError
 
-__all__ = ["Profile", "load_profile"]
-
-T = TypeVar("T")
+S = TypeVar("S", bound=Section)
 PROFILE_VARIABLE = "LT_LAUNCH_PROFILE"
 TOP_LEVEL_KEYS = ("python", "setup")
 
@@ -44,7 +42,7 @@ TOP_LEVEL_KEYS = ("python", "setup")
 class Profile:
     """Values of a profile by dotted name, each with its source; a target converts them to typed options."""
 
-    values: Mapping[str, Assignment] = field(default_factory=dict)
+    values: Mapping[str, Given] = field(default_factory=dict)
     """By dotted name ("slurm.partition")."""
 
     @property
@@ -90,25 +88,20 @@ class Profile:
                 raise self._field_error(f"{name}.{key}", "expected text", "put it in quotes")
         return values
 
-    def options(self, name: str, cls: type[T]) -> T:
-        """Return the table `name` as a dataclass of one target; missing keys take their defaults.
+    def options(self, name: str, cls: type[S]) -> S:
+        """Return the table `name` as the section of one target; missing keys take their defaults.
 
         Raises:
             RecipeError: unknown key, wrong type, or a value that the class rejects, with its source.
         """
         prefix = f"{name}."
-        assignments = {key: given for key, given in self.values.items() if key.startswith(prefix)}
-        values = coerce_assignments(assignments, leaves(cls, prefix))
-        try:
-            return build(cls, values, prefix)
-        except RecipeError as exc:
-            raise exc.with_origins({key: given.source for key, given in assignments.items()}) from None
+        return build(cls, {k.removeprefix(prefix): v for k, v in self.values.items() if k.startswith(prefix)}, name)
 
     def with_values(self, values: Mapping[str, Any], source: str) -> Profile:
         """Return the profile overridden by values by dotted name."""
-        return Profile(values={**self.values, **{name: Assignment(value, source) for name, value in values.items()}})
+        return Profile(values={**self.values, **{name: Given(value, source) for name, value in values.items()}})
 
-    def with_overrides(self, given: Mapping[str, Assignment]) -> Profile:
+    def with_overrides(self, given: Mapping[str, Given]) -> Profile:
         """Return the profile overridden by values of a run file."""
         return Profile(values={**self.values, **given})
 
@@ -148,12 +141,12 @@ def load_profile(path: str | Path | None = None, environ: Mapping[str, str] | No
         if explicit:
             raise LaunchError(f"profile {str(file)!r}: no such file; give the path of a TOML file")
         return Profile()
-    given = read_toml(file)
+    given = {name: Given(value, str(file)) for name, value in flatten(read_toml(file)).items()}
     check_profile_keys(given)
     return Profile(values=given)
 
 
-def check_profile_keys(given: Mapping[str, Assignment]) -> None:
+def check_profile_keys(given: Mapping[str, Given]) -> None:
     """Reject unknown tables and keys; keys inside a target's table are checked by that target."""
     tables = {target.profile_table for target in TARGETS.values()} - {""} | {"env", "prices"}
     for name, value in given.items():

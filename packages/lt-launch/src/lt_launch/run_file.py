@@ -38,13 +38,14 @@ from typing import Any
 from lt_launch.errors import LaunchError
 from lt_launch.job import Job, Pipeline, Stage
 from lt_launch.profile import Profile, check_profile_keys
-from lt_trainer.config.fields import build, flatten, leaves, suggest
-from lt_trainer.config.sources import Assignment, coerce_assignments, read_toml
+from lt_trainer.config.recipe import load, read_toml, to_toml
+from lt_trainer.config.section import Given, build, flatten, suggest
 from lt_trainer.errors import RecipeError
 
 __all__ = ["RunFile", "RunOverrides", "read_run_file"]
 
 TABLES = ("job", "stages", "pipeline", "profile")
+JOB_FIELDS = {*Job.model_fields, "sets", "time_limit"}
 SECONDS_PER_UNIT = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 TRAIN_ARGV = ("python", "-P", "-m", "lt_trainer", "run", "{recipe}")
 
@@ -87,9 +88,9 @@ def read_run_file(path: str | Path, profile: Profile, overrides: RunOverrides | 
         RecipeError: unreadable, unknown key, wrong type, contradiction; with field, value, source and remedy.
     """
     path, overrides = Path(path), overrides or RunOverrides()
-    given = read_toml(path)
+    given = {name: Given(value, str(path)) for name, value in flatten(read_toml(path)).items()}
     if not any(name.partition(".")[0] in TABLES for name in given):
-        given = {"job.recipe": Assignment(str(path.absolute()), str(path))}
+        given = {"job.recipe": Given(str(path.absolute()), str(path))}
     _check_table_names(given)
     profile_values = {name.partition(".")[2]: value for name, value in given.items() if name.startswith("profile.")}
     check_profile_keys(profile_values)
@@ -122,7 +123,7 @@ def _pipeline(
     )
 
 
-def _pipeline_table(given: Mapping[str, Assignment]) -> dict[str, str]:
+def _pipeline_table(given: Mapping[str, Given]) -> dict[str, str]:
     table: dict[str, str] = {}
     for name, value in given.items():
         if name.startswith("pipeline.") or name == "pipeline":
@@ -134,7 +135,7 @@ def _pipeline_table(given: Mapping[str, Assignment]) -> dict[str, str]:
     return table
 
 
-def _check_table_names(given: Mapping[str, Assignment]) -> None:
+def _check_table_names(given: Mapping[str, Given]) -> None:
     for name, value in given.items():
         head = name.partition(".")[0]
         if head not in TABLES:
@@ -147,107 +148,88 @@ def _check_table_names(given: Mapping[str, Assignment]) -> None:
             raise RecipeError("unknown table", values={name: value.value}, origins={name: value.source}, remedy=hint)
 
 
-def _stage_table(table: Any, number: int, path: Path) -> dict[str, Assignment]:
+def _stage_table(table: Any, number: int, path: Path) -> dict[str, Given]:
     if not isinstance(table, Mapping):
         raise LaunchError(f"{path}: stages must be written as [[stages]] tables")
     source = f"{path} [[stages]] {table.get('name', number + 1)}"
-    return {name: Assignment(value, source) for name, value in flatten(table).items()}
+    return {name: Given(value, source) for name, value in flatten(table).items()}
 
 
 def _stage(
-    shared: Mapping[str, Assignment],
-    own: Mapping[str, Assignment],
+    shared: Mapping[str, Given],
+    own: Mapping[str, Given],
     path: Path,
     overrides: RunOverrides,
     profile: Profile,
     name: str,
 ) -> Stage:
     """Build one stage from the shared fields and its own table of job and stage fields."""
-    stage_fields = {leaf.partition(".")[2] for leaf in leaves(Stage, "stage.") if not leaf.startswith("stage.job.")}
-    job_fields = leaves(Job, "job.")
-    given = dict(shared)
-    stage_values: dict[str, Assignment] = {}
-    for key, value in own.items():
-        if key in stage_fields or (
-            f"job.{key}" not in job_fields and suggest(key, {*stage_fields, *job_fields}) in stage_fields
-        ):
-            stage_values[f"stage.{key}"] = value
-        else:
-            given[f"job.{key}"] = value
-    if "job.name" not in given:
+    of_stage = Stage.model_fields.keys() - {"job"}
+    job = {key.partition(".")[2]: value for key, value in shared.items()}
+    job |= {key: value for key, value in own.items() if key not in of_stage}
+    for key in own.keys() - of_stage:
+        if key.partition(".")[0] not in JOB_FIELDS and (near := suggest(key, [*of_stage, *JOB_FIELDS])) in of_stage:
+            problem, found = "unknown field", {f"stages.{key}": own[key].value}
+            raise RecipeError(
+                problem, values=found, origins={f"stages.{key}": own[key].source}, remedy=f"did you mean {near}?"
+            )
+    if "name" not in job:
         if not name:
             raise LaunchError(f'{path}: a [[stages]] table has no name; add name = "prepare" or the like')
-        given["job.name"] = Assignment(name, str(path))
-    job = _job(given, path, overrides, profile, alone=bool(name))
-    values = coerce_assignments(
-        stage_values, {k: v for k, v in leaves(Stage, "stage.").items() if not k.startswith("stage.job.")}
-    )
-    sources = {key: value.source for key, value in (given | stage_values).items()}
-    try:
-        return Stage(job=job, **{key.partition(".")[2]: value for key, value in values.items()})
-    except RecipeError as exc:
-        raise exc.with_origins(sources) from None
+        job["name"] = Given(name, str(path))
+    made = _job(job, path, overrides, profile, alone=bool(name))
+    values = {key: value for key, value in own.items() if key in of_stage}
+    return build(Stage, values | {"job": Given(made, str(path))}, "stage")
 
 
-def _job(given: Mapping[str, Assignment], path: Path, overrides: RunOverrides, profile: Profile, *, alone: bool) -> Job:
-    env = {name[8:]: value for name, value in given.items() if name.startswith("job.env.")}
-    plain = {name: value for name, value in given.items() if not name.startswith("job.env") and value.value != {}}
-    recipe, sets = plain.pop("job.recipe", None), plain.pop("job.sets", None)
-    limit = plain.pop("job.time_limit", None)
+def _job(given: Mapping[str, Given], path: Path, overrides: RunOverrides, profile: Profile, *, alone: bool) -> Job:
+    plain = {name: value for name, value in given.items() if value.value != {}}
+    recipe, sets, limit = (plain.pop(name, None) for name in ("recipe", "sets", "time_limit"))
     if limit is not None:
-        plain["job.time_limit_s"] = Assignment(parse_duration(limit), limit.source)
-    for name, value in (("nodes", overrides.nodes), ("procs_per_node", overrides.procs_per_node)):
+        plain["time_limit_s"] = Given(parse_duration(limit), limit.source)
+    for name, option in (("nodes", "--nodes"), ("procs_per_node", "--nproc-per-node")):
+        value = getattr(overrides, name)
         if value is not None and (recipe is not None or alone):
-            plain[f"job.{name}"] = Assignment(value, f"--{'nproc-per-node' if name == 'procs_per_node' else name}")
-    schema = {name: leaf for name, leaf in leaves(Job, "job.").items() if name != "job.recipe"}
-    derived: dict[str, Any] = {}
+            plain[name] = Given(value, option)
+    plain |= {f"env.{name}": Given(value, "--env") for name, value in (overrides.env or {}).items()}
     if recipe is not None:
-        derived = _training_fields(plain, recipe, sets, path, overrides, profile)
+        plain = _training_fields(plain, recipe, sets, path, overrides, profile) | plain
     elif sets is not None:
-        problem, remedy = "has no effect without a recipe", "set recipe, or leave it out"
-        raise RecipeError(problem, values={"job.sets": sets.value}, origins={"job.sets": sets.source}, remedy=remedy)
-    values = {
-        **{f"job.{name}": value for name, value in derived.items() if name != "recipe"},
-        **coerce_assignments(plain, schema),
-    }
-    variables = {**{name: value.value for name, value in env.items()}, **(overrides.env or {})}
-    try:
-        return build(Job, values, "job.", env=variables, recipe=derived.get("recipe", ""))
-    except RecipeError as exc:
-        raise exc.with_origins({name: value.source for name, value in given.items()}) from None
+        raise _wrong("sets", sets, "has no effect without a recipe", "set recipe, or leave it out")
+    return build(Job, plain, "job")
+
+
+def _wrong(name: str, given: Given, problem: str, remedy: str = "") -> RecipeError:
+    name = f"job.{name}"
+    return RecipeError(problem, values={name: given.value}, origins={name: given.source}, remedy=remedy)
 
 
 def _training_fields(
-    plain: Mapping[str, Assignment],
-    recipe: Assignment,
-    sets: Assignment | None,
+    plain: Mapping[str, Given],
+    recipe: Given,
+    sets: Given | None,
     path: Path,
     overrides: RunOverrides,
     profile: Profile,
-) -> dict[str, Any]:
+) -> dict[str, Given]:
     """Return the job fields derived from a training recipe, unless the run file sets them.
 
     The launcher decides the number of nodes and writes it into the recipe that is sent.
     """
-    from lt_trainer.config.recipe import load, to_toml
-
-    if "job.argv" in plain:
-        problem, remedy = "a training job has its own command", "leave out argv or recipe"
-        found = plain["job.argv"]
-        raise RecipeError(problem, values={"job.argv": found.value}, origins={"job.argv": found.source}, remedy=remedy)
+    if "argv" in plain:
+        raise _wrong("argv", plain["argv"], "a training job has its own command", "leave out argv or recipe")
     if not isinstance(recipe.value, str):
-        raise RecipeError("expected text", values={"job.recipe": recipe.value}, origins={"job.recipe": recipe.source})
+        raise _wrong("recipe", recipe, "expected text")
     words = [*(list(sets.value) if sets is not None else []), *overrides.sets]
     file = path.parent / recipe.value
     if not file.exists():
-        problem, remedy = f"no such file: {file}", "give the path of a recipe relative to the run file"
-        found = {"job.recipe": recipe.value}
-        raise RecipeError(problem, values=found, origins={"job.recipe": recipe.source}, remedy=remedy)
+        remedy = "give the path of a recipe relative to the run file"
+        raise _wrong("recipe", recipe, f"no such file: {file}", remedy)
     resolved = load(file, overrides=words)
     target_nodes, target_procs = overrides.target_capacity(profile) if overrides.target_capacity is not None else (0, 0)
     nodes = resolved.recipe.parallel.n_nodes if resolved.is_given("parallel.n_nodes") else target_nodes or 1
-    nodes = plain["job.nodes"].value if "job.nodes" in plain else nodes
-    procs = plain["job.procs_per_node"].value if "job.procs_per_node" in plain else target_procs or 1
+    nodes = plain["nodes"].value if "nodes" in plain else nodes
+    procs = plain["procs_per_node"].value if "procs_per_node" in plain else target_procs or 1
     if nodes != resolved.recipe.parallel.n_nodes:
         resolved = load(file, overrides=[*words, f"parallel.n_nodes={nodes}"])
     training_recipe = resolved.recipe
@@ -258,7 +240,7 @@ def _training_fields(
             )  # reject parallel degrees or a batch size that do not fit the ranks
         except RecipeError as exc:
             raise exc.with_origins(resolved.origins) from None
-    return {
+    values = {
         "argv": TRAIN_ARGV,
         "completion": "run_dir",
         "run_dir": training_recipe.run.dir,
@@ -268,9 +250,10 @@ def _training_fields(
         "procs_per_node": procs,
         "recipe": to_toml(training_recipe, resolved.origins),
     }
+    return {name: Given(value, str(file)) for name, value in values.items()}
 
 
-def parse_duration(given: Assignment) -> int:
+def parse_duration(given: Given) -> int:
     """Parse a duration such as "36h", "90m" or a number of seconds.
 
     Raises:
@@ -279,9 +262,4 @@ def parse_duration(given: Assignment) -> int:
     text = str(given.value).strip()
     if match := re.fullmatch(r"(\d+)\s*([smhd]?)", text):
         return int(match[1]) * SECONDS_PER_UNIT[match[2] or "s"]
-    raise RecipeError(
-        "is not a duration",
-        values={"job.time_limit": given.value},
-        origins={"job.time_limit": given.source},
-        remedy='write it as "36h", "90m", "2d" or in seconds',
-    )
+    raise _wrong("time_limit", given, "is not a duration", 'write it as "36h", "90m", "2d" or in seconds')

@@ -9,7 +9,6 @@ import hashlib
 import json
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -64,7 +63,7 @@ def stage_spec(
         "recipe": recipe_hash(job.recipe),
         "image": job.container.image,
         "grace_s": job.grace_period_s,
-        "restart": asdict(job.restart),
+        "restart": job.restart.model_dump(),
         "array": stage.array,
         "after": [{"name": name, "array": pipeline.stage(name).array} for name in stage.after],
         "inputs": list(stage.inputs),

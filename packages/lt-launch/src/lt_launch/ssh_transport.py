@@ -5,45 +5,35 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
+
+from pydantic import model_validator
 
 from lt_launch.errors import LaunchError
 from lt_launch.hosts import Host, parse_hostfile, read_hostfile
 from lt_launch.policy import Place
 from lt_launch.ssh_connection import BOOT, SAFE_PATH, SshConnection
-from lt_trainer.config.fields import check_types, option
-from lt_trainer.errors import RecipeError
+from lt_trainer.config.section import Section, option
 
 __all__ = ["SshOptions", "SshTransport", "resolve_hosts"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class SshOptions:
+class SshOptions(Section):
     """Options in the table [ssh] of a profile."""
+
+    table = "ssh"
 
     hostfile: str = option("", "path of a hostfile")
     hosts: tuple[str, ...] = option((), "lines of a hostfile, in place of a file")
-    ssh_args: tuple[str, ...] = option(
-        (), 'extra arguments of the ssh command, such as ["-i", "~/key"]', former_name="options"
-    )
-    connect_timeout_s: float = option(30.0, "time within which every host must answer", unit="s")
-    link_timeout_s: float = option(5.0, "silence after which a host or the launcher counts as lost", unit="s")
+    ssh_args: tuple[str, ...] = option((), 'extra arguments of the ssh command, such as ["-i", "~/key"]')
+    connect_timeout_s: float = option(30.0, "time within which every host must answer", unit="s", ge=1)
+    link_timeout_s: float = option(5.0, "silence after which a host or the launcher counts as lost", unit="s", ge=2)
 
-    def __post_init__(self) -> None:
-        check_types(self, "ssh")
+    @model_validator(mode="after")
+    def _check(self) -> Self:
         if self.hostfile and self.hosts:
-            raise RecipeError(
-                "hosts are given twice",
-                values={"ssh.hostfile": self.hostfile, "ssh.hosts": list(self.hosts)},
-                remedy="keep one of them",
-            )
-        if self.connect_timeout_s < 1 or self.link_timeout_s < 2:
-            raise RecipeError(
-                "too short to tell a slow answer from a lost host",
-                values={"ssh.connect_timeout_s": self.connect_timeout_s, "ssh.link_timeout_s": self.link_timeout_s},
-                remedy="use at least 1 and 2 seconds",
-            )
+            raise self.wrong("hostfile hosts", "hosts are given twice", "keep one of them")
+        return self
 
 
 def resolve_hosts(options: SshOptions) -> tuple[Host, ...]:

@@ -15,7 +15,7 @@ from lt_launch.k8s.trainjob import TRAINER_VERSIONS
 from lt_launch.profile import Profile
 from lt_launch.target import RenderedLaunch
 from lt_trainer.config.recipe import load, to_toml
-from lt_trainer.config.sources import Assignment
+from lt_trainer.config.section import Given
 from lt_trainer.errors import RecipeError
 
 DATA = Path(__file__).parent / "data"
@@ -39,7 +39,7 @@ def job(out: str = "/fsx/runs/llama", **changes: Any) -> Job:
 
 def profile(**values: Any) -> Profile:
     given = {"k8s.persistent_volume_claim": "fsx-claim", **{f"k8s.{name}": value for name, value in values.items()}}
-    return Profile(values={name: Assignment(value, "test") for name, value in given.items()})
+    return Profile(values={name: Given(value, "test") for name, value in given.items()})
 
 
 def rendered(made: Job, given: Profile) -> str:
@@ -258,10 +258,10 @@ def test_variables_arrive_as_they_were_given(kind: str) -> None:
         ({"name": "1b-llama"}, {}, "job.name = '1b-llama'.*start with a letter"),
         ({"container": ContainerImage(image="registry/lt:1 latest")}, {}, "'registry/lt:1 latest'.*name of an image"),
         ({}, {"trainer_version": "1.9"}, r"k8s.trainer_version.*2.3"),
-        ({}, {"namespace": "My Team"}, "k8s.namespace = 'My Team'.*not a valid"),
-        ({}, {"namespace": ""}, "k8s.namespace = ''.*not a valid"),
-        ({}, {"service_account": "a_b"}, "k8s.service_account = 'a_b'.*not a valid"),
-        ({}, {"persistent_volume_claim": "fsx claim"}, "k8s.persistent_volume_claim = 'fsx claim'.*not a valid"),
+        ({}, {"namespace": "My Team"}, "k8s.namespace = 'My Team'.*must match"),
+        ({}, {"namespace": ""}, "k8s.namespace = ''.*must match"),
+        ({}, {"service_account": "a_b"}, "k8s.service_account = 'a_b'.*must match"),
+        ({}, {"persistent_volume_claim": "fsx claim"}, "k8s.persistent_volume_claim = 'fsx claim'.*must match"),
         ({"env": {"PET_NODE_RANK": "0"}}, {}, "job.env.PET_NODE_RANK = '0'.*set by the controller of a trainjob"),
         ({"env": {"JOB_COMPLETION_INDEX": "0"}}, {"kind": "jobset"}, "set by the controller of a jobset"),
         ({"env": {f"A{at}": "1" for at in range(129)}}, {}, "129 variables.*takes 128"),
@@ -269,7 +269,7 @@ def test_variables_arrive_as_they_were_given(kind: str) -> None:
         ({"out": "/dev/shm/runs"}, {"mount_path": "/dev/shm/"}, "folder of something else"),
         ({"out": "runs/llama"}, {}, "pods share no folder.*put run.dir below k8s.mount_path"),
         ({}, {"persistent_volume_claim": ""}, "pods share no folder"),
-        ({}, {"mount_path": "fsx"}, "not an absolute path"),
+        ({}, {"mount_path": "fsx"}, "must match"),
         ({}, {"efa_per_node": -1}, "at least 0"),
     ],
 )

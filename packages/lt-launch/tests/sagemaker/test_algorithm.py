@@ -11,8 +11,10 @@ import pytest
 from lt_launch.sagemaker.algorithm import HYPERPARAMETER_RANGES, create_algorithm_request, hyperparameter_specifications
 from lt_launch.sagemaker.errors import SageMakerError
 from lt_launch.sagemaker.instances import INSTANCE_TYPES
-from lt_trainer.config.hyperparameters import hyperparameter_leaves
+from lt_trainer.config.hyperparameters import hyperparameter_fields
 from lt_trainer.config.recipe import load
+from lt_trainer.config.section import leaves
+from lt_trainer.config.sections import Recipe
 from lt_trainer.errors import RecipeError
 
 IMAGE = "123456789012.dkr.ecr.us-east-1.amazonaws.com/lt:1"
@@ -24,15 +26,18 @@ def test_golden(golden: Callable[[str, str], None]) -> None:
     golden("algorithm.json", json.dumps(made, indent=1) + "\n")
 
 
+FIELDS = {name: leaves(Recipe)[field] for name, field in hyperparameter_fields().items()}
+
+
 def test_the_twenty_hyperparameters_with_the_defaults_of_the_recipe() -> None:
     found = hyperparameter_specifications()
-    assert [one["Name"] for one in found] == list(hyperparameter_leaves())
+    assert [one["Name"] for one in found] == list(hyperparameter_fields())
     assert len(found) == 20
     defaults = {one["Name"]: one["DefaultValue"] for one in found}
     assert load(hyperparameters=defaults, base=BASE).recipe == load(base=BASE).recipe
     kinds = {one["Name"]: one["Type"] for one in found}
     assert [name for name, kind in kinds.items() if kind == "Continuous"] == [
-        name for name, leaf in hyperparameter_leaves().items() if leaf.hint is float
+        name for name, field in FIELDS.items() if field.annotation is float
     ]
     assert kinds["TOKENIZER"] == "FreeText"
     assert all(("Range" in one) == (one["Type"] != "FreeText") for one in found)
@@ -42,13 +47,13 @@ def test_the_twenty_hyperparameters_with_the_defaults_of_the_recipe() -> None:
 def test_what_lies_below_a_range_the_recipe_refuses_and_a_bound_it_takes(name: str) -> None:
     """One field at a time: what contradicts other fields is not the range's to know."""
     low, high = HYPERPARAMETER_RANGES[name]
-    integer = hyperparameter_leaves()[name].hint is int
+    integer = FIELDS[name].annotation is int
     below = str(int(low) - 1) if integer else str(low - 1e-9 if low > 1e-9 else -1e-9)
     with pytest.raises(RecipeError):
         load(hyperparameters={name: below}, base=BASE)
     for bound in (low, high):
         written = str(int(bound)) if integer else str(bound)
-        assert fields_refused(name, written) != [hyperparameter_leaves()[name].name], (
+        assert fields_refused(name, written) != [hyperparameter_fields()[name]], (
             "a bound alone is refused only with another field"
         )
 

@@ -210,7 +210,7 @@ def test_contradictions_of_recipe_and_job_are_refused() -> None:
         made({"data": {"store": "store", "validation": "val"}, "metrics": {"validation_interval": 5}})
     with pytest.raises(RecipeError, match="either an image or an algorithm"):
         SageMakerOptions(**{**OPTIONS, "algorithm": "x"})
-    with pytest.raises(SageMakerError, match="twice"):
+    with pytest.raises(RecipeError, match="twice"):
         SageMakerOptions(**{**OPTIONS, "channels": ("train=s3://a/b", "train=s3://a/c")})
 
 

@@ -13,7 +13,6 @@ import struct
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,8 @@ import numpy as np
 from lt_ckpt import Checkpoint, Shard
 from lt_model import LlamaConfig
 from lt_trainer.checkpointing.pretrained import PretrainedWeights
-from lt_trainer.config.sections.recipe import Recipe
+from lt_trainer.config.section import Section
+from lt_trainer.config.sections import Recipe
 from lt_trainer.engine import Device, Snapshot, StepBatch, StepMetrics, Topology, World
 from lt_trainer.errors import PeerError
 from lt_trainer.evaluation.position_scores import PositionScores
@@ -209,8 +209,7 @@ class NumpyEngine:
             link.close()
 
 
-@dataclass(frozen=True, kw_only=True)
-class NumpyOptions:
+class NumpyOptions(Section):
     """None."""
 
 

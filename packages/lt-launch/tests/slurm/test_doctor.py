@@ -11,11 +11,11 @@ from lt_launch.slurm import doctor
 from lt_launch.slurm.doctor import check_auto_resume, findings
 from lt_launch.slurm.target import SlurmTarget
 from lt_launch.target import Finding
-from lt_trainer.config.sources import Assignment
+from lt_trainer.config.section import Given
 
 
 def look(made: Job | None, folder: Path, **slurm: Any) -> dict[str, Finding]:
-    profile = Profile(values={f"slurm.{name}": Assignment(value, "test") for name, value in slurm.items()})
+    profile = Profile(values={f"slurm.{name}": Given(value, "test") for name, value in slurm.items()})
     pipeline = Pipeline.from_job(made, out=str(folder / "run")) if made else None
     return {finding.check: finding for finding in findings(SlurmTarget(), profile, pipeline)}
 

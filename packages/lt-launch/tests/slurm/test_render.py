@@ -17,7 +17,7 @@ from lt_launch.profile import Profile
 from lt_launch.slurm.commands import parse_jobs, parse_nodes, parse_sacct
 from lt_launch.slurm.render import render
 from lt_launch.slurm.target import SlurmTarget
-from lt_trainer.config.sources import Assignment
+from lt_trainer.config.section import Given
 from lt_trainer.errors import RecipeError
 
 DATA = Path(__file__).parent / "data"
@@ -25,7 +25,7 @@ EXAMPLES = Path(__file__).parents[4] / "examples" / "launch"
 
 
 def profile(**values: Any) -> Profile:
-    return Profile(values={name.replace("__", "."): Assignment(value, "test") for name, value in values.items()})
+    return Profile(values={name.replace("__", "."): Given(value, "test") for name, value in values.items()})
 
 
 def job(**changes: Any) -> Job:
@@ -96,7 +96,7 @@ def test_a_limit_that_leaves_no_time_to_train_is_refused() -> None:
     with pytest.raises(RecipeError, match="leaves no time to train: the signal comes 150 s before the limit"):
         script(job(time_limit_s=150))
     script(job(time_limit_s=151))
-    with pytest.raises(RecipeError, match="is not an option"):
+    with pytest.raises(RecipeError, match="has a blank"):
         script(job(), profile(slurm__srun_args=["--a b"]))
 
 

@@ -15,7 +15,7 @@ from lt_trainer.errors import RecipeError
 from lt_trainer_gpu.options import GpuOptions
 
 if TYPE_CHECKING:
-    from lt_trainer.config.sections.recipe import Recipe
+    from lt_trainer.config.sections import Recipe
     from lt_trainer.engine import World
 
 CONTEXT_PARALLEL_ATTENTION = ("auto", "varlen", "sdpa", "split", "reference")

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from lt_model.attention import available_backends, unavailable_reason
-from lt_trainer.config.sections.recipe import Recipe
+from lt_trainer.config.sections import Recipe
 from lt_trainer.control import Control
 from lt_trainer.engine import World
 from lt_trainer.errors import RecipeError

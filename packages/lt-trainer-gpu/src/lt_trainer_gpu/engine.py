@@ -30,7 +30,7 @@ from lt_model.costs import recomputed_flops_per_token
 from lt_model.loss import LossParts
 from lt_model.scoring import LabelScores
 from lt_trainer.checkpointing.pretrained import PretrainedWeights
-from lt_trainer.config.sections.recipe import Recipe
+from lt_trainer.config.sections import Recipe
 from lt_trainer.control import Control, SoloControl
 from lt_trainer.engine import Device, Snapshot, StepBatch, StepMetrics, World
 from lt_trainer.evaluation.position_scores import PositionScores

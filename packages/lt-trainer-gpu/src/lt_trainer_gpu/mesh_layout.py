@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 
 from lt_model import ParamSpec
-from lt_trainer.config.sections.parallel import ParallelOptions
+from lt_trainer.config.sections import ParallelOptions
 from lt_trainer.engine import Topology
 
 

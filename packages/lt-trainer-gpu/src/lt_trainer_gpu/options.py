@@ -1,15 +1,17 @@
 """Engine options, `[engine.gpu]` in a recipe. Torch-free."""
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
-from lt_trainer.config.fields import check_types, option
-from lt_trainer.config.sections.validators import field_error, require_at_least
+from pydantic import model_validator
+
+from lt_trainer.config.section import Section, option
 
 
-@dataclass(frozen=True, kw_only=True)
-class GpuOptions:
+class GpuOptions(Section):
     """Options of the torch-native engine."""
+
+    table = "engine.gpu"
+    needs = (("activation_memory_budget", "activation_checkpointing", "memory_budget"), ("fp8_skipped_blocks", "fp8"))
 
     device: Literal["auto", "cuda", "mps", "neuron", "cpu"] = option(
         "auto",
@@ -37,7 +39,7 @@ class GpuOptions:
         "matrix products of the blocks' linear layers in float8, with one scale per operand (faster) or per row (more "
         "accurate, weight gradients in dtype); cuda of compute capability 8.9 or newer",
     )
-    fp8_skipped_blocks: int = option(1, "blocks at either end of the model that keep dtype; for fp8")
+    fp8_skipped_blocks: int = option(1, "blocks at either end of the model that keep dtype; for fp8", ge=0)
     activation_checkpointing: Literal["none", "full", "selective", "memory_budget"] = option(
         "none",
         "what of a block's activations is recomputed in the backward pass: nothing, all, all but attention and "
@@ -46,7 +48,8 @@ class GpuOptions:
     activation_memory_budget: float = option(
         0.5,
         "fraction of a block's activations that is saved, 0 to 1; for activation_checkpointing = memory_budget",
-        former_name="activation_budget",
+        ge=0,
+        le=1,
     )
     activation_offload: bool = option(
         False,
@@ -61,13 +64,13 @@ class GpuOptions:
     pad_vocab_to_multiple_of: int = option(
         0,
         "pad the head's matrix products to a multiple of this many rows; same results; 0 = off",
-        former_name="pad_vocab_to",
+        ge=0,
     )
     loss_chunk_tokens: int = option(
-        0, "tokens whose logits exist at a time; 0 = 256 on a CPU, elsewhere as many as 2^27 logits (0.5 GiB) are"
+        0, "tokens whose logits exist at a time; 0 = 256 on a CPU, elsewhere as many as 2^27 logits (0.5 GiB) are", ge=0
     )
     pipeline_stages_per_rank: int = option(
-        1, "pipeline stages of each rank: 1 = 1F1B; more = interleaved 1F1B, less idle time and more messages"
+        1, "pipeline stages of each rank: 1 = 1F1B; more = interleaved 1F1B, less idle time and more messages", ge=1
     )
     reshard_after_forward: bool = option(
         True, "free a block's gathered weights between forward and backward: less memory, one more all-gather"
@@ -79,30 +82,12 @@ class GpuOptions:
         False, "deterministic kernels only, slower on cuda; without it a resume on cuda is close, not bit-equal"
     )
 
-    def __post_init__(self) -> None:
-        check_types(self, "engine.gpu")
-        require_at_least(self, "engine.gpu", 0, "pad_vocab_to_multiple_of", "fp8_skipped_blocks", "loss_chunk_tokens")
-        require_at_least(self, "engine.gpu", 1, "pipeline_stages_per_rank")
-        if self.fp8 == "off" and self.fp8_skipped_blocks != GpuOptions.fp8_skipped_blocks:
-            problem = "has no effect without fp8"
-            remedy = "leave fp8_skipped_blocks out, or set engine.gpu.fp8 to tensorwise or rowwise"
-            raise field_error(self, "engine.gpu", "fp8_skipped_blocks fp8", problem, remedy)
-        if not 0 <= self.activation_memory_budget <= 1:
-            raise field_error(
-                self, "engine.gpu", "activation_memory_budget", "must be between 0 and 1", "the default is 0.5"
-            )
-        if (
-            self.activation_checkpointing != "memory_budget"
-            and self.activation_memory_budget != GpuOptions.activation_memory_budget
-        ):
-            problem = "requires activation_checkpointing = 'memory_budget'"
-            remedy = "leave activation_memory_budget out, or set activation_checkpointing to memory_budget"
-            raise field_error(self, "engine.gpu", "activation_memory_budget activation_checkpointing", problem, remedy)
+    @model_validator(mode="after")
+    def _check(self) -> Self:
         if self.activation_checkpointing == "memory_budget" and self.compile is False:
-            problem = "memory_budget requires torch.compile"
             remedy = "set engine.gpu.compile to auto or true, or engine.gpu.activation_checkpointing to selective"
-            raise field_error(self, "engine.gpu", "activation_checkpointing compile", problem, remedy)
+            raise self.wrong("activation_checkpointing compile", "memory_budget requires torch.compile", remedy)
         if self.compile is True and self.attention == "split":
             problem = "this attention would be recompiled for every batch"
-            remedy = "set engine.gpu.attention to auto, sdpa, varlen or flex"
-            raise field_error(self, "engine.gpu", "attention compile", problem, remedy)
+            raise self.wrong("attention compile", problem, "set engine.gpu.attention to auto, sdpa, varlen or flex")
+        return self

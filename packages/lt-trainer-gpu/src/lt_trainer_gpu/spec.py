@@ -12,7 +12,7 @@ from lt_trainer_gpu.options import GpuOptions
 
 if TYPE_CHECKING:
     from lt_model import LlamaConfig
-    from lt_trainer.config.sections.recipe import Recipe
+    from lt_trainer.config.sections import Recipe
     from lt_trainer.engine import Engine, World
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")

@@ -18,8 +18,7 @@ from pathlib import Path
 
 import torch
 
-from lt_trainer.config.sections.metrics import MetricsOptions
-from lt_trainer.config.sections.recipe import Recipe
+from lt_trainer.config.sections import MetricsOptions, Recipe
 
 MEMORY_HISTORY_ENTRIES = 200_000
 """Allocations and frees that a memory history holds; older ones are dropped."""

@@ -14,7 +14,7 @@ import torch
 from lt_ckpt import Checkpoint, Shard, TensorSpec
 from lt_model import LlamaConfig, param_specs
 from lt_trainer.checkpointing.pretrained import PretrainedWeights
-from lt_trainer.config.sections.recipe import Recipe
+from lt_trainer.config.sections import Recipe
 from lt_trainer.control import Control
 from lt_trainer.engine import Snapshot
 from lt_trainer.optimizers import optimizer_spec

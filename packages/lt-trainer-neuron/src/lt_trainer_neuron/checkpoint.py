@@ -41,7 +41,7 @@ from lt_trainer_neuron.options import NeuronOptions
 
 if TYPE_CHECKING:
     from lt_model import LlamaConfig
-    from lt_trainer.config.sections.recipe import Recipe
+    from lt_trainer.config.sections import Recipe
 
 __all__ = ["nxd_snapshot", "nxd_state_bytes"]
 

@@ -7,7 +7,7 @@ query heads dropped when replicated key/value heads do not match the degree); th
 from typing import TYPE_CHECKING
 
 from lt_trainer.config.recipe import engine_options
-from lt_trainer.config.sections.recipe import Recipe
+from lt_trainer.config.sections import Recipe
 from lt_trainer.errors import RecipeError
 from lt_trainer.optimizers import optimizer_spec
 from lt_trainer_neuron.options import SECTION, NeuronOptions

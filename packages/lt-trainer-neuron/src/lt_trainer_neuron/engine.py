@@ -27,7 +27,7 @@ from lt_ckpt import Checkpoint, Shard, TensorSpec
 from lt_model import LlamaConfig, param_specs
 from lt_trainer.checkpointing.pretrained import PretrainedWeights
 from lt_trainer.config.recipe import engine_options
-from lt_trainer.config.sections.recipe import Recipe
+from lt_trainer.config.sections import Recipe
 from lt_trainer.engine import Snapshot, StepBatch, StepMetrics
 from lt_trainer.evaluation.position_scores import PositionScores
 from lt_trainer.optimizers import optimizer_spec

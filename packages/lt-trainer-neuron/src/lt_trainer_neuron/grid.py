@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from lt_trainer.config.recipe import engine_options
-from lt_trainer.config.sections.recipe import Recipe
+from lt_trainer.config.sections import Recipe
 from lt_trainer.engine import Topology
 from lt_trainer_neuron.options import NeuronOptions
 
 if TYPE_CHECKING:
     from lt_ckpt.nxd.options import NxdOptions
-    from lt_trainer.config.sections.parallel import ParallelOptions
+    from lt_trainer.config.sections import ParallelOptions
 
 __all__ = ["Axis", "Grid", "build_nxd_options"]
 

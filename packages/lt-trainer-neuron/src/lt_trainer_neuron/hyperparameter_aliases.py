@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from lt_trainer.config.fields import leaves
-from lt_trainer.config.hyperparameters import hyperparameter_leaves
+from lt_trainer.config.hyperparameters import hyperparameter_fields
+from lt_trainer.config.section import extra_of, leaves
 from lt_trainer.errors import RecipeError
 from lt_trainer_neuron.options import SECTION, NeuronOptions
 
@@ -81,9 +81,9 @@ _SCRIPT_ALIASES: dict[str, AliasResolver] = {
     "USE_GPU_COMPATIBLE_PRECISION": _switch_alias({_PRECISION: "fp32_master_weights"}, {}),
 }
 _OPTION_ALIASES = {
-    leaf.hyperparameter: _field_alias(leaf.name)
-    for leaf in leaves(NeuronOptions, f"{SECTION}.").values()
-    if leaf.hyperparameter
+    name: _field_alias(dotted)
+    for dotted, field in leaves(NeuronOptions, f"{SECTION}.").items()
+    if (name := extra_of(field, "hyperparameter"))
 }
 _SCRIPT_FLAGS = frozenset(("seq_len", "max_steps", "warmup_steps", "min_lr", "beta1", "beta2", "weight_decay"))
 """Script flags whose upper-case names are hyperparameters of lt."""
@@ -104,4 +104,4 @@ def resolve_alias(name: str, value: Any) -> Mapping[str, Any] | None:
     meaning = ALIASES.get(name.upper())
     if meaning is not None:
         return meaning(name, str(value))
-    return {hyperparameter_leaves()[name.upper()].name: str(value)} if name in _SCRIPT_FLAGS else None
+    return {hyperparameter_fields()[name.upper()]: str(value)} if name in _SCRIPT_FLAGS else None

@@ -4,21 +4,22 @@ Names and defaults follow the Llama recipes for neuronx-distributed (NxD): the L
 projections, the Llama-3 recipes `qkv_linear` with a kv replicator of 4.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
-from lt_trainer.config.fields import check_types, option
-from lt_trainer.config.sections.validators import field_error, require_at_least
-from lt_trainer.errors import RecipeError
+from pydantic import model_validator
+
+from lt_trainer.config.section import Section, option
 
 __all__ = ["SECTION", "NeuronOptions"]
 
 SECTION = "engine.neuron"
 
 
-@dataclass(frozen=True, kw_only=True)
-class NeuronOptions:
+class NeuronOptions(Section):
     """Options of the Trainium engine; the parallel degrees are in `[parallel]`."""
+
+    table = SECTION
+    needs = (("kv_size_multiplier fuse_qkv", "qkv_linear"), ("cpu_dtype", "backend", "cpu"))
 
     backend: Literal["nxd", "xla", "cpu"] = option(
         "nxd",
@@ -29,7 +30,6 @@ class NeuronOptions:
         "micro_batch",
         "scope of one compiled graph: a micro-batch, with the optimizer step apart; or the whole step, which grows "
         "with the number of micro-batches (one stage only; with stages each pass and transfer is a graph)",
-        former_name="graph",
     )
     cpu_dtype: Literal["float32", "bfloat16", "float64"] = option(
         "float32", "compute dtype of the cpu backend, in place of precision; its master weights are fp32 or wider"
@@ -38,6 +38,7 @@ class NeuronOptions:
         32,
         "NeuronCores of one node, one rank each (trn1.32xlarge has 32, trn1.2xlarge 2)",
         hyperparameter="NUM_NEURONCORES",
+        ge=1,
     )
     qkv_linear: bool = option(
         False, "one sharded layer for q, k and v, which can replicate key/value heads", hyperparameter="QKV_LINEAR"
@@ -46,7 +47,7 @@ class NeuronOptions:
         1,
         "replicas of each key/value head; with qkv_linear, n_kv_heads * kv_size_multiplier = tp",
         hyperparameter="KV_REPLICATOR",
-        former_name="kv_replicator",
+        ge=1,
     )
     fuse_qkv: bool = option(False, "store q, k and v of qkv_linear as one matrix", hyperparameter="FUSE_QKV")
     zero1: bool = option(True, "shard the optimizer state over data parallel ranks", hyperparameter="USE_ZERO_1")
@@ -68,26 +69,12 @@ class NeuronOptions:
     )
     compile_cache: str = option("", "folder or s3:// URL of compiled graphs; empty = the compiler's default")
     cc_flags: str = option("--model-type=transformer", "flags of the compiler, NEURON_CC_FLAGS")
-    max_inflight: int = option(3, "requests in flight to a core; the 70B recipe uses 7")
-    malloc_arenas: int = option(64, "MALLOC_ARENA_MAX; the 70B recipe uses 128")
+    max_inflight: int = option(3, "requests in flight to a core; the 70B recipe uses 7", ge=1)
+    malloc_arenas: int = option(64, "MALLOC_ARENA_MAX; the 70B recipe uses 128", ge=1)
 
-    def __post_init__(self) -> None:
-        check_types(self, SECTION)
-        require_at_least(self, SECTION, 1, "num_neuroncores", "kv_size_multiplier", "max_inflight", "malloc_arenas")
-        if self.kv_size_multiplier != 1 and not self.qkv_linear:
-            problem = "key/value heads can only be replicated with qkv_linear"
-            remedy = "set engine.neuron.qkv_linear to true or engine.neuron.kv_size_multiplier to 1"
-            raise field_error(self, SECTION, "kv_size_multiplier qkv_linear", problem, remedy)
-        if self.fuse_qkv and not self.qkv_linear:
-            problem = "has no effect without qkv_linear"
-            remedy = "set engine.neuron.qkv_linear to true or engine.neuron.fuse_qkv to false"
-            raise field_error(self, SECTION, "fuse_qkv qkv_linear", problem, remedy)
-        if self.cpu_dtype != NeuronOptions.cpu_dtype and self.backend != "cpu":
-            problem, remedy = "has an effect only with the cpu backend", "set engine.neuron.precision instead"
-            raise field_error(self, SECTION, "cpu_dtype backend", problem, remedy)
+    @model_validator(mode="after")
+    def _check(self) -> Self:
         if "--cache_dir" in self.cc_flags:
-            raise RecipeError(
-                "the compiler's cache is set by engine.neuron.compile_cache",
-                values={f"{SECTION}.cc_flags": self.cc_flags},
-                remedy="remove --cache_dir and set engine.neuron.compile_cache",
-            )
+            remedy = "remove --cache_dir and set engine.neuron.compile_cache"
+            raise self.wrong("cc_flags", "the compiler's cache is set by engine.neuron.compile_cache", remedy)
+        return self

@@ -18,7 +18,7 @@ Cost: the tensors of each stage are listed once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,9 @@ from typing import Any
 from lt_ckpt.nxd.layout import layers_per_stage, rank_tensors
 from lt_model import LlamaConfig, flops_per_token, n_parameters
 from lt_model.activation_memory import activation_bytes_per_token, block_backward_bytes_per_token
-from lt_trainer.config.fields import suggest
 from lt_trainer.config.recipe import ResolvedRecipe, engine_options, llama_config
-from lt_trainer.config.sections.recipe import Recipe
+from lt_trainer.config.section import suggest
+from lt_trainer.config.sections import Recipe
 from lt_trainer.engine import World
 from lt_trainer.errors import RecipeError
 from lt_trainer.optimizers import optimizer_spec
@@ -271,7 +271,7 @@ def make_plan(
         )
     core, recipe = NEURON_CORES[device.lower()], resolved.recipe
     if nodes is not None and nodes != recipe.parallel.n_nodes:
-        recipe = replace(recipe, parallel=replace(recipe.parallel, n_nodes=nodes))
+        recipe = recipe.with_nodes(nodes)
     options = engine_options(recipe, "neuron", NeuronOptions)
     if devices != options.num_neuroncores or options.backend == "cpu":
         raise RecipeError(

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lt_trainer.config.recipe import ResolvedRecipe, engine_options
-from lt_trainer.config.sections.recipe import Recipe
+from lt_trainer.config.sections import Recipe
 from lt_trainer.errors import RecipeError
 from lt_trainer_neuron.checks import check_model, check_recipe
 from lt_trainer_neuron.environment import (

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from lt_ckpt.save import RankFileWriter
     from lt_model import LlamaConfig
     from lt_trainer.checkpointing.pretrained import PretrainedWeights
-    from lt_trainer.config.sections.recipe import Recipe
+    from lt_trainer.config.sections import Recipe
     from lt_trainer.evaluation.position_scores import PositionScores
 
 ENGINE_ENTRY_POINTS = "lt.engines"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lt_data import Selection, TokenStore, append, merge, pack, prepare, split, train_bpe, verify
-from lt_trainer.config.sections.data import DataOptions, SourceOptions
+from lt_trainer.config.data_section import DataOptions, SourceOptions
 from lt_trainer.release.bundle import hash_file
 from lt_trainer.release.data_files import StoreToRelease, store_names
 from lt_trainer.release.facts import StoreFacts

@@ -2,64 +2,36 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from lt_launch.job import check_one_line
-from lt_trainer.config.fields import check_types, option
-from lt_trainer.errors import RecipeError
+from pydantic import StringConstraints
 
-__all__ = ["KubernetesOptions"]
+from lt_launch.job import Line
+from lt_trainer.config.section import Section, option
 
-SUBDOMAIN = re.compile(r"(?=.{1,253}$)[a-z0-9](?:[a-z0-9-]*[a-z0-9])?(?:\.[a-z0-9](?:[a-z0-9-]*[a-z0-9])?)*")
-NAMES = {
-    "namespace": True,
-    "runtime": True,
-    "persistent_volume_claim": False,
-    "queue_name": False,
-    "service_account": False,
-}
-"""Options that name an object of the cluster, and whether one must be named."""
+SUBDOMAIN = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*"
+Name = Annotated[str, StringConstraints(pattern=f"^{SUBDOMAIN}$", max_length=253)]
+OptionalName = Annotated[str, StringConstraints(pattern=f"^({SUBDOMAIN})?$", max_length=253)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class KubernetesOptions:
+class KubernetesOptions(Section):
     """Options of a manifest beyond the job itself."""
+
+    table = "k8s"
 
     kind: Literal["trainjob", "pytorchjob", "jobset", "hyperpod"] = option(
         "trainjob",
         "trainjob = Kubeflow Trainer's TrainJob, pytorchjob = PyTorchJob of Kubeflow's training operator, "
         "jobset = JobSet of Kubernetes, hyperpod = HyperPodPyTorchJob of SageMaker HyperPod on EKS",
     )
-    namespace: str = option("default", "namespace")
+    namespace: Name = option("default", "namespace")
     trainer_version: Literal["2.0", "2.1", "2.2", "2.3"] = option(
         "2.3", "trainjob: version of Kubeflow Trainer in the cluster; each takes the fields of pods elsewhere"
     )
-    runtime: str = option("torch-distributed", "trainjob: the ClusterTrainingRuntime")
-    persistent_volume_claim: str = option(
-        "", "PersistentVolumeClaim of the file system that all pods share", former_name="claim"
-    )
-    mount_path: str = option("/fsx", "its mount path in the pods", former_name="mount")
-    image: str = option("", "image in a registry, if job.container.image is a file for pyxis or enroot")
-    efa_per_node: int = option(0, "EFA devices per pod")
-    queue_name: str = option("", "queue of Kueue (with hyperpod: of task governance)", former_name="queue")
-    service_account: str = option("", "service account of the pods")
-
-    def __post_init__(self) -> None:
-        check_types(self, "k8s")
-        check_one_line("k8s", self)
-        if self.efa_per_node < 0:
-            raise RecipeError("must be at least 0", values={"k8s.efa_per_node": self.efa_per_node})
-        for name, is_required in NAMES.items():
-            value = getattr(self, name)
-            if (value or is_required) and not SUBDOMAIN.fullmatch(value):
-                raise RecipeError(
-                    "is not a valid Kubernetes name",
-                    values={f"k8s.{name}": value},
-                    remedy="use lowercase letters, digits, '-' and '.', starting and ending with a letter or digit",
-                )
-        if not self.mount_path.startswith("/") or ":" in self.mount_path:
-            raise RecipeError(
-                "is not an absolute path", values={"k8s.mount_path": self.mount_path}, remedy="start it with /"
-            )
+    runtime: Name = option("torch-distributed", "trainjob: the ClusterTrainingRuntime")
+    persistent_volume_claim: OptionalName = option("", "PersistentVolumeClaim of the file system that all pods share")
+    mount_path: str = option("/fsx", "its mount path in the pods", pattern=r"^/[^:\p{Cc}\p{Zl}\p{Zp}]*$")
+    image: Line = option("", "image in a registry, if job.container.image is a file for pyxis or enroot")
+    efa_per_node: int = option(0, "EFA devices per pod", ge=0)
+    queue_name: OptionalName = option("", "queue of Kueue (with hyperpod: of task governance)")
+    service_account: OptionalName = option("", "service account of the pods")

@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from pydantic.fields import FieldInfo
+
 from lt_launch.sagemaker.constraints import check_request
 from lt_launch.sagemaker.errors import SageMakerError
 from lt_launch.sagemaker.instances import PUBLISHED_INSTANCE_TYPES
-from lt_trainer.config.fields import Leaf
-from lt_trainer.config.hyperparameters import hyperparameter_leaves
+from lt_trainer.config.hyperparameters import hyperparameter_fields
+from lt_trainer.config.section import extra_of, leaves
+from lt_trainer.config.sections import Recipe
 from lt_trainer.run_directory.records import METRIC_DEFINITIONS
 
 __all__ = ["HYPERPARAMETER_RANGES", "create_algorithm_request", "hyperparameter_specifications"]
@@ -102,18 +105,21 @@ def create_algorithm_request(
 
 def hyperparameter_specifications() -> list[dict[str, Any]]:
     """Return all hyperparameters with type, range, default and description, in recipe order."""
-    return [_hyperparameter_specification(name, leaf) for name, leaf in hyperparameter_leaves().items()]
+    return [
+        _hyperparameter_specification(name, leaves(Recipe)[field]) for name, field in hyperparameter_fields().items()
+    ]
 
 
-def _hyperparameter_specification(name: str, leaf: Leaf) -> dict[str, Any]:
-    kind = {int: "Integer", float: "Continuous", str: "FreeText"}[leaf.hint]
+def _hyperparameter_specification(name: str, field: FieldInfo) -> dict[str, Any]:
+    unit = extra_of(field, "unit")
+    kind = {int: "Integer", float: "Continuous", str: "FreeText"}[field.annotation or str]
     specification: dict[str, Any] = {
         "Name": name,
-        "Description": leaf.help + (f" ({leaf.unit})" if leaf.unit else ""),
+        "Description": f"{field.description} ({unit})" if unit else field.description,
         "Type": kind,
         "IsTunable": False,
         "IsRequired": False,
-        "DefaultValue": str(leaf.default),
+        "DefaultValue": str(field.default),
     }
     if name in HYPERPARAMETER_RANGES:
         low, high = HYPERPARAMETER_RANGES[name]

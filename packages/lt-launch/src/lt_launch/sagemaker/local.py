@@ -31,7 +31,7 @@ from lt_launch.sagemaker.options import SageMakerOptions, parse_pairs
 from lt_launch.sagemaker.request import channel_for_field, create_training_job_request
 from lt_launch.sagemaker.target import REQUEST_FILE, to_stage_status, unique_job_name
 from lt_launch.target import Finding, Launch, RenderedLaunch, StageStatus, TargetNode
-from lt_trainer.config.fields import flatten
+from lt_trainer.config.section import flatten
 
 __all__ = ["SageMakerLocalTarget"]
 
@@ -194,16 +194,16 @@ def map_to_local_folders(job: Job, options: SageMakerOptions) -> tuple[Job, Sage
     output = options.output_path or f"{LOCAL_S3}/output"
     if folder := local_folder(output, given):
         folders[output] = folder
-    resources = replace(job.resources, instance_type=job.resources.instance_type or "ml.m5.xlarge")
-    local_options = replace(
-        options,
-        role=options.role or "arn:aws:iam::000000000000:role/local",
-        image=options.image or ("" if options.algorithm else LOCAL_IMAGE.format(options.region or "us-east-1")),
-        channels=tuple(f"{name}={source}" for name, source in channels.items()),
-        checkpoint_s3_uri=checkpoints,
-        output_path=output,
-    )
-    return replace(job, resources=resources), local_options, folders
+    resources = job.resources.model_copy(update={"instance_type": job.resources.instance_type or "ml.m5.xlarge"})
+    changes = {
+        "role": options.role or "arn:aws:iam::000000000000:role/local",
+        "image": options.image or ("" if options.algorithm else LOCAL_IMAGE.format(options.region or "us-east-1")),
+        "channels": tuple(f"{name}={source}" for name, source in channels.items()),
+        "checkpoint_s3_uri": checkpoints,
+        "output_path": output,
+    }
+    local_options = options.model_copy(update=changes)
+    return job.model_copy(update={"resources": resources}), local_options, folders
 
 
 def _tail_lines(path: Path) -> tuple[str, ...]:

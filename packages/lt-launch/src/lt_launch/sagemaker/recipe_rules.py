@@ -20,8 +20,8 @@ from lt_launch.sagemaker.contract import GRACE_PERIOD_S, PROCS_PER_NODE_VARIABLE
 from lt_launch.sagemaker.errors import SageMakerError
 from lt_launch.sagemaker.instances import INSTANCE_TYPES, LOCAL_STORAGE_GB
 from lt_launch.sagemaker.options import SageMakerOptions
-from lt_trainer.config.fields import flatten, leaves
-from lt_trainer.config.sections.recipe import Recipe
+from lt_trainer.config.section import flatten
+from lt_trainer.config.sections import FaultToleranceOptions
 
 __all__ = ["DEFAULT_VOLUME_GB", "OVERRIDE_PREFIX", "check_compatible", "request_notes"]
 
@@ -107,7 +107,7 @@ def _check_devices(values: Mapping[str, Any], job: Job) -> None:
 def _check_grace_period(values: Mapping[str, Any]) -> None:
     field = "fault_tolerance.grace_period_s"
     given = values.get(field)
-    if given is not None and given > GRACE_PERIOD_S and given != leaves(Recipe)[field].default:
+    if given is not None and given > GRACE_PERIOD_S and given != FaultToleranceOptions().grace_period_s:
         raise SageMakerError(
             f"{field} = {given:g}: SageMaker kills all processes 120 s after its signal; set it to at most "
             f"{GRACE_PERIOD_S:g}, or leave it out"

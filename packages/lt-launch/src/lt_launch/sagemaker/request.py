@@ -12,15 +12,17 @@ import tomllib
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic.fields import FieldInfo
+
 from lt_launch.job import Job
 from lt_launch.sagemaker.addresses import FILE_SYSTEMS
 from lt_launch.sagemaker.constraints import check_request
 from lt_launch.sagemaker.errors import SageMakerError
 from lt_launch.sagemaker.options import SageMakerOptions, parse_pairs
 from lt_launch.sagemaker.recipe_rules import DEFAULT_VOLUME_GB, OVERRIDE_PREFIX, check_compatible
-from lt_trainer.config.fields import Leaf, flatten, leaves
-from lt_trainer.config.hyperparameters import hyperparameter_leaves
-from lt_trainer.config.sections.recipe import Recipe
+from lt_trainer.config.hyperparameters import hyperparameter_fields
+from lt_trainer.config.section import flatten, leaves
+from lt_trainer.config.sections import Recipe
 from lt_trainer.config.toml import format_value
 from lt_trainer.engine import engine_names, engine_spec
 from lt_trainer.run_directory.records import METRIC_DEFINITIONS
@@ -106,24 +108,22 @@ def hyperparameters(recipe: Mapping[str, Any], instance_count: int) -> dict[str,
         raise SageMakerError(
             f"parallel.n_nodes (NUM_NODES) = {nodes} and the job has {instance_count} instances; leave one of them out"
         )
+    schema = leaves(Recipe)
     changed = {
-        name: _format_value(values[leaf.name])
-        for name, leaf in hyperparameter_leaves().items()
-        if leaf.name in values and values[leaf.name] != leaf.default and name != "NUM_NODES"
+        name: _format_value(values[field])
+        for name, field in hyperparameter_fields().items()
+        if field in values and values[field] != schema[field].default and name != "NUM_NODES"
     }
     return {**changed, "NUM_NODES": str(instance_count)}
 
 
 def recipe_overrides(recipe: Mapping[str, Any]) -> list[str]:
     """Return the other fields that differ from their defaults, as `section.field=value` for `--set`."""
-    schema, hyperparameter_fields = (
-        leaves(Recipe) | _engine_schema(recipe),
-        {leaf.name for leaf in hyperparameter_leaves().values()},
-    )
+    schema, sent = leaves(Recipe) | _engine_schema(recipe), {*hyperparameter_fields().values()}
     return [
         f"{name}={_format_value(value)}"
         for name, value in flatten(recipe).items()
-        if name not in hyperparameter_fields
+        if name not in sent
         and name not in LAUNCHER_ONLY_FIELDS
         and not channel_for_field(name)
         and not (name in schema and _is_default(value, schema[name].default))
@@ -137,9 +137,9 @@ def channel_for_field(name: str) -> str:
     return VALIDATION_CHANNEL_PREFIX + match[1] if match else FIELD_CHANNELS.get(name, "")
 
 
-def _engine_schema(recipe: Mapping[str, Any]) -> dict[str, Leaf]:
+def _engine_schema(recipe: Mapping[str, Any]) -> dict[str, FieldInfo]:
     """Return the options of the installed engines; options of other engines are all sent."""
-    installed, schema = engine_names(), dict[str, Leaf]()
+    installed, schema = engine_names(), dict[str, FieldInfo]()
     for name in recipe.get("engine", {}):
         if name in installed:
             schema |= leaves(engine_spec(name).options, f"engine.{name}.")

@@ -25,13 +25,12 @@ def precompile(
     """Compile all graphs of a recipe ahead of training and record their compile key."""
     from lt_data.display.terminal import echo
     from lt_trainer.config.hyperparameters import read_hyperparameters
-    from lt_trainer.config.recipe import engine_options, load
+    from lt_trainer.config.recipe import complete, engine_options, load
     from lt_trainer_neuron.options import NeuronOptions
     from lt_trainer_neuron.precompile import precompile as compile_graphs
 
-    resolved = load(
-        recipe, overrides=sets or [], hyperparameters=read_hyperparameters(hyperparameters) if hyperparameters else None
-    )
+    given = read_hyperparameters(hyperparameters) if hyperparameters else None
+    resolved = complete(load(recipe, overrides=sets or [], hyperparameters=given))
     data = resolved.recipe.data
     arguments = [str(recipe), "--steps", str(steps)]
     arguments += ["--validate"] if data.validation or data.validation_sets else []

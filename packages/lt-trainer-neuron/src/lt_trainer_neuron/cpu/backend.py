@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lt_model import LlamaConfig
 from lt_trainer.config.recipe import engine_options
-from lt_trainer.config.sections.recipe import Recipe
+from lt_trainer.config.sections import Recipe
 from lt_trainer.control import Control, SoloControl
 from lt_trainer.engine import Device, StepBatch, Stopwatch, World
 from lt_trainer.timing import HostStopwatch

@@ -30,7 +30,7 @@ from lt_ckpt.nxd.layout import nxd_layout, rank_rules
 from lt_ckpt.nxd.zero1 import shard_rows
 from lt_model import LlamaConfig, param_specs
 from lt_trainer.config.recipe import engine_options
-from lt_trainer.config.sections.recipe import Recipe
+from lt_trainer.config.sections import Recipe
 from lt_trainer.control import Control, SoloControl
 from lt_trainer.engine import Device, StepBatch, Stopwatch, World
 from lt_trainer.errors import RecipeError

@@ -15,7 +15,7 @@ from importlib import import_module
 
 import torch.distributed as dist
 
-from lt_trainer.config.sections.recipe import Recipe
+from lt_trainer.config.sections import Recipe
 from lt_trainer.errors import RecipeError
 from lt_trainer_neuron.grid import Grid
 

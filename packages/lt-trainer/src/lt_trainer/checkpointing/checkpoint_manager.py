@@ -38,7 +38,7 @@ from lt_trainer.resilience.rank_sync import run_on_rank0
 if TYPE_CHECKING:
     from lt_ckpt import CheckpointManifest
     from lt_model import LlamaConfig
-    from lt_trainer.config.sections.recipe import Recipe
+    from lt_trainer.config.sections import Recipe
     from lt_trainer.control import Control
     from lt_trainer.engine import Engine, Snapshot
 

@@ -35,7 +35,7 @@ from lt_ckpt.s3.owner import NotOwnerError, Owner, ensure_owner
 from lt_ckpt.s3.upload import UploadReport, check_upload_access
 from lt_ckpt.summary import format_bytes
 from lt_trainer.checkpointing.mirror_identity import resolve_mirror_name
-from lt_trainer.config.sections.recipe import Recipe
+from lt_trainer.config.sections import Recipe
 from lt_trainer.constants import EXIT_REQUEUE, EXIT_USER
 from lt_trainer.engine import Engine
 from lt_trainer.errors import MirrorError, RecipeError

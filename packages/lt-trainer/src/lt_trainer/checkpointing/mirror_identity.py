@@ -15,7 +15,7 @@ from lt_ckpt.folders import random_id
 from lt_ckpt.s3.client import S3Folder
 from lt_ckpt.s3.download import read_latest_manifest
 from lt_ckpt.s3.owner import read_owner
-from lt_trainer.config.fields import flatten
+from lt_trainer.config.section import flatten
 from lt_trainer.errors import MirrorError
 from lt_trainer.run_directory.run_dir import read_mirror_name
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lt_model import LlamaConfig
     from lt_trainer.checkpointing.checkpoint_manager import CheckpointManager
     from lt_trainer.checkpointing.mirror import RunMirror
-    from lt_trainer.config.sections.recipe import Recipe
+    from lt_trainer.config.sections import Recipe
     from lt_trainer.engine import Engine
 
 

@@ -165,14 +165,14 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="Print values and origins as JSON.")] = False,
 ) -> None:
     """Print the resolved recipe, each value with its origin."""
-    from lt_trainer.config.recipe import to_dict, to_toml
+    from lt_trainer.config.recipe import to_toml
 
     resolved = _load(recipe, sets, hyperparameters)
     if as_json:
         echo(
             json.dumps(
                 {
-                    "recipe": to_dict(resolved.recipe),
+                    "recipe": resolved.to_dict(),
                     "origins": dict(resolved.origins),
                     "unchecked": list(resolved.unchecked),
                 },
@@ -200,10 +200,15 @@ def plan(
 
     If the run does not fit, suggests the nearest layout that does. Exit codes: 0 fits, 1 does not fit, 64 user error.
     """
+    from lt_trainer.config.recipe import complete
     from lt_trainer.planning.result import plan_recipe
 
     result = plan_recipe(
-        _load(recipe, sets, hyperparameters), device=device, devices=devices, nodes=nodes or None, mfu=mfu or None
+        complete(_load(recipe, sets, hyperparameters)),
+        device=device,
+        devices=devices,
+        nodes=nodes or None,
+        mfu=mfu or None,
     )
     echo(json.dumps(result.values, indent=1) if as_json else result.text.removesuffix("\n"))
     raise typer.Exit(0 if result.fits else 1)
@@ -296,6 +301,7 @@ def tune(
     """
     import signal
 
+    from lt_trainer.config.recipe import complete
     from lt_trainer.resilience.stop_signals import install_handlers
     from lt_trainer.tuning.probe import ProbeCommand
     from lt_trainer.tuning.tune import TuneOptions, probe_arguments, tune_recipe
@@ -304,7 +310,7 @@ def tune(
     options = TuneOptions(ranks=nproc_per_node, steps=steps, warmup=warmup, device=device, max_probes=max_probes)
     arguments = probe_arguments(str(recipe), sets or [], hyperparameters, options)
     tune_recipe(
-        _load(recipe, sets, hyperparameters),
+        complete(_load(recipe, sets, hyperparameters)),
         ProbeCommand(arguments=arguments, ranks=nproc_per_node, timeout_s=timeout).run,
         options=options,
         journal=journal or recipe.with_suffix(".tune.jsonl"),

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from lt_trainer.config.sections.recipe import Recipe
+from lt_trainer.config.sections import Recipe
 from lt_trainer.constants import EXIT_INTERNAL, EXIT_REQUEUE, EXIT_USER
 from lt_trainer.files import open_for_appending
 from lt_trainer.resilience.stop_signals import STOP_SIGNALS, install_handlers, process_stop_signals, restore_handlers

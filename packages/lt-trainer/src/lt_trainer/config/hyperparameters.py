@@ -1,24 +1,60 @@
 """Upper-case hyperparameters of SageMaker training jobs.
 
 SageMaker passes a training container a flat JSON map of strings, with reserved keys that start with `sagemaker_`, which
-are dropped. Every other key must be in `hyperparameter_leaves()`, or known to an installed engine (`hyperparameter` of
+are dropped. Every other key must be in `hyperparameter_fields()`, or known to an installed engine (`hyperparameter` of
 its spec): names of the training scripts that it replaces.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lt_trainer.config.fields import Leaf, leaves
-from lt_trainer.config.sections.recipe import Recipe
+from lt_trainer.config.section import extra_of, leaves, suggest
+from lt_trainer.config.sections import Recipe
 from lt_trainer.errors import RecipeError
 from lt_trainer.files import read_json
 
-EXAMPLE = """write one object of strings, {"LEARNING_RATE": "1e-3"}"""
+
+def hyperparameter_fields() -> dict[str, str]:
+    """Return the dotted name of the recipe field of each hyperparameter, in the order of the recipe."""
+    names = {extra_of(field, "hyperparameter"): dotted for dotted, field in leaves(Recipe).items()}
+    return {name: dotted for name, dotted in names.items() if name}
 
 
-def hyperparameter_leaves() -> dict[str, Leaf]:
-    """Return the recipe leaf of each hyperparameter name, in the order of the recipe."""
-    return {leaf.hyperparameter: leaf for leaf in leaves(Recipe).values() if leaf.hyperparameter}
+def hyperparameter_values(hyperparameters: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+    """Return value and source by dotted name of the fields that hyperparameters set.
+
+    Raises:
+        RecipeError: unknown hyperparameter, or two that set the same field.
+    """
+    known, found, set_by = hyperparameter_fields(), dict[str, tuple[Any, str]](), dict[str, str]()
+    for name, value in hyperparameters.items():
+        if name.startswith("sagemaker_"):
+            continue
+        fields = {known[name]: value} if name in known else _engine_hyperparameter(name, value)
+        if fields is None:
+            similar = suggest(name, known)
+            remedy = f"did you mean {similar}?" if similar else f"the hyperparameters are {', '.join(known)}"
+            raise RecipeError("unknown hyperparameter", values={name: value}, remedy=remedy)
+        for dotted, text in fields.items():
+            if dotted in set_by:
+                values = {set_by[dotted]: hyperparameters[set_by[dotted]], name: value}
+                raise RecipeError(f"both set {dotted}", values=values, remedy="remove one of them")
+            set_by[dotted] = name
+            found[dotted] = (text, f"hyperparameter {name}")
+    return found
+
+
+def _engine_hyperparameter(name: str, value: Any) -> Mapping[str, Any] | None:
+    """Return the fields that an installed engine sets for a name; None if no engine knows it."""
+    from lt_trainer.engine import engine_names, engine_spec
+
+    for engine in engine_names():
+        to_fields = getattr(engine_spec(engine), "hyperparameter", None)
+        fields = to_fields(name, value) if to_fields is not None else None
+        if fields is not None:
+            return fields
+    return None
 
 
 def read_hyperparameters(path: str | Path) -> dict[str, Any]:
@@ -29,14 +65,11 @@ def read_hyperparameters(path: str | Path) -> dict[str, Any]:
     """
     try:
         content = read_json(path)
+        if not isinstance(content, dict) or not all(isinstance(v, str | int | float) for v in content.values()):
+            raise ValueError("not one object of strings")
     except OSError as exc:
-        problem = f"cannot read the hyperparameters {path}: {exc.strerror}"
-        raise RecipeError(problem, remedy="pass the path of a readable JSON file") from exc
+        raise RecipeError(f"cannot read the hyperparameters {path}: {exc.strerror}") from exc
     except ValueError as exc:
-        raise RecipeError(f"the hyperparameters {path} are not valid JSON: {exc}", remedy=EXAMPLE) from exc
-    if not isinstance(content, dict):
-        raise RecipeError(f"the hyperparameters {path} are not a JSON object", remedy=EXAMPLE)
-    for name, value in content.items():
-        if not isinstance(value, str | int | float | bool):
-            raise RecipeError("expected a string", values={name: value}, origins={name: str(path)}, remedy=EXAMPLE)
+        remedy = """write {"LEARNING_RATE": "1e-3"}"""
+        raise RecipeError(f"the hyperparameters {path} are not valid JSON: {exc}", remedy=remedy) from exc
     return content

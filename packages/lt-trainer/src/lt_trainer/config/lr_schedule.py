@@ -24,7 +24,7 @@ extended from a checkpoint of its stable part, or decayed from there several tim
 import math
 from collections.abc import Callable
 
-from lt_trainer.config.sections.schedule import ScheduleOptions
+from lt_trainer.config.sections import ScheduleOptions
 
 
 def _cosine(progress: float, peak: float, floor: float) -> float:

@@ -2,51 +2,53 @@
 
 `load` merges sources field by field, later ones overriding earlier ones:
 
-    defaults < preset < base < run TOML < upper-case hyperparameters < --set a.b=c
+    defaults < preset, pretrained model < base < run TOML < upper-case hyperparameters < --set a.b=c
 
-It returns a `ResolvedRecipe`: the recipe, the origin of every field, and the engine sections that could not be checked
-because the engine's package is not installed here. A preset fills model fields that no source gives. Unknown keys,
-wrong types and contradictions raise `RecipeError`s that name field, value, source and remedy.
-
+Model fields that no source gives are those of the preset, or of the pretrained model (`model.init_from`). A model on a
+hub is not read before the run opens: until then its fields have the origin "from hf://...", and `complete` fills them.
 `schedule.max_steps` may be given in epochs and `schedule.warmup_steps` as a percentage (`run_length`).
 
-Paths in a recipe (`data.store`, `data.validation`, `run.dir`) are relative to the current directory, not to the file.
+An engine registers the section `[engine.NAME]` as `options` of its spec; the section of an engine that is not installed
+stays a raw table. Paths in a recipe are relative to the current directory, not to the file.
 
-Cost: milliseconds; neither numpy nor torch is imported, and only the specs of engines that are named.
+Cost: under 10 ms; neither numpy nor torch is imported, and only the specs of engines that are named.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from fractions import Fraction
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lt_trainer.config.fields import build, flatten, leaf_values, leaves, named_section_leaves, suggest
+from lt_trainer.config.data_section import DataOptions
+from lt_trainer.config.hyperparameters import hyperparameter_values
 from lt_trainer.config.run_length import parse_run_length, steps_from_epochs, steps_from_fraction
-from lt_trainer.config.sections.checkpoint import CheckpointOptions
-from lt_trainer.config.sections.model import ModelOptions
-from lt_trainer.config.sections.recipe import Recipe
-from lt_trainer.config.sections.run import RunOptions
-from lt_trainer.config.sections.schedule import ScheduleOptions
-from lt_trainer.config.sources import (
-    DEFAULT,
-    Assignment,
-    coerce_assignments,
-    drop_empty_tables,
-    engine_tables,
-    hyperparameter_assignments,
-    parse_set_option,
-    read_toml,
-    unflatten,
+from lt_trainer.config.section import Given, Section, Text, build, default_of, flatten, leaves, parse_text, unflatten
+from lt_trainer.config.sections import (
+    CheckpointOptions,
+    ModelOptions,
+    Recipe,
+    RunOptions,
+    architecture_values,
+    preset_values,
 )
 from lt_trainer.config.toml import dump
 from lt_trainer.errors import RecipeError
+from lt_trainer.files import parse_toml, read_bytes
 
 if TYPE_CHECKING:
     from lt_model import LlamaConfig
 
+S = TypeVar("S", bound=Section)
 
-T = TypeVar("T")
+DEFAULT = "default"
+ENGINE_PACKAGES = {"gpu": "lt-trainer-gpu", "neuron": "lt-trainer-neuron"}
+"""Engines that a recipe may name even if their package is not installed here, with that package."""
+HUB_PREFIX, PENDING = "hf://", "from hf://"
+_NOT_ARCHITECTURE = ("preset", "init_from", "init_config", "allow_tokenizer_mismatch", "resize_vocab")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,15 +57,24 @@ class ResolvedRecipe:
 
     recipe: Recipe
     origins: Mapping[str, str]
-    """By dotted name: "default", "preset tiny-2m", "init_from PATH", "run.toml:12", "hyperparameter LEARNING_RATE",
-    "--set"."""
+    """By dotted name: "default", "preset tiny-2m", "init_from PATH", "from hf://...", "run.toml",
+    "hyperparameter LEARNING_RATE", "--set"."""
     unchecked: tuple[str, ...] = ()
     """Engine sections ("engine.neuron") left raw, because the engine's package is not installed."""
 
     def is_given(self, name: str) -> bool:
-        """Return True if a source gave this field, rather than a default, a preset or `init_from`."""
+        """Return True if a source gave this field, rather than a default, a preset or a pretrained model."""
         origin = self.origins[name]
-        return origin != DEFAULT and not origin.startswith(("preset ", "init_from "))
+        return origin != DEFAULT and not origin.startswith(("preset ", "init_from ", PENDING))
+
+    @property
+    def pending(self) -> set[str]:
+        """Fields whose values stand on a hub; `complete` reads them."""
+        return {name for name, origin in self.origins.items() if origin.startswith(PENDING)}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the known values as nested tables of plain values, for JSON."""
+        return unflatten({name: value for name, value in values_of(self.recipe).items() if name not in self.pending})
 
 
 def load(
@@ -86,117 +97,242 @@ def load(
     Raises:
         RecipeError: unreadable file, unknown key, wrong type, contradiction, or no data.store.
     """
-    merged = {name: Assignment(value, base_name) for name, value in flatten(base or {}).items()}
+    given = {name: Given(value, base_name) for name, value in flatten(base or {}).items()}
     if path is not None:
-        merged |= read_toml(Path(path))
-    merged |= hyperparameter_assignments(hyperparameters or {}, leaves(Recipe))
-    merged |= dict(parse_set_option(text) for text in overrides)
-    resolved = _resolve(merged)
+        given |= {name: Given(value, str(path)) for name, value in flatten(read_toml(Path(path))).items()}
+    for name, (value, source) in hyperparameter_values(hyperparameters or {}).items():
+        given[name] = Given(parse_text(value) if isinstance(value, str) else value, source)
+    for text in overrides:
+        name, equals, value = text.partition("=")
+        if not equals or not name.strip():
+            remedy = "write section.field=value, for example --set optimizer.lr=1e-3"
+            raise RecipeError(f"--set {text}: missing {'=' if name.strip() else 'name'}", remedy=remedy)
+        given[name.strip()] = Given(parse_text(value), "--set")
+    resolved = _resolve(given)
     if not resolved.recipe.data.source_kind:
         raise RecipeError(
             "a run needs data",
             values={"data.store": ""},
-            origins=resolved.origins,
             remedy="set data.store to a token store (create one: lt data prepare SOURCE... --tokenizer PATH --out "
             "STORE), or data.synthetic to true for random ids",
         )
     return resolved
 
 
-def _resolve(merged: Mapping[str, Assignment]) -> ResolvedRecipe:
-    """Validate the merged assignments against the schema and construct the recipe."""
-    core = {name: given for name, given in merged.items() if name.partition(".")[0] != "engine"}
-    core = drop_empty_tables(core, Recipe)
-    schema = leaves(Recipe) | named_section_leaves(Recipe, core)
-    in_words = {
-        name: number for name, given in core.items() if (number := parse_run_length(name, given.value)) is not None
-    }
-    values = coerce_assignments({name: given for name, given in core.items() if name not in in_words}, schema)
-    origins = {name: core[name].source if name in core else DEFAULT for name in schema}
-    _resolve_run_lengths(in_words, values, origins)
-    _fill_from_preset(values, origins)
-    _fill_from_pretrained(values, origins)
-    of_engines = {name: given for name, given in merged.items() if name.partition(".")[0] == "engine"}
-    engines = engine_tables(of_engines, values.get("run.engine", RunOptions.engine), origins["run.engine"])
-    origins |= engines.origins
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read a TOML file of a user.
+
+    Raises:
+        RecipeError: the file cannot be read, or is not TOML.
+    """
     try:
-        recipe = build(Recipe, values, engine=engines.options)
-    except RecipeError as exc:
-        raise exc.with_origins(origins) from None
-    return ResolvedRecipe(recipe=recipe, origins=origins, unchecked=engines.unchecked)
+        return parse_toml(read_bytes(path).decode())
+    except OSError as exc:
+        raise RecipeError(f"cannot read {path}: {exc.strerror}", remedy="give the path of a TOML file") from exc
+    except ValueError as exc:
+        raise RecipeError(f"{path} is not valid TOML: {exc}", remedy="strings need quotes") from exc
 
 
-def _resolve_run_lengths(in_words: Mapping[str, Fraction], values: dict[str, Any], origins: dict[str, str]) -> None:
+def _resolve(given: dict[str, Given]) -> ResolvedRecipe:
+    """Check the merged values and make the recipe."""
+    of_engines = {name.partition(".")[2]: given.pop(name) for name in list(given) if name.split(".")[0] == "engine"}
+    lengths = {}
+    for name in ("schedule.max_steps", "schedule.warmup_steps"):
+        length = parse_run_length(name, given[name].value) if name in given else None
+        if length is not None:
+            lengths[name] = (length, given.pop(name).source)
+    given |= _architecture(given)
+    if lengths:
+        given |= _steps(given, lengths)
+    engine = str(given["run.engine"].value) if "run.engine" in given else default_of(RunOptions, "engine")
+    engines = _engines(of_engines, engine, given)
+    unchecked = tuple(f"engine.{name}" for name, options in engines.items() if not isinstance(options, Section))
+    origins = {name: source for name, (_, source) in given.items()}
+    origins |= {f"engine.{name}": source for name, (_, source) in of_engines.items()}
+    pending = {name for name, source in origins.items() if source.startswith(PENDING)}
+    known = {name: value for name, value in given.items() if name not in pending}
+    recipe = build(Recipe, known | {"engine": Given(engines, "")})
+    found = {name: origins.get(name, DEFAULT) for name in values_of(recipe)}
+    return ResolvedRecipe(recipe=recipe, origins=found, unchecked=unchecked)
+
+
+def _steps(given: Mapping[str, Given], lengths: Mapping[str, tuple[Any, str]]) -> dict[str, Given]:
     """Convert run lengths in words ("3 epochs", "1%") to steps."""
-    for name in ("schedule.max_steps", "schedule.warmup_steps"):  # in this order: a percentage is of max_steps
-        if name not in in_words:
-            continue
-        if name == "schedule.max_steps":
-            try:
-                values[name], description = steps_from_epochs(in_words[name], values)
-            except RecipeError as exc:
-                raise exc.with_origins(origins) from exc
+    longest = {"schedule.max_steps": Given(2**62, "")} if "schedule.max_steps" in lengths else {}
+    no_warmup = {"schedule.warmup_steps": Given(0, "")} if "schedule.warmup_steps" in lengths else {}
+    known = {name: value for name, value in given.items() if not value.source.startswith(PENDING)}
+    recipe = build(Recipe, known | longest | no_warmup)
+    max_steps, steps = recipe.schedule.max_steps, dict[str, Given]()
+    if longest:
+        epochs, source = lengths["schedule.max_steps"]
+        try:
+            max_steps, text = steps_from_epochs(epochs, recipe.data, recipe.batch)
+        except RecipeError as exc:
+            raise exc.with_origins({name: origin for name, (_, origin) in given.items()}) from exc
+        steps["schedule.max_steps"] = Given(max_steps, f"{source}: {text}")
+    if no_warmup:
+        share, source = lengths["schedule.warmup_steps"]
+        text = f"{source}: {float(100 * share):g} % of {max_steps:,}"
+        steps["schedule.warmup_steps"] = Given(steps_from_fraction(share, max_steps), text)
+    return steps
+
+
+def _architecture(given: Mapping[str, Given]) -> dict[str, Given]:
+    """Return the model fields that no source gave, of the preset, the pretrained model or the run's checkpoint."""
+    own = {name.partition(".")[2]: value.value for name, value in given.items() if name.startswith("model.")}
+    preset, address = own.get("preset"), own.get("init_from")
+    if isinstance(preset, str) and preset:
+        try:
+            values, source = preset_values(preset), f"preset {preset}"
+        except RecipeError as exc:
+            raise RecipeError(exc.problem, values={"model.preset": preset}, remedy=exc.remedy).with_origins(
+                {"model.preset": given["model.preset"].source}
+            ) from None
+    elif isinstance(address, str) and address:
+        wanted = {name for name in leaves(ModelOptions) if name not in _NOT_ARCHITECTURE} - own.keys()
+        if not {name for name in wanted if not name.startswith("rope_scaling.")}:
+            return {}  # the recipe has all fields
+        run = build(RunOptions, _inside(given, "run"), "run")
+        resume = build(CheckpointOptions, _inside(given, "checkpoint"), "checkpoint").resume
+        found = _from_checkpoint(Path(run.dir)) if resume else None
+        if found is None and address.startswith(HUB_PREFIX) and not own.get("init_config"):
+            values, source = dict.fromkeys(wanted), f"from {address}"
         else:
-            max_steps = values.get("schedule.max_steps", ScheduleOptions.max_steps)
-            values[name] = steps_from_fraction(in_words[name], max_steps)
-            description = f"{float(100 * in_words[name]):g} % of {max_steps:,}"
-        origins[name] = f"{origins[name]}: {description}"
+            try:
+                config, where = found or (_from_pretrained(address, str(own.get("init_config", ""))), address)
+            except RecipeError as exc:
+                raise exc.with_origins({"model.init_from": given["model.init_from"].source}) from exc
+            values, source = architecture_values(config), f"init_from {where}"
+        if str(own.get("resize_vocab", "")).lower() in ("true", "1"):
+            values.pop("vocab_size", None)
+    else:
+        return {}
+    return {f"model.{name}": Given(value, source) for name, value in values.items() if name not in own}
 
 
-def _fill_from_preset(values: dict[str, Any], origins: dict[str, str]) -> None:
-    """Fill model fields that no source gave from the preset; the vocabulary stays the data's."""
-    name = values.get("model.preset", "")
-    if not name:
-        return
-    from lt_model import PRESETS
-
-    if name not in PRESETS:
-        similar = suggest(name, PRESETS)
-        hint = f"did you mean {similar}? " if similar else ""
-        raise RecipeError(
-            "unknown preset",
-            values={"model.preset": name},
-            origins=origins,
-            remedy=f"{hint}the presets are {', '.join(PRESETS)}",
-        )
-    preset = _model_values(PRESETS[name])
-    del preset["model.vocab_size"]
-    for dotted, value in preset.items():
-        if dotted not in values:
-            values[dotted] = value
-            origins[dotted] = f"preset {name}"
+def _inside(given: Mapping[str, Given], table: str) -> dict[str, Given]:
+    return {name.partition(".")[2]: value for name, value in given.items() if name.startswith(f"{table}.")}
 
 
-def _fill_from_pretrained(values: dict[str, Any], origins: dict[str, str]) -> None:
-    """Fill model fields that no source gave from the pretrained model or the run's checkpoint."""
-    given = {leaf: values[f"model.{leaf}"] for leaf in leaves(ModelOptions) if f"model.{leaf}" in values}
-    own = ("preset", "init_from", "init_config", "allow_tokenizer_mismatch", "resize_vocab")
-    wanted = {leaf for leaf in leaves(ModelOptions) if leaf not in own and not leaf.startswith("rope_scaling.")}
-    if not given.get("init_from") or not wanted - given.keys():
-        return  # the recipe has all fields
-    from lt_trainer.config.architecture import read_architecture
+def _from_checkpoint(out: Path) -> tuple[LlamaConfig, str] | None:
+    """Return the architecture of the newest readable checkpoint of a run, and its path; None if there is none."""
+    from lt_ckpt import Checkpoint, CheckpointError, list_steps
+    from lt_model import LlamaConfig
+
+    for _, path in list_steps(out / "checkpoints"):  # newest first
+        try:
+            return LlamaConfig.from_dict(Checkpoint.open(path).manifest.model), str(path)
+        except CheckpointError:
+            continue  # damaged: resuming reports it and uses an older one
+    return None
+
+
+def _from_pretrained(address: str, config: str) -> LlamaConfig:
+    """Return the architecture of a pretrained model."""
+    from lt_ckpt import load_model_config
+    from lt_model import config_from_hf
+
+    with as_recipe_error(address):
+        return config_from_hf(dict(load_model_config(address, config=config or None)))
+
+
+@contextmanager
+def as_recipe_error(address: str) -> Iterator[None]:
+    """Translate errors of lt-ckpt and lt-model into RecipeErrors of `model.init_from`."""
+    from lt_ckpt import CheckpointError
+    from lt_model import ModelError
 
     try:
-        config, where = read_architecture(
-            given,
-            Path(values.get("run.dir", RunOptions.dir)),
-            values.get("checkpoint.resume", CheckpointOptions.resume),
+        yield
+    except (CheckpointError, ModelError) as exc:
+        raise RecipeError(str(exc), values={"model.init_from": address}) from exc
+
+
+def complete(resolved: ResolvedRecipe) -> ResolvedRecipe:
+    """Return the recipe with what stands outside of it, read when a run opens: called once, by whatever opens it.
+
+    These are the fields of a pretrained model on a hub, and the name of the tokenizer of the data.
+
+    Raises:
+        RecipeError: the model cannot be read, or its architecture contradicts the recipe.
+    """
+    recipe, origins = resolved.recipe, dict(resolved.origins)
+    pending = {name.removeprefix("model.") for name in resolved.pending}
+    if pending:
+        model = recipe.model
+        values = architecture_values(_from_pretrained(model.init_from, model.init_config))
+        filled = {name: value for name, value in values.items() if name in pending}
+        origins |= {f"model.{name}": f"init_from {model.init_from}" for name in filled}
+        given = {name: value for name, value in flatten(model.model_dump()).items() if name not in pending}
+        sections = {name: getattr(recipe, name) for name in Recipe.model_fields}
+        recipe = Recipe(**{**sections, "model": ModelOptions(**unflatten(given | filled))})
+        origins = {name: DEFAULT if text.startswith(PENDING) else text for name, text in origins.items()}
+    name = _tokenizer_name(recipe.data) if origins.get("data.tokenizer", DEFAULT) == DEFAULT else ""
+    if name:
+        recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"tokenizer": name})})
+        origins["data.tokenizer"] = "the store's"
+    return replace(resolved, recipe=recipe, origins=origins)
+
+
+def _tokenizer_name(data: DataOptions) -> str:
+    """Return the name of the tokenizer of the first store; "" if there is none here."""
+    from lt_data import DataError, TokenStore
+
+    for path in data.store_paths().values():
+        try:
+            return TokenStore.open(path).manifest.tokenizer.name
+        except DataError:
+            break  # reported where the data is opened
+    return ""
+
+
+def _engines(given: Mapping[str, Given], selected: str, recipe: Mapping[str, Given]) -> dict[str, Any]:
+    """Make the section of the selected and each mentioned engine; a raw table if its package is not installed.
+
+    Raises:
+        RecipeError: an engine that is neither installed nor part of lt, or an invalid option of an installed one.
+    """
+    from lt_trainer.engine import engine_names, engine_spec
+
+    installed = engine_names()
+    allowed = sorted({*installed, *ENGINE_PACKAGES})
+    if selected not in allowed:
+        raise RecipeError(
+            "unknown engine",
+            values={"run.engine": selected},
+            origins={"run.engine": recipe["run.engine"].source},
+            remedy=f"installed here: {', '.join(installed) or 'none'}; lt has {', '.join(ENGINE_PACKAGES)}",
         )
-    except RecipeError as exc:
-        raise exc.with_origins(origins) from exc
-    for dotted, value in _model_values(config).items():
-        if dotted not in values and not (dotted == "model.vocab_size" and given.get("resize_vocab")):
-            values[dotted] = value
-            origins[dotted] = f"init_from {where}"
+    tables: dict[str, dict[str, Given]] = {selected: {}}
+    for dotted, value in given.items():
+        name, _, option = dotted.partition(".")
+        if value.value == {} and not option and (not name or name in allowed):
+            continue
+        if not option or name not in allowed:
+            raise RecipeError(
+                "not an engine option",
+                values={f"engine.{dotted}": value.value},
+                origins={f"engine.{dotted}": value.source},
+                remedy=f"write engine.<name>.<option>; the names are {', '.join(allowed)}",
+            )
+        tables.setdefault(name, {})[option] = value
+    return {
+        name: build(engine_spec(name).options, table, f"engine.{name}")
+        if name in installed
+        else unflatten({option: _parse_raw(value.value) for option, value in table.items()})
+        for name, table in tables.items()
+    }
 
 
-def _model_values(config: "LlamaConfig") -> dict[str, Any]:
-    """Return the fields of `[model]` that describe `config`, by dotted name."""
-    plain = {f"model.{name}": value for name, value in config.to_dict().items() if name != "rope_scaling"}
-    return plain | (leaf_values(config.rope_scaling, "model.rope_scaling.") if config.rope_scaling else {})
+def _parse_raw(value: Any) -> Any:
+    """Parse a value of unknown type as TOML; if it is not TOML, it stays text."""
+    try:
+        return tomllib.loads(f"value = {value}")["value"] if isinstance(value, Text) else value
+    except ValueError:
+        return str(value)
 
 
-def engine_options(recipe: Recipe, name: str, options: type[T]) -> T:
+def engine_options(recipe: Recipe, name: str, options: type[S]) -> S:
     """Return an engine's options as its class, also if the recipe has them as a raw table.
 
     Raises:
@@ -205,26 +341,17 @@ def engine_options(recipe: Recipe, name: str, options: type[T]) -> T:
     given = recipe.engine.get(name, {})
     if isinstance(given, options):
         return given
-    assert isinstance(given, Mapping), given
-    prefix = f"engine.{name}."
-    assignments = {dotted: Assignment(value, "recipe") for dotted, value in flatten(given, prefix).items()}
-    return build(options, coerce_assignments(assignments, leaves(options, prefix)), prefix)
+    return build(options, {key: Given(value, "recipe") for key, value in flatten(given).items()}, f"engine.{name}")
 
 
-def _values(recipe: Recipe) -> dict[str, Any]:
-    """Return all values of the recipe by dotted name, with engine options."""
-    values = leaf_values(recipe)
-    for name, options in recipe.engine.items():
-        prefix = f"engine.{name}."
-        values |= flatten(options, prefix) if isinstance(options, Mapping) else leaf_values(options, prefix)
-    return values
+def values_of(recipe: Recipe) -> dict[str, Any]:
+    """Return all values of the recipe by dotted name, with engine options, as plain JSON values."""
+    return {name: value for name, value in flatten(recipe.model_dump(mode="json")).items() if value != {}}
 
 
 def to_dict(recipe: Recipe) -> dict[str, Any]:
     """Convert a recipe to nested tables of plain values, for JSON."""
-    return unflatten(
-        {name: list(value) if isinstance(value, tuple) else value for name, value in _values(recipe).items()}
-    )
+    return unflatten(values_of(recipe))
 
 
 def from_dict(table: Mapping[str, Any], *, source: str = "recipe") -> Recipe:
@@ -233,15 +360,19 @@ def from_dict(table: Mapping[str, Any], *, source: str = "recipe") -> Recipe:
     Raises:
         RecipeError: unknown key, wrong type or contradiction; names `source`.
     """
-    return _resolve({name: Assignment(value, source) for name, value in flatten(table).items()}).recipe
+    return _resolve({name: Given(value, source) for name, value in flatten(table).items()}).recipe
 
 
 def to_toml(recipe: Recipe, origins: Mapping[str, str] | None = None) -> str:
-    """Convert a recipe to TOML that `load` reads back to an equal one, with `origins` as comments."""
-    return dump(_values(recipe), origins)
+    """Convert a recipe to TOML that `load` reads back to an equal one, with `origins` as comments.
+
+    Of a field that a model on a hub has, only the origin is written.
+    """
+    pending = {name for name, origin in (origins or {}).items() if origin.startswith(PENDING)}
+    return dump({name: None if name in pending else value for name, value in values_of(recipe).items()}, origins)
 
 
-def llama_config(recipe: Recipe, vocab_size: int) -> "LlamaConfig":
+def llama_config(recipe: Recipe, vocab_size: int) -> LlamaConfig:
     """Return the architecture of a recipe, for data with `vocab_size` token ids.
 
     Raises:
@@ -261,17 +392,12 @@ def llama_config(recipe: Recipe, vocab_size: int) -> "LlamaConfig":
             if model.init_from
             else f"remove model.vocab_size (VOCAB_SIZE), set it to {vocab_size}, or prepare the data again",
         )
-    scaling = model.rope_scaling
+    same = set(LlamaConfig.__dataclass_fields__) & set(ModelOptions.model_fields) - {"rope_scaling"}
     return LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=model.hidden_size,
-        intermediate_size=model.intermediate_size,
-        n_heads=model.n_heads,
-        n_kv_heads=model.n_kv_heads,
-        n_layers=model.n_layers,
-        max_position_embeddings=model.max_position_embeddings or recipe.data.seq_len,
-        rope_theta=model.rope_theta,
-        rope_scaling=None if scaling.factor == 1 else RopeScaling(**leaf_values(scaling)),
-        norm_eps=model.norm_eps,
-        tie_word_embeddings=model.tie_word_embeddings,
+        **{name: getattr(model, name) for name in same}
+        | {
+            "vocab_size": vocab_size,
+            "max_position_embeddings": model.max_position_embeddings or recipe.data.seq_len,
+            "rope_scaling": RopeScaling(**model.rope_scaling.model_dump()) if model.rope_scaling.factor != 1 else None,
+        }
     )

@@ -11,12 +11,15 @@ Cost: the store's manifest and the pack's header for epochs; nothing otherwise.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lt_trainer.errors import RecipeError
+
+if TYPE_CHECKING:
+    from lt_trainer.config.data_section import DataOptions
+    from lt_trainer.config.sections import BatchOptions
 
 MAX_STEPS, WARMUP_STEPS = "schedule.max_steps", "schedule.warmup_steps"
 _NUMBER = r"(\d+(?:\.\d+)?|\.\d+)"
@@ -36,7 +39,7 @@ def parse_run_length(name: str, value: Any) -> Fraction | None:
         True
     """
     pattern = {MAX_STEPS: EPOCHS_PATTERN, WARMUP_STEPS: PERCENT_PATTERN}.get(name)
-    match = pattern.fullmatch(value.strip().strip('"')) if pattern is not None and isinstance(value, str) else None
+    match = pattern.fullmatch(value.strip()) if pattern is not None and isinstance(value, str) else None
     if match is None:
         return None
     return Fraction(match[1]) / (100 if name == WARMUP_STEPS else 1)
@@ -52,47 +55,30 @@ def steps_from_fraction(share: Fraction, max_steps: int) -> int:
     return max(1, int(share * max_steps + Fraction(1, 2))) if share else 0
 
 
-def steps_from_epochs(epochs: Fraction, values: Mapping[str, Any]) -> tuple[int, str]:
-    """Return the number of steps in some epochs, and a description of the calculation.
-
-    Args:
-        epochs: number of epochs; may be fractional.
-        values: typed values of the recipe by dotted name; missing ones have their defaults.
+def steps_from_epochs(epochs: Fraction, data: DataOptions, batch: BatchOptions) -> tuple[int, str]:
+    """Return the number of steps in some epochs, which may be fractional, and a description of the calculation.
 
     Raises:
         RecipeError: rows that are not from one store and of one length, a batch ramp, or data that is not here.
     """
-    from lt_trainer.config.sections.batch import BatchOptions
-    from lt_trainer.config.sections.data import DataOptions
-
-    def value(section: type, name: str) -> Any:
-        dotted = f"{'data' if section is DataOptions else 'batch'}.{name}"
-        return values.get(dotted, getattr(section, name))
-
-    store, packs, seq_len, mode = (value(DataOptions, name) for name in ("store", "packs", "seq_len", "packing"))
     remedy = "set schedule.max_steps (MAX_STEPS) to a number"
-    if not store or mode == "buckets" or any(name.startswith("batch.ramp.") for name in values):
-        raise RecipeError(
-            "epochs need a single data.store with rows of one length and a constant batch size",
-            values={"data.store": store, "data.packing": mode},
-            remedy=f"{remedy}; lt data steps-per-epoch counts rows per length",
-        )
-    if not Path(store).exists():
-        raise RecipeError(
-            "epochs are counted in the store, which does not exist here",
-            values={"data.store": store},
-            remedy=f"{remedy}, or resolve the recipe on a machine with the data",
-        )
+    shown = {"data.store": data.store}
+    if not data.store or data.packing == "buckets" or batch.ramp.start:
+        problem = "epochs need a single data.store with rows of one length and a constant batch size"
+        remedy = f"{remedy}; lt data steps-per-epoch counts rows per length"
+        raise RecipeError(problem, values=shown | {"data.packing": data.packing}, remedy=remedy)
+    if not Path(data.store).exists():
+        problem = "epochs are counted in the store, which does not exist here"
+        raise RecipeError(problem, values=shown, remedy=f"{remedy}, or resolve the recipe where the data is")
     from lt_data import TokenStore, open_pack
 
-    rows = open_pack(TokenStore.open(store, packs=packs), seq_len=seq_len, mode=mode).n_rows
-    batch = value(BatchOptions, "global_batch_size")
-    steps, left = divmod(int(epochs * rows), batch)
+    rows = open_pack(TokenStore.open(data.store, packs=data.packs), seq_len=data.seq_len, mode=data.packing).n_rows
+    steps, left = divmod(int(epochs * rows), batch.global_batch_size)
     if not steps:
         raise RecipeError(
             f"{float(epochs):g} epochs of {rows:,} rows are less than one step",
-            values={"batch.global_batch_size": batch, "data.store": store},
+            values={"batch.global_batch_size": batch.global_batch_size, **shown},
             remedy=f"set batch.global_batch_size (GLOBAL_BATCH_SIZE) to at most {max(1, int(epochs * rows))}",
         )
-    plural = "s" * (epochs != 1)
-    return steps, f"{float(epochs):g} epoch{plural} of {rows:,} rows, {batch:,} per step; {left:,} rows left over"
+    words = f"{float(epochs):g} epoch{'s' * (epochs != 1)} of {rows:,} rows"
+    return steps, f"{words}, {batch.global_batch_size:,} per step; {left:,} rows left over"

@@ -1,18 +1,12 @@
-"""TOML writer for recipe values, and line numbers of keys.
-
-The standard library reads TOML (`tomllib`) but neither writes it nor reports lines. `dump` writes dotted names as
-sections; `tomllib` reads the result back to equal values. `line_numbers` scans for headers and `key =`; a key inside an
-inline table is reported at the line of the key that has the table.
-"""
+"""TOML writer for recipe values: one table per section, comments behind values; `tomllib` reads them back."""
 
 import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
-BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
-HEADER = re.compile(r"^\s*\[\s*([^\[\]]+?)\s*\]\s*(?:#.*)?$")
-ASSIGNMENT = re.compile(r"""^\s*((?:[A-Za-z0-9_.\- ]|"[^"]*"|'[^']*')+?)\s*=""")
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 def format_value(value: Any) -> str:
@@ -24,72 +18,35 @@ def format_value(value: Any) -> str:
     """
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, int | float):
-        return repr(value)
     if isinstance(value, str):
         return _escape(json.dumps(value, ensure_ascii=False))
     if isinstance(value, list | tuple):
-        return f"[{', '.join(format_value(item) for item in value)}]"
+        return f"[{', '.join(map(format_value, value))}]"
     if isinstance(value, Mapping):
-        inner = ", ".join(f"{_key(str(name))} = {format_value(item)}" for name, item in value.items())
-        return f"{{ {inner} }}" if inner else "{}"
-    raise AssertionError(f"a recipe cannot hold {value!r}")
+        return f"{{{', '.join(f'{_key(name)} = {format_value(item)}' for name, item in value.items())}}}"
+    return repr(value)
 
 
 def _escape(text: str) -> str:
-    """Return the text with what is not printable as TOML's escapes."""
-    if text.isprintable():
-        return text
-    return "".join(
-        character
-        if character.isprintable()
-        else f"\\u{ord(character):04x}"
-        if ord(character) < 2**16
-        else f"\\U{ord(character):08x}"
-        for character in text
-    )
+    return _UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
-def _key(part: str) -> str:
-    return part if BARE_KEY.fullmatch(part) else format_value(part)
+def _key(name: str) -> str:
+    return name if _BARE_KEY.fullmatch(name) else format_value(name)
 
 
 def dump(values: Mapping[str, Any], comments: Mapping[str, str] | None = None) -> str:
-    """Format values by dotted name as a TOML document with one table per section, without None values.
+    """Format values by dotted name, `section.field`, as a TOML document.
 
     Args:
-        values: Values by dotted name, `section.field`; every name has at least one dot.
+        values: Values by dotted name; of None only the comment is written.
         comments: Comments behind values, by dotted name.
     """
-    sections: dict[str, dict[str, Any]] = {}
+    sections: dict[str, list[str]] = {}
     for dotted, value in values.items():
         section, _, name = dotted.rpartition(".")
-        assert section, dotted
-        if value is not None:
-            sections.setdefault(section, {})[name] = value
-    blocks = []
-    for section, fields in sections.items():
-        lines = [f"[{'.'.join(_key(part) for part in section.split('.'))}]"]
-        for name, value in fields.items():
-            comment = (comments or {}).get(f"{section}.{name}")
-            lines.append(f"{_key(name)} = {format_value(value)}" + (f"  # {_escape(comment)}" if comment else ""))
-        blocks.append("\n".join(lines) + "\n")
-    return "\n".join(blocks)
-
-
-def line_numbers(text: str) -> dict[str, int]:
-    """Return the line (from 1) of the first occurrence of every `[header]` and `key =`, by dotted name."""
-    lines: dict[str, int] = {}
-    section = ""
-    for number, line in enumerate(text.splitlines(), start=1):
-        if header := HEADER.match(line):
-            section = _dotted(header[1])
-            lines.setdefault(section, number)
-        elif assignment := ASSIGNMENT.match(line):
-            key = _dotted(assignment[1])
-            lines.setdefault(f"{section}.{key}" if section else key, number)
-    return lines
-
-
-def _dotted(key: str) -> str:
-    return ".".join(part.strip().strip("\"'") for part in key.split("."))
+        comment = f"  # {_escape(comments[dotted])}" if comments and dotted in comments else ""
+        line = f"{_key(name)} = {format_value(value)}{comment}" if value is not None else f"# {name}{comment}"
+        sections.setdefault(section, []).append(line)
+    heads = {section: ".".join(map(_key, section.split("."))) for section in sections}
+    return "\n".join("\n".join([f"[{heads[section]}]", *lines, ""]) for section, lines in sections.items())

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from lt_data import Prefetcher, Stream, StreamState
-from lt_trainer.config.sections.recipe import Recipe
+from lt_trainer.config.sections import Recipe
 from lt_trainer.control import Control
 from lt_trainer.data.custom_loader import LoaderBatches
 from lt_trainer.data.generations import resume_state

@@ -30,7 +30,7 @@ import numpy as np
 
 from lt_data import Rows, StreamState
 from lt_trainer.config.recipe import to_dict
-from lt_trainer.config.sections.recipe import Recipe
+from lt_trainer.config.sections import Recipe
 from lt_trainer.control import Control
 from lt_trainer.data.document_boundaries import find_document_starts
 from lt_trainer.data.loader_factory import import_loader_factory

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from lt_data import StreamState, sequence_fingerprint
-from lt_trainer.config.sections.recipe import Recipe
+from lt_trainer.config.sections import Recipe
 from lt_trainer.data import training_data
 from lt_trainer.data.training_data import TrainingData
 

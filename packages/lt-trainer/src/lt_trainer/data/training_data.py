@@ -14,8 +14,8 @@ import numpy as np
 
 from lt_data import Buckets, Mixture, Phase, RowReader, Rows, Stream, StreamBatch, StreamState, TokenStore, open_pack
 from lt_data.store.generations import locate_generation, names_generation
-from lt_trainer.config.sections.data import DataOptions
-from lt_trainer.config.sections.recipe import Recipe
+from lt_trainer.config.data_section import DataOptions
+from lt_trainer.config.sections import Recipe
 from lt_trainer.data.document_boundaries import micro_batch_cu_seqlens
 from lt_trainer.data.loader_factory import import_loader_factory
 from lt_trainer.data.synthetic import SyntheticRows
@@ -152,7 +152,7 @@ def _check_tokenizer(recipe: Recipe, store: TokenStore) -> None:
     """Raise RecipeError if the recipe names another tokenizer or vocabulary size; a pretrained model may have more."""
     tokenizer, n_ids = store.manifest.tokenizer, store.vocab_size
     # The default name stands for every store's.
-    if recipe.data.tokenizer not in (DataOptions.tokenizer, tokenizer.name, tokenizer.sha256):
+    if recipe.data.tokenizer not in (DataOptions().tokenizer, tokenizer.name, tokenizer.sha256):
         raise RecipeError(
             f"{store.path} was prepared with the tokenizer {tokenizer.name!r} (sha256 {tokenizer.sha256})",
             values={"data.tokenizer": recipe.data.tokenizer},

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lt_trainer.config.recipe import to_dict
-from lt_trainer.config.sections.recipe import Recipe
+from lt_trainer.config.sections import Recipe
 from lt_trainer.engine import Engine, EngineSpec, World
 from lt_trainer.errors import RecipeError
 from lt_trainer.observability.gpu_sampler import load_nvml

@@ -23,7 +23,7 @@ from lt_trainer.optimizers.spec import OptimizerSpec, ParamSlice, Slots, StateSl
 from lt_trainer.torch import LocalShard
 
 if TYPE_CHECKING:
-    from lt_trainer.config.sections.optimizer import OptimizerOptions
+    from lt_trainer.config.sections import OptimizerOptions
 
 Tensors = Mapping[str, Tensor]
 """Tensors by the name of their parameter."""

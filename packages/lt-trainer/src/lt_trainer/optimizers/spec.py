@@ -25,7 +25,7 @@ from lt_trainer.errors import RecipeError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lt_trainer.config.sections.optimizer import OptimizerOptions
+    from lt_trainer.config.sections import OptimizerOptions
 
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}

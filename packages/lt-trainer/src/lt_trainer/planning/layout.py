@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lt_trainer.config.sections.optimizer import OptimizerOptions
-from lt_trainer.config.sections.recipe import Recipe
+from lt_trainer.config.sections import OptimizerOptions, Recipe
 from lt_trainer.errors import RecipeError
 
 Recomputation = Literal["none", "selective", "full", "memory_budget"]

@@ -15,7 +15,7 @@ from lt_model import PRESETS, LlamaConfig, n_parameters
 from lt_model.describe import alignment_warnings
 from lt_model.devices import DeviceModel
 from lt_trainer.config.recipe import ResolvedRecipe, llama_config
-from lt_trainer.config.sections.recipe import Recipe
+from lt_trainer.config.sections import Recipe
 from lt_trainer.constants import GIB
 from lt_trainer.errors import RecipeError
 from lt_trainer.planning.layout import PlannedLayout, engine_table, layout_from_recipe

@@ -6,12 +6,12 @@ the arguments of `plan_recipe`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from lt_model.devices import DEVICES, DeviceModel
-from lt_trainer.config.fields import suggest
 from lt_trainer.config.recipe import ResolvedRecipe
+from lt_trainer.config.section import suggest
 from lt_trainer.engine import World, engine_names, engine_spec
 from lt_trainer.errors import RecipeError
 from lt_trainer.planning.plan import make_plan, plan_to_dict
@@ -44,11 +44,11 @@ def plan_recipe(
     """
     recipe = resolved.recipe
     if recipe.run.engine == "gpu":
-        model, parallel = find_device(device), replace(recipe.parallel, n_nodes=nodes or recipe.parallel.n_nodes)
+        model, recipe = find_device(device), recipe.with_nodes(nodes or recipe.parallel.n_nodes)
         if "gpu" in engine_names():
-            world = World(size=devices * parallel.n_nodes, local_size=devices)
+            world = World(size=devices * recipe.parallel.n_nodes, local_size=devices)
             try:
-                engine_spec("gpu").check(replace(recipe, parallel=parallel), world)
+                engine_spec("gpu").check(recipe, world)
             except RecipeError as exc:
                 raise exc.with_origins(resolved.origins) from exc
         plan = make_plan(resolved, device=model, devices=devices, nodes=nodes, mfu=mfu)

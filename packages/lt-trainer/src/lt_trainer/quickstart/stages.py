@@ -12,8 +12,8 @@ from lt_ckpt import export_hf, resolve_checkpoint
 from lt_ckpt.discovery import describe_fallbacks
 from lt_data import Progress, RowReader, Tokenizer, TokenStore, open_pack, pack, prepare, read_documents, train_bpe
 from lt_data.display.terminal import echo_error
-from lt_trainer.config.fields import flatten
 from lt_trainer.config.recipe import load
+from lt_trainer.config.section import flatten
 from lt_trainer.config.toml import dump
 from lt_trainer.files import write_atomic
 from lt_trainer.quickstart.settings import QuickstartError, QuickstartFolder, QuickstartSettings

@@ -13,7 +13,7 @@ import yaml
 from huggingface_hub import EvalResult, ModelCardData
 
 from lt_data.display.terminal import escape_controls
-from lt_trainer.config.fields import flatten
+from lt_trainer.config.section import flatten
 from lt_trainer.release.bundle import CODE_LICENSE
 from lt_trainer.release.facts import Facts, StoreFacts
 from lt_trainer.release.filtering import PLACEHOLDERS

@@ -31,7 +31,7 @@ from lt_data.sources.reader import summarize_sources
 from lt_data.store.document_sources import SOURCES_FILE, encode_source_files
 from lt_data.store.manifest import MANIFEST_FILE, PACK_FOLDER, SHARD_FOLDER, TOKENIZER_FOLDER, encode_manifest
 from lt_data.store.source_files import SourceFile
-from lt_trainer.config.sections.data import DataOptions
+from lt_trainer.config.data_section import DataOptions
 from lt_trainer.release.bundle import InsidePath, Record, hash_file
 from lt_trainer.release.filtering import TextFilter
 from lt_trainer.release.license_file import LicenseFile

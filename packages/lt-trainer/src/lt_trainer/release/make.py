@@ -21,8 +21,8 @@ from lt_ckpt.atomic_folder import AtomicFolder
 from lt_ckpt.hash_list import HASH_LIST, format_hash_list
 from lt_data import DataError, TokenStore
 from lt_data import verify as verify_store
-from lt_trainer.config.fields import flatten
 from lt_trainer.config.recipe import from_dict, to_dict, to_toml
+from lt_trainer.config.section import flatten
 from lt_trainer.data.training_data import STORES
 from lt_trainer.release.bundle import (
     LICENSE_FILE,

@@ -16,7 +16,7 @@ from typing import Any
 
 from lt_ckpt import open_source
 from lt_data import TokenStore
-from lt_trainer.config.fields import flatten
+from lt_trainer.config.section import flatten
 from lt_trainer.release.bundle import (
     REQUIREMENTS,
     RUN_DIR,

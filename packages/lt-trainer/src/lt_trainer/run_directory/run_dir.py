@@ -31,8 +31,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from lt_trainer.config.fields import flatten
 from lt_trainer.config.recipe import ResolvedRecipe, to_dict, to_toml
+from lt_trainer.config.section import flatten
 from lt_trainer.errors import RunDirError
 from lt_trainer.files import open_lock_file, open_regular, read_json, write_atomic
 from lt_trainer.run_directory.environment import describe_environment

@@ -20,8 +20,9 @@ from importlib.metadata import version
 from typing import Any
 
 from lt_model import PRESETS, flops_per_token, n_parameters
-from lt_trainer.config.recipe import ResolvedRecipe, load
-from lt_trainer.config.sections.recipe import Recipe
+from lt_trainer.config.data_section import DataOptions
+from lt_trainer.config.recipe import ResolvedRecipe, complete, load
+from lt_trainer.config.sections import Recipe
 from lt_trainer.data.batches import Batches, open_batches
 from lt_trainer.engine import Engine, World
 from lt_trainer.errors import RecipeError
@@ -73,7 +74,7 @@ def resolve_bench_recipe(
             "schedule": {"warmup_steps": 0},
         }
         return load(base=base, base_name="lt train bench", overrides=overrides, hyperparameters=hyperparameters)
-    given = load(path, overrides=overrides, hyperparameters=hyperparameters)
+    given = complete(load(path, overrides=overrides, hyperparameters=hyperparameters))
     if given.recipe.data.source_kind == "synthetic":
         return given
     vocab_size, _ = vocab_size_and_source(given.recipe)
@@ -85,8 +86,8 @@ def resolve_bench_recipe(
     if given.is_given("data.packing"):
         synthetic.append("data.packing=bfd")
     if given.is_given("data.tokenizer"):
-        synthetic.append(f"data.tokenizer={type(given.recipe.data).tokenizer}")
-    return load(path, overrides=[*overrides, *synthetic], hyperparameters=hyperparameters)
+        synthetic.append(f"data.tokenizer={DataOptions().tokenizer}")
+    return complete(load(path, overrides=[*overrides, *synthetic], hyperparameters=hyperparameters))
 
 
 def _world_size() -> int:

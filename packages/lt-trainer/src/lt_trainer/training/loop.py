@@ -23,7 +23,7 @@ import numpy as np
 
 from lt_data import StreamState
 from lt_trainer.config.lr_schedule import learning_rate
-from lt_trainer.config.sections.recipe import Recipe
+from lt_trainer.config.sections import Recipe
 from lt_trainer.data.batches import Batches
 from lt_trainer.engine import Engine, StepBatch
 from lt_trainer.errors import NoCheckpointError, TrainerError

@@ -31,7 +31,7 @@ from lt_trainer.checkpointing.checkpoint_manager import CheckpointManager, max_c
 from lt_trainer.checkpointing.mirror import check_mirror
 from lt_trainer.checkpointing.resume import RunRestorer
 from lt_trainer.config.lr_schedule import learning_rate
-from lt_trainer.config.recipe import ResolvedRecipe, to_dict
+from lt_trainer.config.recipe import ResolvedRecipe, complete, to_dict
 from lt_trainer.constants import GIB, MIB
 from lt_trainer.data.batches import Batches, open_batches
 from lt_trainer.data.synthetic import SyntheticRows
@@ -83,6 +83,7 @@ def run_preflight(resolved: ResolvedRecipe, *, environ: Mapping[str, str] | None
     environ = os.environ if environ is None else environ
     table = PreflightTable(is_rank0=environ.get("RANK", "0") == "0")
     with table.row("recipe and data") as words:
+        resolved = complete(resolved)
         setup = RunSetup.create(resolved, environ)
         given = sum(resolved.is_given(name) for name in resolved.origins)
         words += [f"{given} values set, the rest defaults", f"engine {setup.recipe.run.engine}"]

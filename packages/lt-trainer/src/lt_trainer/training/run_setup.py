@@ -14,7 +14,7 @@ from lt_ckpt import find_latest_valid
 from lt_data import Tokenizer
 from lt_trainer.checkpointing.checkpoint_manager import CheckpointManager
 from lt_trainer.config.recipe import ResolvedRecipe, llama_config, to_dict
-from lt_trainer.config.sections.recipe import Recipe
+from lt_trainer.config.sections import Recipe
 from lt_trainer.data.training_data import STORES, TrainingData, open_data
 from lt_trainer.engine import Engine, EngineSpec, World, engine_spec
 from lt_trainer.errors import RecipeError

@@ -15,8 +15,8 @@ from functools import partial
 
 from lt_trainer.checkpointing.mirror import StopRequested
 from lt_trainer.checkpointing.resume import RunRestorer
-from lt_trainer.config.recipe import ResolvedRecipe
-from lt_trainer.config.sections.evaluation import WHOLE_VALIDATION
+from lt_trainer.config.recipe import ResolvedRecipe, complete
+from lt_trainer.config.sections import WHOLE_VALIDATION
 from lt_trainer.constants import EXIT_DONE, EXIT_REQUEUE, GIB
 from lt_trainer.data.training_data import ValidationSet, validation_batches
 from lt_trainer.engine import Engine
@@ -55,6 +55,7 @@ def run(
     Raises:
         TrainerError: see its subclasses; also the errors of lt-data, lt-model and lt-ckpt. Each has an `exit_code`.
     """
+    resolved = complete(resolved)
     setup = RunSetup.create(resolved, os.environ if environ is None else environ)
     with ExitStack() as stack:
         context = RunContext.open(stack, setup, resolved, stop)

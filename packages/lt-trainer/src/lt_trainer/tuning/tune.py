@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from lt_trainer.config.recipe import ResolvedRecipe, llama_config, to_toml
-from lt_trainer.config.sections.recipe import Recipe
+from lt_trainer.config.sections import Recipe
 from lt_trainer.constants import GIB
 from lt_trainer.errors import RecipeError, TrainerError
 from lt_trainer.files import write_atomic
