@@ -77,7 +77,7 @@ def disk_error_on_rank_1(rank: int) -> None:
 
 def wall_clock_jumps(rank: int) -> None:
     """The wall clock of each rank starts in another century, and then jumps back and forth by years."""
-    from lt_trainer.run_directory import rank_log, run_dir
+    from lt_trainer.run_directory import jsonl, run_dir
 
     ticks = [0]
 
@@ -91,7 +91,7 @@ def wall_clock_jumps(rank: int) -> None:
             return cls.fromtimestamp(max(0.0, jump()), tz)
 
     time.time = jump
-    rank_log.datetime = run_dir.datetime = Clock
+    jsonl.datetime = run_dir.datetime = Clock
 
 
 def disk_fills_up_after_step_10(rank: int) -> None:

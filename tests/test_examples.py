@@ -14,10 +14,10 @@ from lt_data import TokenStore, pack
 from lt_model import n_parameters
 from lt_model.devices import DEVICES
 from lt_test_helpers.pool import RankPool
+from lt_test_helpers.runs import run
 from lt_trainer.config.recipe import load
 from lt_trainer.planning.plan import make_plan
 from lt_trainer.run_directory.jsonl import read_jsonl
-from lt_trainer.training.runner import run
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SEQ_LEN = 64
@@ -73,7 +73,7 @@ FINE_TUNING_EXAMPLES = ("fine-tune-from-name.toml", "fine-tune-from-file.toml")
 
 @pytest.fixture(scope="module")
 def ranks() -> RankPool:
-    return RankPool(8, preload=("lt_trainer.training.runner", "lt_trainer_gpu.engine", "lt_trainer_gpu.parallelize"))
+    return RankPool(8, preload=("lt_trainer.training.loop", "lt_trainer_gpu.engine", "lt_trainer_gpu.parallelize"))
 
 
 @pytest.fixture(scope="module")

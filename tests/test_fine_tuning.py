@@ -15,9 +15,9 @@ from transformers import LlamaConfig as HFConfig
 from transformers import LlamaForCausalLM
 
 from lt_data import RowReader, Stream, TokenStore, open_pack, pack
+from lt_test_helpers.runs import run
 from lt_trainer.config.recipe import load
 from lt_trainer.run_directory.jsonl import read_jsonl
-from lt_trainer.training.runner import run
 
 ROWS, SEQ_LEN = 4, 64
 LLAMA3 = {

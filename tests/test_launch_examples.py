@@ -16,10 +16,10 @@ import pytest
 from lt_launch.job import Stage
 from lt_launch.profile import Profile
 from lt_launch.run_file import RunOverrides, read_run_file
+from lt_test_helpers.runs import run
 from lt_trainer.config.recipe import from_dict, llama_config, load, to_dict
 from lt_trainer.config.sections import Recipe
 from lt_trainer.run_directory.jsonl import read_jsonl
-from lt_trainer.training.runner import run
 from lt_trainer_neuron.compile_key import check_compiled
 from lt_trainer_neuron.environment import build_env
 

@@ -22,11 +22,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lt_ckpt import Checkpoint
 from lt_data import DataError, TokenStore, pack, prepare, read_documents, train_bpe
+from lt_test_helpers.runs import run
 from lt_trainer.config.recipe import load
 from lt_trainer.data import batches
 from lt_trainer.engine import StepBatch
 from lt_trainer.run_directory.jsonl import read_jsonl
-from lt_trainer.training.runner import run
 from lt_trainer_gpu import peak_flops
 from lt_trainer_gpu.engine import GpuEngine
 

@@ -20,9 +20,9 @@ from transformers import LlamaConfig as HFConfig
 from transformers import LlamaForCausalLM
 
 from lt_data import RowReader, Stream, TokenStore, open_pack, pack, prepare, read_documents, train_bpe
+from lt_test_helpers.runs import run
 from lt_trainer.config.recipe import load
 from lt_trainer.run_directory.jsonl import read_jsonl
-from lt_trainer.training.runner import run
 
 STEPS, WARMUP, ROWS, SEQ_LEN = 300, 30, 8, 64
 LR, MIN_LR, WEIGHT_DECAY, BETAS, EPS, GRAD_CLIP = 3e-3, 3e-4, 0.1, (0.9, 0.95), 1e-8, 1.0

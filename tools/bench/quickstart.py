@@ -25,7 +25,7 @@ from typing import Any
 
 REPEATS = 5
 IMPORT_STATEMENT = (
-    "import lt_trainer.training.runner, lt_trainer_gpu.engine, lt_data.streaming.stream, lt_ckpt.save, torch._dynamo"
+    "import lt_trainer.training.loop, lt_trainer_gpu.engine, lt_data.streaming.stream, lt_ckpt.save, torch._dynamo"
 )
 """Imports of a training process; torch.optim imports torch._dynamo, which takes as long as torch itself."""
 

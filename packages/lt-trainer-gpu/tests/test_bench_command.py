@@ -8,7 +8,7 @@ import pytest
 
 from lt_model import PRESETS, flops_per_token
 from lt_trainer.errors import RecipeError
-from lt_trainer.training.benchmark import METHOD_NOTES, resolve_bench_recipe, run_benchmark
+from lt_trainer.training.benchmark import resolve_bench_recipe, run_benchmark
 
 SETS = ("engine.gpu.device=cpu", "data.seq_len=32", "batch.global_batch_size=4")
 
@@ -37,7 +37,6 @@ def test_the_numbers_of_a_report_hang_together(ranks) -> None:
     assert found["memory"]["planned_bytes"] is None  # what a plan says is for GPUs
     assert found["all_finite"]
     assert found["loss"]["first"] == pytest.approx(7.62, abs=0.5)  # ln 2048
-    assert found["how"] == METHOD_NOTES
 
 
 def test_a_recipe_is_measured_on_random_ids_of_its_own_vocabulary(tmp_path: Path) -> None:

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from lt_test_helpers.runs import run
 from lt_trainer.config.recipe import load
 from lt_trainer.run_directory.jsonl import read_jsonl
 from lt_trainer.torch import cpu_multiplies_bfloat16
-from lt_trainer.training.runner import run
 from lt_trainer_gpu import computation
 
 

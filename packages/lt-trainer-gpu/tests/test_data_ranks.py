@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from lt_data import Document, TokenStore, pack, prepare_documents, train_bpe
+from lt_test_helpers.runs import run
 from lt_trainer.config.recipe import load
 from lt_trainer.run_directory.jsonl import read_jsonl
-from lt_trainer.training.runner import run
 
 STEPS = 8
 

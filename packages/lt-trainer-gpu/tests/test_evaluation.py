@@ -9,12 +9,12 @@ import pytest
 
 from lt_data import Document, RowReader, TokenStore, open_pack, pack, prepare_documents, train_bpe
 from lt_test_helpers.layouts import global_batches, open_engine, rank_batch
+from lt_test_helpers.runs import run
 from lt_trainer.config.recipe import llama_config, load
 from lt_trainer.engine import World
 from lt_trainer.evaluation.scorer import BatchShape
 from lt_trainer.evaluation.store_losses import GroupLoss, evaluate_store
 from lt_trainer.run_directory.jsonl import read_jsonl
-from lt_trainer.training.runner import run
 from lt_trainer_gpu.spec import SPEC
 
 SEQ_LEN, MICRO_BATCH_SIZE = 32, 2

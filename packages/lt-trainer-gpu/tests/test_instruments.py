@@ -15,7 +15,7 @@ from lt_model import LlamaConfig, flops_per_token
 from lt_model.costs import recomputed_flops_per_token
 from lt_model.llama import Llama
 from lt_trainer.config.sections import MetricsOptions
-from lt_trainer.timing import STEP_PARTS
+from lt_trainer.engine import STEP_PARTS
 from lt_trainer_gpu import flight_recorder
 from lt_trainer_gpu.activation_checkpointing import apply_activation_checkpointing
 from lt_trainer_gpu.spec import ALLOCATOR_VARIABLES, SPEC

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from lt_ckpt import find_latest_valid
+from lt_test_helpers.runs import run
 from lt_trainer.config.recipe import load
 from lt_trainer.errors import LoaderError
 from lt_trainer.run_directory.jsonl import read_jsonl
-from lt_trainer.training.runner import run
 
 VOCAB, SEQ_LEN = 64, 24
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from lt_ckpt import Checkpoint, find_latest_valid
+from lt_test_helpers.runs import run
 from lt_trainer.config.recipe import load
 from lt_trainer.run_directory.jsonl import read_jsonl
-from lt_trainer.training.runner import run
 from lt_trainer_gpu.engine import GpuEngine
 
 LAYOUTS = {

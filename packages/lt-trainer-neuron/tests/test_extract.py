@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from lt_trainer.control import SoloControl
-from lt_trainer.engine import StepBatch, Topology
+from lt_trainer.engine import SoloControl, StepBatch, Topology
 from lt_trainer.training.benchmark import resolve_bench_recipe
-from lt_trainer.training.run_setup import RunSetup
+from lt_trainer.training.run import Inputs
 from lt_trainer_neuron.graph_extraction import extract_graphs
 
 RECIPE = """
@@ -66,7 +65,7 @@ def test_a_step_has_all_its_micro_batches_and_validation_one(
 ) -> None:
     (tmp_path / "run.toml").write_text(RECIPE)
     engine = RecordingEngine()
-    monkeypatch.setattr(RunSetup, "open_engine", lambda _: engine)
+    monkeypatch.setattr(Inputs, "open_engine", lambda *_: engine)
     resolved = resolve_bench_recipe(str(tmp_path / "run.toml"), "", overrides=[], hyperparameters=None)
     assert extract_graphs(resolved, steps=2, validate=validate, evaluate=evaluate) == 2 + validate + evaluate
     steps = [("step", (3, 2, 16)), "read"] * 2

@@ -18,11 +18,9 @@ from lt_trainer import engine as engine_module
 from lt_trainer.checkpointing.pretrained import PretrainedWeights
 from lt_trainer.config.section import Section
 from lt_trainer.config.sections import Recipe
-from lt_trainer.control import SoloControl
-from lt_trainer.engine import Device, Snapshot, StepBatch, StepMetrics, Topology, World
+from lt_trainer.engine import Device, HostStopwatch, Snapshot, SoloControl, StepBatch, StepMetrics, Topology, World
 from lt_trainer.evaluation.position_scores import PositionScores
 from lt_trainer.resilience.rank_sync import read_on_all_ranks
-from lt_trainer.timing import HostStopwatch
 
 WIDTH = 16
 

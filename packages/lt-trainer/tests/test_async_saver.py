@@ -13,13 +13,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from lt_ckpt import Checkpoint, CheckpointError, direct_io
-from lt_trainer.checkpointing import async_saver as saver_module
+from lt_ckpt import Checkpoint, CheckpointError
+from lt_test_helpers.runs import run
+from lt_trainer.checkpointing import checkpoints as saver_module
 from lt_trainer.config.recipe import load
-from lt_trainer.control import SoloControl
+from lt_trainer.engine import SoloControl
 from lt_trainer.errors import RecipeError
 from lt_trainer.run_directory.jsonl import read_jsonl
-from lt_trainer.training.runner import run
 
 SOON_S = 60
 BACKGROUND = "checkpoint.async_save=true"
@@ -91,6 +91,12 @@ def at_call(number: int, action: Callable[[], object]) -> Callable[[int], None]:
     return on_step
 
 
+def available(monkeypatch, n_bytes: int) -> None:
+    """This machine has so much memory available."""
+    memory = SimpleNamespace(available=n_bytes)
+    monkeypatch.setattr(saver_module, "psutil", SimpleNamespace(virtual_memory=lambda: memory))
+
+
 def soon(disk: SimpleNamespace) -> None:
     """The disk goes on a moment later, when the main thread waits for it."""
     timer = threading.Timer(0.2, disk.go_on.set)
@@ -111,10 +117,10 @@ def test_the_copies_of_all_ranks_of_a_node_must_fit() -> None:
 
 def test_ranks_of_a_node_are_counted_before_a_run_starts(recipe_base, fake_engine, monkeypatch) -> None:
     monkeypatch.setattr(SoloControl, "all_gather", lambda self, value: [value] * 8)
-    monkeypatch.setattr(saver_module, "_available_bytes", lambda: 8 * 128 - 1)
+    available(monkeypatch, 8 * 128 - 1)
     with pytest.raises(RecipeError, match=r"state of 8 rank\(s\)"):
         start(recipe_base)
-    monkeypatch.setattr(saver_module, "_available_bytes", lambda: 8 * 128)
+    available(monkeypatch, 8 * 128)
     assert start(recipe_base) == 0
 
 
@@ -309,7 +315,7 @@ def change_engines(monkeypatch, fake_engine, change) -> None:
 def test_a_machine_with_too_little_memory_is_refused_before_the_first_step(
     recipe_base, fake_engine, monkeypatch
 ) -> None:
-    monkeypatch.setattr(saver_module, "_available_bytes", lambda: 2**30 + 2**29)
+    available(monkeypatch, 2**30 + 2**29)
     change_engines(monkeypatch, fake_engine, lambda engine: setattr(engine, "state_bytes", lambda: 2**31))
     message = (
         r"checkpoint.async_save = True.*: a copy of the state of 1 rank\(s\) needs 2\.00 GiB .* 1\.50 GiB are available"
@@ -344,10 +350,6 @@ def test_memory_is_taken_once_and_before_the_first_step(recipe_base, fake_engine
     assert log == [128, *range(1, 21)]
 
 
-def test_the_available_memory_is_a_number_of_this_machine() -> None:
-    assert 2**20 < saver_module._available_bytes() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def test_the_watchdog_hears_of_bytes_that_are_written_and_of_nothing_else(monkeypatch) -> None:
     """A disk that hangs must not look like one that writes."""
     beats, progress = [], [0, 1, 1, 1, 2, 2, 2, 2]
@@ -361,17 +363,7 @@ def test_the_watchdog_hears_of_bytes_that_are_written_and_of_nothing_else(monkey
             progress.pop(0)
             return not progress
 
-    made = object.__new__(saver_module.CheckpointSaver)
+    made = object.__new__(saver_module.Checkpoints)
     made._heartbeat = lambda: beats.append(len(progress))
-    made._wait_part(Writer())  # pyright: ignore[reportArgumentType]
+    made._wait_until_written(Writer())  # pyright: ignore[reportArgumentType]
     assert beats == [7, 4]
-
-
-def test_saves_that_go_through_the_page_cache_are_told_at_the_start(
-    recipe_base, fake_engine, monkeypatch, capsys
-) -> None:
-    monkeypatch.setattr(
-        direct_io, "_unsupported_devices", {os.stat(out(recipe_base).parent).st_dev: "its file system refuses O_DIRECT"}
-    )
-    assert start(recipe_base) == 0
-    assert "# checkpoints are written through the page cache" in capsys.readouterr().out

@@ -13,13 +13,12 @@ import pytest
 
 from lt_ckpt import find_latest_valid
 from lt_data import DataError
+from lt_test_helpers.runs import run
 from lt_trainer.config.recipe import load
-from lt_trainer.control import SoloControl
 from lt_trainer.data.custom_loader import LoaderBatches
-from lt_trainer.engine import Topology
+from lt_trainer.engine import SoloControl, Topology
 from lt_trainer.errors import LoaderError, RecipeError
 from lt_trainer.run_directory.jsonl import read_jsonl
-from lt_trainer.training.runner import run
 
 VOCAB, SEQ_LEN = 50, 8
 Base = dict[str, dict[str, Any]]

@@ -8,9 +8,9 @@ from types import ModuleType
 
 import pytest
 
+from lt_test_helpers.runs import run
 from lt_trainer.config.recipe import from_dict, load, to_dict
 from lt_trainer.run_directory.jsonl import read_jsonl
-from lt_trainer.training.runner import run
 
 GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "data.md"
 

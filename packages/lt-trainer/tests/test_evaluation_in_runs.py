@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from lt_test_helpers.runs import run
 from lt_trainer.config.recipe import load
 from lt_trainer.errors import RecipeError
 from lt_trainer.observability.sinks import scalars
 from lt_trainer.run_directory.jsonl import read_jsonl
 from lt_trainer.training.benchmark import resolve_bench_recipe
-from lt_trainer.training.runner import run
 
 
 @pytest.fixture

@@ -13,10 +13,10 @@ from lt_ckpt.nxd.format import open_nxd
 from lt_ckpt.nxd.options import NxdOptions
 from lt_ckpt.nxd.rank_writer import NxdRankWriter, optimizer_state_keys
 from lt_ckpt.source import TensorReader
+from lt_test_helpers.runs import run
 from lt_trainer.config.recipe import load
 from lt_trainer.engine import Snapshot
 from lt_trainer.run_directory.jsonl import read_jsonl
-from lt_trainer.training.runner import run
 
 CARRIER = "model.norm.weight"
 """The tensor whose place the fake engine's weights take."""

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from lt_trainer.training.garbage_collection import YOUNG_GENERATION, GarbageCollection
+from lt_test_helpers.runs import run
+from lt_trainer.config.recipe import load
+from lt_trainer.training.garbage_collection import YOUNG_GENERATION, no_automatic_collection
 
 
 class Cyclic:
@@ -25,43 +27,38 @@ def collected(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     gc.enable()
 
 
-def test_garbage_is_collected_at_the_same_steps_on_all_ranks(collected: list[int]) -> None:
-    with GarbageCollection(3) as garbage:
-        assert not gc.isenabled()
-        for step in range(1, 8):
-            garbage.on_step_end(step)
-        garbage.on_pause()
+def test_garbage_is_collected_at_the_same_steps_on_all_ranks(recipe_base, fake_engine, collected: list[int]) -> None:
+    """After every third step the young objects, and everything at the start and in the pauses after steps 6 and 8."""
+    recipe_base["schedule"] |= {"max_steps": 8}
+    assert run(load(base=recipe_base, overrides=["run.engine=fake", "run.gc_interval=3"]), environ={}) == 0
+    assert collected == [2, YOUNG_GENERATION, YOUNG_GENERATION, 2, 2]
     assert gc.isenabled()
-    assert collected == [2, YOUNG_GENERATION, YOUNG_GENERATION, 2]
 
 
-def test_an_interval_of_zero_leaves_it_to_python(collected: list[int]) -> None:
-    with GarbageCollection(0) as garbage:
-        assert gc.isenabled()
-        garbage.on_step_end(1)
-        garbage.on_pause()
+def test_an_interval_of_zero_leaves_it_to_python(recipe_base, fake_engine, collected: list[int]) -> None:
+    assert run(load(base=recipe_base, overrides=["run.engine=fake", "run.gc_interval=0"]), environ={}) == 0
     assert collected == []
 
 
 def test_a_caller_that_had_disabled_it_keeps_it_so(collected: list[int]) -> None:
     gc.disable()
-    with GarbageCollection(1):
+    with no_automatic_collection(1):
         pass
     assert not gc.isenabled()
 
 
-def test_what_was_there_before_is_left_alone_at_pauses_and_given_back_at_the_end() -> None:
+def test_what_was_there_before_is_left_alone_and_given_back_at_the_end() -> None:
     gc.unfreeze()
-    with GarbageCollection(1) as garbage:
+    with no_automatic_collection(1):
         assert gc.get_freeze_count() > len(gc.get_objects())
         alive = weakref.finalize(Cyclic(), lambda: None)
-        garbage.on_pause()
+        gc.collect()
         assert not alive.alive
     assert gc.get_freeze_count() < len(gc.get_objects())
 
 
 def test_a_caller_that_had_frozen_objects_keeps_them_so(collected: list[int]) -> None:
     gc.freeze()
-    with GarbageCollection(1):
+    with no_automatic_collection(1):
         pass
     assert gc.get_freeze_count() > len(gc.get_objects())

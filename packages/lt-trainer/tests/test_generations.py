@@ -8,10 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from lt_data import DataError, TokenStore, append, inspect_step, pack
+from lt_test_helpers.runs import check, run
 from lt_trainer.config.recipe import load
 from lt_trainer.run_directory.jsonl import read_jsonl
-from lt_trainer.training.preflight import run_preflight
-from lt_trainer.training.runner import run
 
 OLD, NEW = "generations/00000", "generations/00001"
 
@@ -58,8 +57,7 @@ def test_a_run_goes_on_with_the_generation_that_it_has_read(recipe_base, stores,
     start(recipe_base, stop_after_step=6)
     grow(stores.train, packed=False)  # the newest generation is not even packed
     grow(stores.validation)
-    for row in run_preflight(load(base=recipe_base, overrides=["run.engine=fake"]), environ={}):
-        assert not row.startswith("FAILED")
+    check(load(base=recipe_base, overrides=["run.engine=fake"]), environ={})
     assert start(recipe_base) == 0
     assert metrics(recipe_base) == metrics(whole)
     for name, store in (("data.store", stores.train), ("data.validation", stores.validation)):

@@ -1,8 +1,8 @@
-"""What the loop tells the journal of a step, whatever the ranks and the rows: with stubs for all around it."""
+"""What the loop logs of a step, whatever the ranks and the rows: with stubs for all around it."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -11,11 +11,8 @@ from lt_data import StreamState
 from lt_test_helpers.layouts import step_batch
 from lt_trainer.config.recipe import load
 from lt_trainer.config.sections import Recipe
-from lt_trainer.control import SoloControl
-from lt_trainer.engine import StepBatch, StepMetrics, Topology
+from lt_trainer.engine import HostStopwatch, SoloControl, StepBatch, StepMetrics, Topology
 from lt_trainer.resilience.stop_signals import StopSignals
-from lt_trainer.run_directory.records import StepRecord
-from lt_trainer.timing import HostStopwatch
 from lt_trainer.training.loop import TrainingLoop
 
 SEQ_LEN, GLOBAL_BATCH = 32, 8
@@ -61,27 +58,6 @@ class Batches:
         return step_batch(input_ids=array, labels=array, position_ids=array, doc_ids=array, valid_tokens=77)
 
 
-@dataclass
-class RecordingStubs:
-    """A journal, a watch and a way to save that keep what they hear."""
-
-    records: list[StepRecord] = field(default_factory=list)
-
-    def log_steps(self, records: list[StepRecord], memory_bytes: int, times: Any) -> None:
-        self.records += records
-
-    def mark(self, stage: str, step: int) -> None:
-        pass
-
-    def save(self, position: StreamState, *, wait: bool) -> None:
-        pass
-
-    def has_failed(self) -> bool:
-        return False
-
-    pause = unpause = lambda self: None
-
-
 @pytest.fixture
 def recipe() -> Recipe:
     base = {
@@ -97,19 +73,17 @@ def recipe() -> Recipe:
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
 def test_rows_are_those_of_the_global_batch(recipe: Recipe, dp_size: int, length: int) -> None:
     """Tensor-parallel peers (twice as many ranks here) read the same rows, which count once."""
-    told, engine = RecordingStubs(), Engine(Topology(rank=0, world_size=2 * dp_size, dp_rank=0, dp_size=dp_size))
-    loop = TrainingLoop(
-        recipe=recipe,
-        engine=engine,  # pyright: ignore[reportArgumentType] - what this loop asks of one
-        batches=Batches(dp_size, length),  # pyright: ignore[reportArgumentType]
-        logger=told,  # pyright: ignore[reportArgumentType]
-        stop=StopSignals(),
-        watchdog=told,
-        checkpointer=told,  # pyright: ignore[reportArgumentType]
-        rollback=lambda batches: None,
+    engine = Engine(Topology(rank=0, world_size=2 * dp_size, dp_rank=0, dp_size=dp_size))
+    run, log = (
+        MagicMock(recipe=recipe, engine=engine, batches=Batches(dp_size, length), stop=StopSignals()),
+        MagicMock(),
     )
-    assert loop.run().step == 5
-    assert [(r.step, r.rows, r.row_length, r.valid_tokens) for r in told.records] == [
+    run.log, run.data.validation, run.checkpoints.poll.return_value = log, (), False
+    loop = TrainingLoop(run)
+    assert loop.train(0, 0) == 0
+    assert loop.step == 5
+    records = [record for call in log.log_steps.call_args_list for record in call.args[0]]
+    assert [(r.step, r.rows, r.row_length, r.valid_tokens) for r in records] == [
         (step, GLOBAL_BATCH, length, 77) for step in range(1, 6)
     ]
-    assert [r.loss for r in told.records] == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert [r.loss for r in records] == [1.0, 2.0, 3.0, 4.0, 5.0]

@@ -7,6 +7,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,8 @@ from lt_ckpt import Mirror, list_steps, verify
 from lt_ckpt.s3 import owner as owners
 from lt_ckpt.s3.client import S3Folder
 from lt_ckpt.s3.download import download, find_latest_remote
+from lt_test_helpers import runs
+from lt_test_helpers.runs import run
 from lt_test_helpers.s3_server import MotoServer, run_s3_server
 from lt_trainer.checkpointing import mirror as run_mirror
 from lt_trainer.checkpointing.mirror_identity import recipe_differences
@@ -22,10 +26,8 @@ from lt_trainer.config.recipe import load, to_dict
 from lt_trainer.errors import MirrorError, RecipeError
 from lt_trainer.resilience.stop_signals import StopSignals
 from lt_trainer.run_directory.jsonl import read_jsonl
-from lt_trainer.training import run_setup
+from lt_trainer.training import run as run_module
 from lt_trainer.training.loop import TrainingError
-from lt_trainer.training.preflight import run_preflight
-from lt_trainer.training.runner import run
 
 SOON_S = 120.0
 WHOLE: dict[int, float] = {}
@@ -96,7 +98,9 @@ def start(base, *overrides: str, **options) -> int:
 
 
 def check(base, *overrides: str) -> str:
-    return "\n".join(run_preflight(load(base=base, overrides=["run.engine=fake", *overrides]), environ={}))
+    with redirect_stdout(StringIO()) as printed:
+        runs.check(load(base=base, overrides=["run.engine=fake", *overrides]), environ={})
+    return printed.getvalue()
 
 
 def out(base) -> Path:
@@ -416,7 +420,7 @@ def test_check_tries_the_mirror_and_leaves_nothing(bucket, url, recipe_base, fak
 
 
 def test_a_mirror_needs_boto3(recipe_base, fake_engine, monkeypatch) -> None:
-    monkeypatch.setattr(run_setup, "find_spec", lambda name: None)
+    monkeypatch.setattr(run_module, "find_spec", lambda name: None)
     with pytest.raises(RecipeError, match=r"boto3, which is not installed; pip install 'lt-trainer\[s3\]'"):
         start(recipe_base, "checkpoint.mirror_url=s3://bucket/run")
 

@@ -20,8 +20,7 @@ from lt_trainer.engine import World
 from lt_trainer.observability import monitor as module
 from lt_trainer.observability.gpu_sampler import EnergyMeter, GpuSampler, GpusUnavailableError, load_nvml
 from lt_trainer.observability.monitor import HostSampler, NodeMonitor, node_paths
-from lt_trainer.run_directory.jsonl import JsonlWriter, read_jsonl, read_last_object
-from lt_trainer.run_directory.rank_log import RankLog
+from lt_trainer.run_directory.jsonl import JsonlWriter, RankLog, read_jsonl, read_last_object
 
 GIB = 2**30
 

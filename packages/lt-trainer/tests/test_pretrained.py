@@ -19,13 +19,13 @@ from lt_ckpt.formats import ConvertOptions
 from lt_ckpt.torchfile.file import write_pt
 from lt_data import TokenStore
 from lt_model import LlamaConfig, RopeScaling, config_to_hf, param_specs
+from lt_test_helpers.runs import run
 from lt_trainer.checkpointing.pretrained import open_pretrained
 from lt_trainer.config.recipe import complete, load, to_toml
 from lt_trainer.config.sections import ModelOptions
-from lt_trainer.control import SoloControl
+from lt_trainer.engine import SoloControl
 from lt_trainer.errors import RecipeError
 from lt_trainer.run_directory.jsonl import read_jsonl
-from lt_trainer.training.runner import run
 
 CONFIG = LlamaConfig(
     vocab_size=300,

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lt_trainer.errors import RunDirError
-from lt_trainer.observability.throughput import Throughput
 from lt_trainer.run_directory import records as module
 from lt_trainer.run_directory.jsonl import JsonlWriter, read_jsonl
 from lt_trainer.run_directory.records import (
@@ -182,70 +181,3 @@ def test_a_full_disk_is_one_clear_error() -> None:
         sink.write({"step": 1})
     assert caught.value.exit_code == 64
     sink.close()  # quietly: a second error would hide the first
-
-
-# ---- rates ----
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def test_rates_are_per_device_over_the_window() -> None:
-    clock = Clock()
-    throughput = Throughput(devices=4, peak_flops=1000.0, window=2, clock=clock)
-    assert math.isnan(throughput.rates().tokens_per_sec)
-    for seconds in (1.0, 2.0, 3.0):
-        clock.now += seconds
-        throughput.update(batches=8, samples=32, tokens=320, flops=6000.0)
-    rates = throughput.rates()
-    assert rates.batches_per_sec == 2 * 8 / 5.0 / 4
-    assert rates.samples_per_sec == 2 * 32 / 5.0 / 4
-    assert rates.tokens_per_sec == 2 * 320 / 5.0 / 4
-    assert rates.flops_per_sec == 2 * 6000 / 5.0 / 4
-    assert rates.mfu == 2 * 6000 / 5.0 / 4 / 1000
-
-
-def test_pauses_do_not_count() -> None:
-    clock = Clock()
-    throughput = Throughput(devices=1, peak_flops=None, clock=clock)
-    clock.now += 2.0
-    throughput.update(batches=1, samples=1, tokens=10, flops=1)
-    throughput.pause()
-    clock.now += 1000.0
-    throughput.pause()
-    throughput.unpause()
-    throughput.unpause()
-    clock.now += 2.0
-    throughput.update(batches=1, samples=1, tokens=10, flops=1)
-    assert throughput.rates().tokens_per_sec == 20 / 4.0
-    assert math.isnan(throughput.rates().mfu)
-
-
-def test_several_pauses_between_two_updates_add_up() -> None:
-    """A validation and a save in one logging window, and one more in the next."""
-    clock = Clock()
-    throughput = Throughput(devices=1, clock=clock)
-    for pauses in ((1000.0, 300.0), (7.0,)):
-        clock.now += 1.0
-        for seconds in pauses:
-            throughput.pause()
-            clock.now += seconds
-            throughput.unpause()
-            clock.now += 0.5
-        throughput.update(batches=1, samples=1, tokens=10, flops=1)
-    assert throughput.rates().tokens_per_sec == 20 / (2.0 + 1.5)
-
-
-def test_an_update_inside_a_pause_counts_up_to_its_start() -> None:
-    clock = Clock()
-    throughput = Throughput(devices=1, clock=clock)
-    clock.now += 5.0
-    throughput.pause()
-    clock.now += 50.0
-    throughput.update(batches=1, samples=1, tokens=10, flops=1)
-    assert throughput.rates().tokens_per_sec == 2.0

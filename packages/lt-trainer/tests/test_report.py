@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from lt_test_helpers.runs import run
 from lt_trainer.config.recipe import load
 from lt_trainer.errors import RunDirError
 from lt_trainer.observability.report import ReportError, write_report
 from lt_trainer.run_directory.evaluation_results import EvaluationResults
-from lt_trainer.training.runner import run
 
 EVIL = "<script>alert('$x_1$')</script>"
 RECIPE: dict[str, Any] = {

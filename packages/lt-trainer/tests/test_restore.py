@@ -10,12 +10,12 @@ import pytest
 
 from lt_ckpt import Checkpoint, CheckpointMetadata, Shard, begin_save, commit_save, find_latest_valid, write_rank_files
 from lt_test_helpers.pool import RankPool
-from lt_trainer.checkpointing import checkpoint_manager
+from lt_test_helpers.runs import run
+from lt_trainer.checkpointing import checkpoints
 from lt_trainer.config.recipe import load
 from lt_trainer.errors import RestoreError
 from lt_trainer.resilience.rank_sync import read_on_all_ranks
 from lt_trainer.run_directory.jsonl import read_jsonl
-from lt_trainer.training.runner import run
 
 
 def start(base, overrides=(), **options) -> int:
@@ -30,7 +30,7 @@ def events(base, kind: str) -> list[dict]:
 def unseen(monkeypatch) -> None:
     """Rank 0 sees no damage when it verifies: it comes later, or on the way to another rank."""
     blind = functools.partial(find_latest_valid, verify=False)
-    monkeypatch.setattr(checkpoint_manager, "find_latest_valid", blind)
+    monkeypatch.setattr(checkpoints, "find_latest_valid", blind)
 
 
 def damage(folder: Path) -> None:

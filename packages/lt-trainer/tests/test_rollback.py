@@ -8,11 +8,11 @@ import pytest
 
 from lt_ckpt import find_latest_valid
 from lt_data import RowReader, Stream, TokenStore, open_pack
+from lt_test_helpers.runs import run
 from lt_trainer.config.recipe import load
 from lt_trainer.data.training_data import to_step_batch
 from lt_trainer.run_directory.jsonl import read_jsonl
 from lt_trainer.training.loop import TrainingError
-from lt_trainer.training.runner import run
 
 
 def start(base, overrides=(), **options) -> int:

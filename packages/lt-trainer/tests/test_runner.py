@@ -16,14 +16,14 @@ import pytest
 from lt_ckpt import Checkpoint, CheckpointError, find_latest_valid
 from lt_data import DataError
 from lt_model import LlamaConfig, flops_per_token
+from lt_test_helpers.runs import run
 from lt_trainer.config.lr_schedule import learning_rate
 from lt_trainer.config.recipe import load
+from lt_trainer.engine import HostStopwatch
 from lt_trainer.errors import RecipeError, RunDirError
 from lt_trainer.resilience.stop_signals import STOP_SIGNALS, StopSignals
 from lt_trainer.run_directory.jsonl import read_jsonl
-from lt_trainer.timing import HostStopwatch
 from lt_trainer.training.loop import TrainingError
-from lt_trainer.training.runner import run
 
 
 def start(base, overrides=(), **options) -> int:
@@ -323,8 +323,8 @@ def test_run_loads_no_torch(recipe_base, tmp_path) -> None:
         """
         import sys
         sys.modules["torch"] = None
-        import lt_trainer.checkpointing.checkpoint_manager, lt_trainer.cli.commands
-        import lt_trainer.observability.run_logger, lt_trainer.training.loop, lt_trainer.training.runner
+        import lt_trainer.checkpointing.checkpoints, lt_trainer.cli.commands
+        import lt_trainer.observability.run_logger, lt_trainer.training.loop, lt_trainer.training.check
         """
     )
     subprocess.run([sys.executable, "-c", script], check=True, cwd=tmp_path)

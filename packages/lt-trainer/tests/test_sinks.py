@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
+from lt_test_helpers.runs import run
 from lt_trainer.config.recipe import load
 from lt_trainer.errors import RecipeError, RunDirError, TrainerError
 from lt_trainer.observability.sinks import Sinks, check_sinks_installed, open_sinks, scalars
 from lt_trainer.run_directory.jsonl import read_jsonl
 from lt_trainer.run_directory.records import MetricsRecord
-from lt_trainer.training.runner import run
 
 TRAIN = {"step": 3, "loss": 2.5, "learning_rate": 0.1, "mfu": math.nan, "data_s": 0.25, "energy_kwh": 1.5}
 VALIDATION = {"step": 3, "val_loss": 2.0, "val_tokens": 7, "elapsed_s": 1.0, "val_bits_per_byte": 0.5}
@@ -115,7 +115,7 @@ def test_a_folder_of_that_name_is_no_library(tmp_path: Path, monkeypatch: pytest
 
 def test_importing_a_run_loads_no_sink() -> None:
     sinks = "{'tensorboard', 'wandb', 'trackio', 'rich'}"
-    script = f"import sys, lt_trainer.training.runner; sys.exit(bool({sinks} & set(sys.modules)))"
+    script = f"import sys, lt_trainer.training.loop; sys.exit(bool({sinks} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", script], check=True)
 
 

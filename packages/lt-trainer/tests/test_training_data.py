@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lt_data import DataError, Mixture, Phase, RowReader, Stream, TokenStore, inspect_step, open_pack, pack
+from lt_test_helpers.runs import run
 from lt_trainer.config.recipe import load
 from lt_trainer.data.batches import StreamBatches
 from lt_trainer.data.document_boundaries import find_document_starts
@@ -18,7 +19,6 @@ from lt_trainer.data.synthetic import SyntheticRows
 from lt_trainer.data.training_data import open_data, open_stream
 from lt_trainer.engine import StepBatch, Topology
 from lt_trainer.run_directory.jsonl import read_jsonl
-from lt_trainer.training.runner import run
 
 Base = dict[str, dict[str, Any]]
 

@@ -14,15 +14,14 @@ import pytest
 
 from lt_ckpt import Checkpoint, find_latest_valid
 from lt_data import Mixture, Phase, RowReader, Stream, TokenStore, open_pack
+from lt_test_helpers.runs import run
 from lt_trainer.config.recipe import load
 from lt_trainer.config.section import flatten
 from lt_trainer.config.toml import dump
-from lt_trainer.observability.run_logger import Rank0Logger
-from lt_trainer.observability.throughput import Throughput
+from lt_trainer.engine import HostStopwatch
+from lt_trainer.observability.run_logger import RunLogger
 from lt_trainer.resilience.stop_signals import STOP_SIGNALS
 from lt_trainer.run_directory.jsonl import read_jsonl
-from lt_trainer.timing import HostStopwatch
-from lt_trainer.training.runner import run
 
 Base = dict[str, dict[str, object]]
 TOLERANT = "fault_tolerance.max_skipped_steps=1"
@@ -61,23 +60,6 @@ def checkpoints(base: Base) -> list[int]:
 # ---- pauses and saves ----
 
 
-@pytest.mark.parametrize("n_pauses", [1, 2, 3])
-def test_any_number_of_pauses_in_one_window_is_left_out_of_the_rates(n_pauses: int) -> None:
-    clock = Clock()
-    rates = Throughput(devices=1, clock=clock)
-    for _ in range(n_pauses):
-        clock.now += 2.0
-        rates.pause()
-        clock.now += 100.0
-        rates.pause()  # a validation within a save
-        clock.now += 30.0
-        rates.unpause()
-        rates.unpause()
-    clock.now += 2.0
-    rates.update(batches=1, samples=4, tokens=60 * (n_pauses + 1), flops=0)
-    assert rates.rates().tokens_per_sec == 30.0
-
-
 def test_no_pause_of_a_window_is_in_a_rate(recipe_base, fake_engine, monkeypatch) -> None:
     """Steps take 2 s; five validations (5 s) and five saves (7 s) fall into the ten records of one window."""
     clock = Clock()
@@ -95,7 +77,7 @@ def test_no_pause_of_a_window_is_in_a_rate(recipe_base, fake_engine, monkeypatch
             engine.validate, engine.state = taking(5.0, engine.validate), taking(7.0, engine.state)
         clock.now += 2.0
 
-    monkeypatch.setattr("lt_trainer.training.run_context.Rank0Logger", partial(Rank0Logger, clock=clock))
+    monkeypatch.setattr("lt_trainer.training.run.RunLogger", partial(RunLogger, clock=clock))
     monkeypatch.setattr(HostStopwatch.__init__, "__defaults__", (clock,))
     fake_engine.on_step = on_step
     recipe_base["schedule"] |= {"max_steps": 16}

@@ -18,12 +18,12 @@ from lt_data import (
     prepare_documents,
     read_documents,
 )
+from lt_test_helpers.runs import run
 from lt_trainer.config.recipe import load
 from lt_trainer.data.training_data import open_data, validation_batches
 from lt_trainer.engine import Topology
 from lt_trainer.errors import RecipeError
 from lt_trainer.run_directory.jsonl import read_jsonl
-from lt_trainer.training.runner import run
 
 
 def start(base, *overrides: str, **options) -> int:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from lt_test_helpers.runs import run
 from lt_trainer.config.recipe import load
 from lt_trainer.errors import RunDirError
 from lt_trainer.observability.watch import RunWatcher, render, watch_run
-from lt_trainer.training.runner import run
 
 START = {"time": "2026-01-01T10:20:30.000+00:00", "event": "start", "device": "NVIDIA H200"}
 

@@ -16,7 +16,7 @@ from lt_trainer.errors import PeerError
 from lt_trainer.resilience import watchdog as module
 from lt_trainer.resilience.rank_report import RankReport, find_cause, read_reports, write_report
 from lt_trainer.resilience.watchdog import Watchdog
-from lt_trainer.run_directory.rank_log import RankLog
+from lt_trainer.run_directory.jsonl import RankLog
 
 DEADLINE_S = 90.0
 
@@ -25,7 +25,7 @@ import ctypes, os, sys, threading, time
 from pathlib import Path
 from lt_trainer.errors import PeerError
 from lt_trainer.resilience import watchdog
-from lt_trainer.run_directory.rank_log import RankLog
+from lt_trainer.run_directory.jsonl import RankLog
 
 run, plan = Path(sys.argv[1]), sys.argv[5]
 rank, world, timeout_s = int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])

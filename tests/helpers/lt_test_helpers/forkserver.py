@@ -39,7 +39,7 @@ PRELOADED_MODULES = (
     "lt_model.llama",
     "lt_trainer.cli.commands",
     "lt_trainer.config.hyperparameters",
-    "lt_trainer.training.runner",
+    "lt_trainer.training.loop",
     "lt_trainer.torch",
 )
 """Modules that the server imports before it forks."""

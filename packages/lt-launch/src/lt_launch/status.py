@@ -107,7 +107,7 @@ def _run_dir_status(path: Path) -> StageStatus:
     from lt_trainer.run_directory.run_dir import RunDir
 
     try:
-        RunDir.describe(path)
+        RunDir.check(path)
         running = False
     except RunDirError:
         running = True

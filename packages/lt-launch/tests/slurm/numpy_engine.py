@@ -23,10 +23,9 @@ from lt_model import LlamaConfig
 from lt_trainer.checkpointing.pretrained import PretrainedWeights
 from lt_trainer.config.section import Section
 from lt_trainer.config.sections import Recipe
-from lt_trainer.engine import Device, Snapshot, StepBatch, StepMetrics, Topology, World
+from lt_trainer.engine import Device, HostStopwatch, Snapshot, StepBatch, StepMetrics, Topology, World
 from lt_trainer.errors import PeerError
 from lt_trainer.evaluation.position_scores import PositionScores
-from lt_trainer.timing import HostStopwatch
 
 STEP_S = 0.05
 MOMENTUM = 0.9

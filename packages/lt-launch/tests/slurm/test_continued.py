@@ -154,9 +154,9 @@ def loss_of_the_released_model(base: Path) -> float:
 
 def check_products(base: Path) -> None:
     from lt_ckpt import open_source
+    from lt_test_helpers.runs import run
     from lt_trainer.config.recipe import llama_config, load
     from lt_trainer.run_directory.jsonl import read_jsonl
-    from lt_trainer.training.runner import run
     from lt_trainer_neuron.compile_key import check_compiled
     from lt_trainer_neuron.environment import build_env
 

@@ -73,8 +73,8 @@ def losses(folder: Path) -> list[float]:
 
 @pytest.mark.slow
 def test_training_in_containers(cluster: Any, submit: Callable[[], Launch], enroot: Path, tmp_path: Path) -> None:
+    from lt_test_helpers.runs import run
     from lt_trainer.config.recipe import load
-    from lt_trainer.training.runner import run
 
     made = submit()
     (id_,) = made.job_ids.values()

@@ -31,8 +31,7 @@ from lt_model.loss import LossParts
 from lt_model.scoring import LabelScores
 from lt_trainer.checkpointing.pretrained import PretrainedWeights
 from lt_trainer.config.sections import Recipe
-from lt_trainer.control import Control, SoloControl
-from lt_trainer.engine import Device, Snapshot, StepBatch, StepMetrics, World
+from lt_trainer.engine import Control, Device, Snapshot, SoloControl, StepBatch, StepMetrics, World
 from lt_trainer.evaluation.position_scores import PositionScores
 from lt_trainer.torch import GlooControl, PendingStep, allocate_host_memory, local_tensor, translate_dist_errors
 from lt_trainer_gpu import flight_recorder

@@ -13,8 +13,7 @@ from itertools import pairwise
 
 import torch
 
-from lt_trainer.engine import Stopwatch
-from lt_trainer.timing import STEP_PARTS, HostStopwatch
+from lt_trainer.engine import STEP_PARTS, HostStopwatch, Stopwatch
 
 
 class CudaStopwatch:

@@ -15,8 +15,7 @@ from lt_ckpt import Checkpoint, Shard, TensorSpec
 from lt_model import LlamaConfig, param_specs
 from lt_trainer.checkpointing.pretrained import PretrainedWeights
 from lt_trainer.config.sections import Recipe
-from lt_trainer.control import Control
-from lt_trainer.engine import Snapshot
+from lt_trainer.engine import Control, Snapshot
 from lt_trainer.optimizers import optimizer_spec
 from lt_trainer.optimizers.driver import check_optimizer, optimizer_record, slot_shard
 from lt_trainer.optimizers.spec import ParamSlice, lr_scale

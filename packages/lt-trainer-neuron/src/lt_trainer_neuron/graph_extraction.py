@@ -22,9 +22,9 @@ from dataclasses import replace
 from lt_trainer.config.hyperparameters import read_hyperparameters
 from lt_trainer.config.recipe import ResolvedRecipe
 from lt_trainer.data.batches import open_batches
-from lt_trainer.engine import StepBatch
+from lt_trainer.engine import StepBatch, World
 from lt_trainer.training.benchmark import resolve_bench_recipe
-from lt_trainer.training.run_setup import RunSetup
+from lt_trainer.training.run import read_inputs
 
 __all__ = ["extract_graphs", "main"]
 
@@ -38,18 +38,18 @@ def extract_graphs(resolved: ResolvedRecipe, *, steps: int, validate: bool, eval
         validate: trace the validation graphs, too.
         evaluate: trace the graphs of an evaluation, too.
     """
-    plan = RunSetup.create(resolved, os.environ)
-    engine = plan.open_engine()
-    try:
-        with closing(open_batches(plan.recipe, plan.data, engine.topology, engine.control)) as batches:
-            for _ in range(steps):
-                engine.fetch_metrics([engine.step(batches.next_batch(), plan.recipe.optimizer.lr)])
-            if validate:
-                engine.validate([_first_micro_batch(batches.next_batch())])
-            if evaluate:
-                engine.score(_first_micro_batch(batches.next_batch()))
-    finally:
-        engine.close()
+    recipe, world = resolved.recipe, World.from_env(os.environ)
+    inputs = read_inputs(resolved, world)
+    with (
+        closing(inputs.open_engine(recipe, world)) as engine,
+        closing(open_batches(recipe, inputs.data, engine.topology, engine.control)) as batches,
+    ):
+        for _ in range(steps):
+            engine.fetch_metrics([engine.step(batches.next_batch(), recipe.optimizer.lr)])
+        if validate:
+            engine.validate([_first_micro_batch(batches.next_batch())])
+        if evaluate:
+            engine.score(_first_micro_batch(batches.next_batch()))
     return steps + validate + evaluate
 
 

@@ -16,9 +16,9 @@ import torch_xla
 import torch_xla.debug.metrics as met
 
 from lt_data import TokenStore, pack, prepare, read_documents, train_bpe
+from lt_test_helpers.runs import run
 from lt_trainer.config.recipe import load
 from lt_trainer.training.benchmark import resolve_bench_recipe
-from lt_trainer.training.runner import run
 from lt_trainer_neuron.compute_backend import RowSlice
 from lt_trainer_neuron.graph_extraction import extract_graphs
 

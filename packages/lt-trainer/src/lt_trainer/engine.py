@@ -10,13 +10,13 @@ Shapes: M micro-batches per step, B rows per micro-batch, T positions per row.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from lt_trainer.control import Control
 from lt_trainer.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -30,6 +30,11 @@ if TYPE_CHECKING:
     from lt_trainer.evaluation.position_scores import PositionScores
 
 ENGINE_ENTRY_POINTS = "lt.engines"
+
+STEP_PARTS: tuple[str, ...] = ("data", "forward_backward", "optimizer", "checkpoint", "validation", "rest")
+"""Waiting for batches; forward and backward passes; gradient clipping and optimizer step; checkpoint
+save or restore; validation and evaluation; everything else, such as stop synchronization, fetching metrics and logging.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,10 +159,45 @@ class Snapshot:
     """The optimizer whose slots are among the shards."""
 
 
-class Stopwatch(Protocol):
-    """Stopwatch of one rank for the parts in `timing.STEP_PARTS`.
+class Control(Protocol):
+    """Control collectives: small exchanges between ranks outside the step, over a CPU process group.
 
-    `timing.HostStopwatch` implements it on the host. On a device that runs ahead of the host, laps are events in the
+    `torch.GlooControl` implements them over a network. Cost: a few hundred bytes between hosts per call.
+    """
+
+    def all_reduce_max(self, value: int) -> int:
+        """Return the maximum of all ranks' values."""
+        ...
+
+    def broadcast(self, value: Any) -> Any:
+        """Return rank 0's value (JSON-serializable) on every rank."""
+        ...
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return the values (JSON-serializable) of all ranks, by rank."""
+        ...
+
+
+class SoloControl:
+    """Control collectives with one rank."""
+
+    def all_reduce_max(self, value: int) -> int:
+        """Return the value."""
+        return value
+
+    def broadcast(self, value: Any) -> Any:
+        """Return the value."""
+        return value
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return the value in a list."""
+        return [value]
+
+
+class Stopwatch(Protocol):
+    """Stopwatch of one rank for the parts in `STEP_PARTS`.
+
+    `HostStopwatch` implements it on the host. On a device that runs ahead of the host, laps are events in the
     device's queue: host time spent waiting while the device is busy is not counted.
     """
 
@@ -171,6 +211,27 @@ class Stopwatch(Protocol):
         Called only right after `Engine.fetch_metrics`.
         """
         ...
+
+
+class HostStopwatch:
+    """Stopwatch on the host's clock; starts in "rest". Cost: a clock reading and an addition per lap."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._part, self._since = "rest", clock()
+        self._seconds = dict.fromkeys(STEP_PARTS, 0.0)
+
+    def begin(self, part: str) -> None:
+        """Attribute the time from now on to `part`, one of `STEP_PARTS`."""
+        now = self._clock()
+        self._seconds[self._part] += now - self._since
+        self._part, self._since = part, now
+
+    def pop_times(self) -> dict[str, float]:
+        """Return and reset the seconds by part since the last call; they sum to the elapsed time."""
+        self.begin(self._part)
+        times, self._seconds = self._seconds, dict.fromkeys(STEP_PARTS, 0.0)
+        return times
 
 
 class Engine(Protocol):

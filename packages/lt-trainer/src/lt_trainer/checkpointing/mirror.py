@@ -44,7 +44,7 @@ from lt_trainer.resilience.stop_signals import StopSignals
 from lt_trainer.run_directory.run_dir import RunDir, read_mirror_name
 
 if TYPE_CHECKING:
-    from lt_trainer.observability.run_logger import NullLogger, Rank0Logger
+    from lt_trainer.observability.run_logger import RunLogger
 
 POLL_INTERVAL_S = 0.2
 """Interval of synchronizations while rank 0 waits for bytes."""
@@ -84,7 +84,7 @@ class RunMirror:
         values: Mapping[str, Any],
         run_dir: RunDir | None,
         engine: Engine,
-        logger: "Rank0Logger | NullLogger",
+        logger: "RunLogger",
         stop: StopSignals,
         heartbeat: Callable[[], None],
     ) -> None:

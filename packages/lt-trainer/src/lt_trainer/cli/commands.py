@@ -6,6 +6,7 @@ Heavy imports are in the commands.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from contextlib import ExitStack
 from importlib.metadata import entry_points
@@ -107,10 +108,14 @@ def run(
     from lt_trainer.resilience.stop_signals import process_stop_signals
 
     stop = process_stop_signals()
-    from lt_trainer.training.runner import run as train
+    from lt_trainer.engine import World
+    from lt_trainer.training.loop import train
+    from lt_trainer.training.run import open_run
 
     resolved = _load(recipe, sets, hyperparameters)
-    sys.exit(train(resolved, stop=stop, stop_after_step=stop_after_step, verify_resume_steps=verify_resume_steps))
+    with open_run(resolved, World.from_env(os.environ), stop=stop) as opened:
+        code = train(opened, stop_after_step=stop_after_step, verify_resume_steps=verify_resume_steps)
+    sys.exit(code)
 
 
 @app.command()
@@ -124,9 +129,10 @@ def check(
     Writes only into a scratch folder beside run.dir and deletes it. In one process or as one rank under torchrun. Exit
     codes as for `run`.
     """
-    from lt_trainer.training.preflight import run_preflight
+    from lt_trainer.engine import World
+    from lt_trainer.training.check import check_run
 
-    run_preflight(_load(recipe, sets, hyperparameters))
+    check_run(_load(recipe, sets, hyperparameters), World.from_env(os.environ))
 
 
 @app.command()

@@ -64,7 +64,10 @@ def learning_rate(step: int, schedule: ScheduleOptions, peak: float) -> float:
     number = step + 1
     if number <= schedule.warmup_steps:
         return peak * number / schedule.warmup_steps
-    decay_steps = schedule.effective_decay_steps
+    after_warmup = schedule.max_steps - schedule.warmup_steps
+    decay_steps = after_warmup
+    if schedule.kind == "wsd":
+        decay_steps = schedule.decay_steps or min(after_warmup, -(-schedule.max_steps // 10))
     decayed_steps = number - (schedule.max_steps - decay_steps)
     if schedule.kind == "constant" or decayed_steps <= 0:
         return peak

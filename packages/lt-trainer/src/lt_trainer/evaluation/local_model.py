@@ -22,8 +22,7 @@ from lt_data import Tokenizer
 from lt_data.display.terminal import echo_error
 from lt_model import DocumentBoundaries, LlamaConfig, config_from_hf, linear_label_scores
 from lt_model.llama import Llama
-from lt_trainer.control import Control, SoloControl
-from lt_trainer.engine import StepBatch, Topology
+from lt_trainer.engine import Control, SoloControl, StepBatch, Topology
 from lt_trainer.evaluation.position_scores import PositionScores
 from lt_trainer.evaluation.scorer import EvaluationError
 from lt_trainer.evaluation.weight_hashes import hash_tensor, hash_weights

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from lt_trainer.control import Control
-from lt_trainer.engine import StepBatch, Topology
+from lt_trainer.engine import Control, StepBatch, Topology
 from lt_trainer.errors import TrainerError
 from lt_trainer.evaluation.position_scores import PositionScores
 

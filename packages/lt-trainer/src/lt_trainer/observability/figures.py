@@ -17,7 +17,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lt_trainer.timing import STEP_PARTS
+from lt_trainer.engine import STEP_PARTS
 
 if TYPE_CHECKING:
     from lt_trainer.observability.report import RunHistory

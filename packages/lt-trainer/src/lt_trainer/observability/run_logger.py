@@ -1,9 +1,12 @@
-"""Run loggers: standard output, logs/, metrics.jsonl and events.jsonl.
+"""Run logger: standard output, logs/, metrics.jsonl and events.jsonl.
 
 Only rank 0 reports; every rank has a log file in the run directory, which also receives the error that ends the rank.
 
 A metrics record holds loss and gradient norm of exactly one step (no average over the logging interval), so two runs
-can be compared digit by digit; rates are averages over the last records.
+can be compared digit by digit. Its rates are those of the steps since the last record, per device: a *batch* is a
+micro-batch, a *sample* a row, a *token* a position of a row (padding included). MFU is flops_per_sec over the peak of
+one device; HFU also counts recomputed FLOPs; document MFU counts attention within documents only. Pauses (restoring,
+validation, evaluation, saving) count in no rate.
 """
 
 from __future__ import annotations
@@ -12,10 +15,12 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from lt_data.display.progress_bars import SECONDS_BETWEEN_LINES, format_progress
 from lt_data.display.terminal import escape_controls
@@ -23,9 +28,7 @@ from lt_trainer.constants import GIB
 from lt_trainer.engine import Device
 from lt_trainer.observability.monitor import NodeMonitor
 from lt_trainer.observability.sinks import Sinks
-from lt_trainer.observability.throughput import Throughput
-from lt_trainer.run_directory.jsonl import JsonlWriter
-from lt_trainer.run_directory.rank_log import RankLog
+from lt_trainer.run_directory.jsonl import JsonlWriter, RankLog
 from lt_trainer.run_directory.records import (
     EvaluationRecord,
     MetricsRecord,
@@ -36,8 +39,17 @@ from lt_trainer.run_directory.records import (
 )
 from lt_trainer.run_directory.run_dir import RunDir
 
+if TYPE_CHECKING:
+    from lt_model import LlamaConfig
+    from lt_trainer.config.sections import Recipe
+    from lt_trainer.evaluation.store_losses import StoreResult
+    from lt_trainer.evaluation.tasks import TaskResult
+    from lt_trainer.observability.run_display import RunDisplay
+
 JOULES_PER_KWH = 3.6e6
 RESUME_CHECK_FILE = "resume_check.jsonl"
+FLOPS_CONVENTION = "full"
+"""6 FLOPs per parameter and token plus full attention, as in torchtitan and NeMo."""
 MAX_LOSS_FOR_EXP = 700.0
 """Above this, exp overflows a float."""
 
@@ -58,158 +70,158 @@ class ComputeCost:
     attention_flops: float = math.nan
     """FLOPs per token and position of its document; those of `flops_per_token` are seq_len times as many."""
 
-    def relative_cost(self, record: StepRecord) -> float:
-        """Return FLOPs per token of a step relative to rows of seq_len."""
-        return self.flops_by_length.get(record.row_length, self.flops_per_token) / self.flops_per_token
+    @staticmethod
+    def of_recipe(recipe: Recipe, model: LlamaConfig, recomputed_flops_per_token: float) -> ComputeCost:
+        """Return the cost of a recipe's rows."""
+        from lt_model import flops_per_token
+        from lt_model.costs import attention_flops_per_token
 
-    def document_flops(self, record: StepRecord) -> float:
-        """Return the FLOPs of a step with attention counted within documents only; nan if unknown."""
-        length = math.nan if record.document_length is None else record.document_length
-        return record.rows * self.seq_len * (self.flops_per_token - self.attention_flops * (self.seq_len - length))
+        return ComputeCost(
+            micro_batch_size=recipe.batch.micro_batch_size,
+            seq_len=recipe.data.seq_len,
+            flops_per_token=flops_per_token(model, recipe.data.seq_len, FLOPS_CONVENTION),
+            flops_by_length={n: flops_per_token(model, n, FLOPS_CONVENTION) for n in recipe.data.row_lengths[1:]},
+            attention_flops=attention_flops_per_token(model, 1, FLOPS_CONVENTION),
+            recomputed_flops_per_token=recomputed_flops_per_token,
+        )
 
-
-class EvaluationResult(Protocol):
-    """Result of a task (`lt_trainer.evaluation.TaskResult`)."""
-
-    @property
-    def task(self) -> str:
-        """Name of the task."""
-        ...
-
-    @property
-    def n_items(self) -> int:
-        """Number of items."""
-        ...
-
-    @property
-    def metrics(self) -> Mapping[str, float]:
-        """Metrics by name, such as acc."""
-        ...
-
-    @property
-    def items(self) -> Sequence[Mapping[str, Any]]:
-        """Records of the items."""
-        ...
+    def amounts(self, records: list[StepRecord]) -> tuple[float, ...]:
+        """Return micro-batches, rows, tokens, FLOPs, those with recomputation, and those within documents of steps."""
+        rows = sum(record.rows for record in records)
+        per_token = self.flops_per_token
+        flops = self.seq_len * sum(
+            record.rows * self.flops_by_length.get(record.row_length, per_token) for record in records
+        )
+        document_flops = self.seq_len * sum(
+            record.rows * (per_token - self.attention_flops * (self.seq_len - record.document_length))
+            for record in records
+        )
+        with_recomputed = flops * (1 + self.recomputed_flops_per_token / per_token)
+        return rows / self.micro_batch_size, rows, rows * self.seq_len, flops, with_recomputed, document_flops
 
 
-class NullLogger:
-    """No-op logger of all ranks except 0."""
-
-    def log_message(self, text: str) -> None:
-        """Do nothing."""
-
-    def log_event(self, kind: str, **values: object) -> None:
-        """Do nothing."""
-
-    def log_steps(self, records: list[StepRecord], memory_bytes: int, times: Mapping[str, float]) -> None:
-        """Do nothing."""
-
-    def log_validation(self, step: int, name: str, loss_sum: float, tokens: int, text_bytes: int) -> None:
-        """Do nothing."""
-
-    def log_evaluation(self, step: int, result: EvaluationResult) -> None:
-        """Do nothing."""
-
-    def evaluation_progress(self, step: int, task: str) -> Callable[[int, int], None]:
-        """Return what does nothing."""
-        return lambda done, total: None
-
-    def log_skipped_step(self, record: StepRecord, count: int) -> None:
-        """Do nothing."""
-
-    def log_checkpoint(self, step: int, path: Path) -> None:
-        """Do nothing."""
-
-    def log_artifact(self, path: Path) -> None:
-        """Do nothing."""
-
-    def log_resume_check_step(self, record: StepRecord) -> None:
-        """Do nothing."""
-
-    def pause(self) -> None:
-        """Do nothing."""
-
-    def unpause(self) -> None:
-        """Do nothing."""
-
-
-class Rank0Logger:
-    """Logger of rank 0; a context manager that closes its files."""
+class RunLogger:
+    """Logger of a run, a context; without a run directory (on ranks other than 0) it writes nothing."""
 
     def __init__(
         self,
-        run_dir: RunDir,
+        run_dir: RunDir | None,
         log: RankLog,
         device: Device,
         cost: ComputeCost,
         *,
+        last_step: int = 0,
         sinks: Sinks | None = None,
         monitor: NodeMonitor | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._sinks, self._monitor = sinks or Sinks(), monitor
+        self._run_dir, self._log, self._device, self._cost, self._clock = run_dir, log, device, cost, clock
+        self._last_step, self._sinks = last_step, sinks
+        self._monitor = monitor
+        self._meter = monitor if device.kind == "cuda" else None
+        """Measures energy."""
+        self._metrics = None if run_dir is None else JsonlWriter(run_dir.metrics)
+        self._display = _open_display(last_step) if run_dir is not None else None
+        self._stdout_open = run_dir is not None
         self._tokens = 0
-        self._joules = self._first_joules = None if monitor is None else monitor.energy_joules()
-        self._run_dir, self._device, self._cost, self._clock = run_dir, device, cost, clock
-        self._log, self._stdout_open = log, True
-        self._metrics = JsonlWriter(run_dir.metrics)
-        self._throughput = Throughput(devices=device.count, peak_flops=device.peak_flops, clock=clock)
+        self._joules = self._first_joules = None if self._meter is None else self._meter.energy_joules()
         self._start = clock()
+        self._since: float | None = None
+        """Time from which training counts; None before the first step and in a pause."""
+        self._trained_s = 0.0
+        """Seconds of training since the last record, up to `_since`."""
+        self._n_steps, self._paused_s = 0, 0.0
+        """Steps and seconds of pauses of this start."""
+        self._pause_name, self._pause_began, self._shown_at = "", 0.0, 0.0
 
     def log_message(self, text: str) -> None:
         """Print a message, and log it as a `note` event."""
         self._show(text)
-        self._run_dir.append_event("note", text=text)
+        self.log_event("note", text=text)
 
     def _show(self, text: str) -> None:
-        line = escape_controls(f"# {text}")
-        self._print(line)
-        self._log.write(line)
+        if self._run_dir is not None:
+            line = escape_controls(f"# {text}")
+            self._print(line)
+            self._log.write(line)
 
     def log_event(self, kind: str, **values: object) -> None:
         """Append an event to events.jsonl."""
-        self._run_dir.append_event(kind, **values)
+        if self._run_dir is not None:
+            self._run_dir.append_event(kind, **values)
+
+    @contextmanager
+    def pause(self, name: str) -> Iterator[None]:
+        """Exclude the time of the block from the rates, and show a moving line on a terminal meanwhile."""
+        self._pause_name, self._pause_began = name, self._clock()
+        self._shown_at, has_begun = self._pause_began, self._since is not None
+        if self._since is not None:
+            self._trained_s += self._pause_began - self._since
+        self._since = None
+        self._show_moving(name)
+        try:
+            yield
+        finally:
+            self._show_moving("")
+            self._since = self._clock()
+            if has_begun:
+                self._paused_s += self._since - self._pause_began
+            else:
+                self._show_moving("first steps")
+
+    def show_progress(self, done: int, total: int, of: str = "") -> None:
+        """Show how far the present pause is: in the moving line, or every ten seconds a line."""
+        now, name = self._clock(), self._pause_name + (f" of {escape_controls(of, keep='')}" if of else "")
+        if self._display is not None:
+            self._display.move(done, total, name)
+        elif 0 < done < total and now - self._shown_at >= SECONDS_BETWEEN_LINES:
+            self._shown_at = now
+            self._show(f"{name}: {format_progress(done, total, 'batches', now - self._pause_began)}")
 
     def log_steps(self, records: list[StepRecord], memory_bytes: int, times: Mapping[str, float]) -> None:
-        """Write a metrics record of the last step; the rates include all steps."""
-        if not records:
+        """Write a metrics record of the last of the steps since the last call, with their rates.
+
+        Args:
+            records: Steps in order.
+            memory_bytes: Peak memory since the last call.
+            times: Seconds since the last call by part (see `timing`).
+        """
+        if not records or self._run_dir is None:
             return
-        cost, rows = self._cost, sum(record.rows for record in records)
-        tokens = rows * cost.seq_len
-        weighted_tokens = sum(record.rows * cost.relative_cost(record) for record in records) * cost.seq_len
-        self._throughput.update(
-            batches=rows / cost.micro_batch_size,
-            samples=rows,
-            tokens=tokens,
-            flops=weighted_tokens * cost.flops_per_token,
-            recomputed_flops=weighted_tokens * cost.recomputed_flops_per_token,
-            document_flops=sum(map(cost.document_flops, records)),
-        )
-        rates, last = self._throughput.rates(), records[-1]
+        now, last = self._clock(), records[-1]
+        seconds = self._trained_s + now - (now if self._since is None else self._since)
+        self._trained_s, self._since = 0.0, now
+        amounts = self._cost.amounts(records)
+        rates = [amount / seconds / self._device.count if seconds > 0 else math.nan for amount in amounts]
+        peak = self._device.peak_flops or math.nan
+        n_done = last.step - records[0].step + 1
+        self._n_steps += n_done
+        seconds_left = (self._last_step - last.step) * (seconds / n_done + self._paused_s / self._n_steps)
         self._write(
             MetricsRecord(
                 step=last.step,
                 loss=last.loss,
                 learning_rate=last.learning_rate,
                 grad_norm=last.grad_norm,
-                batches_per_sec=rates.batches_per_sec,
-                samples_per_sec=rates.samples_per_sec,
-                tokens_per_sec=rates.tokens_per_sec,
-                flops_per_sec=rates.flops_per_sec,
-                mfu=rates.mfu,
+                batches_per_sec=rates[0],
+                samples_per_sec=rates[1],
+                tokens_per_sec=rates[2],
+                flops_per_sec=rates[3],
+                mfu=rates[3] / peak,
                 memory_gib=memory_bytes / GIB,
                 valid_tokens=last.valid_tokens,
-                elapsed_s=self._clock() - self._start,
-                hfu=rates.hfu,
-                mfu_documents=None if last.document_length is None else rates.mfu_documents,
+                elapsed_s=now - self._start,
+                hfu=rates[4] / peak,
+                mfu_documents=rates[5] / peak,
                 **{f"{part}_s": seconds for part, seconds in times.items()},
-                **self._energy_fields(tokens),
-            )
+                **({} if self._meter is None else self._energy_fields(self._meter, int(amounts[2]))),
+            ),
+            seconds_left,
         )
 
-    def _energy_fields(self, tokens: int) -> dict[str, float]:
+    def _energy_fields(self, meter: NodeMonitor, tokens: int) -> dict[str, float]:
         """Return the energy per token since the last record and that of the whole run, if measured."""
-        joules = None if self._monitor is None else self._monitor.energy_joules()
+        joules = meter.energy_joules()
         if joules is None:
             return {}
         previous, self._joules = self._joules, joules
@@ -221,7 +233,15 @@ class Rank0Logger:
         return {"joules_per_token": (joules - previous) / tokens, **fields}
 
     def log_validation(self, step: int, name: str, loss_sum: float, tokens: int, text_bytes: int) -> None:
-        """Write the validation record of a set (arguments: see `RunLogger`)."""
+        """Write the validation record of a set.
+
+        Args:
+            step: Completed steps.
+            name: Name of the set; "" for data.validation.
+            loss_sum: Sum of the loss in nats.
+            tokens: Positions with a label.
+            text_bytes: UTF-8 bytes of the set's text.
+        """
         loss = loss_sum / tokens
         self._write(
             ValidationRecord(
@@ -235,22 +255,10 @@ class Rank0Logger:
             )
         )
 
-    def evaluation_progress(self, step: int, task: str) -> Callable[[int, int], None]:
-        """Return what prints a line every ten seconds: batches done, their rate, and the time left."""
-        began = shown = self._clock()
-
-        def report(done: int, total: int) -> None:
-            nonlocal shown
-            now = self._clock()
-            if done < total and now - shown >= SECONDS_BETWEEN_LINES:
-                shown = now
-                progress = format_progress(done, total, "batches", now - began)
-                self._show(f"step {step}, evaluation of {escape_controls(task, keep='')}: {progress}")
-
-        return report
-
-    def log_evaluation(self, step: int, result: EvaluationResult) -> None:
+    def log_evaluation(self, step: int, result: TaskResult | StoreResult) -> None:
         """Write the record of a task, and its items to evaluation/step-N/TASK.jsonl."""
+        if self._run_dir is None:
+            return
         folder = self._run_dir.path / "evaluation" / f"step-{step:08d}"
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{result.task}.jsonl"
@@ -270,75 +278,100 @@ class Rank0Logger:
 
     def log_skipped_step(self, record: StepRecord, count: int) -> None:
         """Log a step that did not change the weights."""
-        self._run_dir.append_event("step_skipped", step=record.step, loss=record.loss, grad_norm=record.grad_norm)
+        self.log_event("step_skipped", step=record.step, loss=record.loss, grad_norm=record.grad_norm)
         self.log_message(
             f"step {record.step} was skipped: loss {record.loss:g}, grad_norm {record.grad_norm:g} "
             f"({count} skipped; above fault_tolerance.max_skipped_steps the run rolls back to its newest checkpoint)"
         )
 
-    def log_checkpoint(self, step: int, path: Path) -> None:
-        """Log a committed checkpoint."""
-        self._run_dir.append_event("checkpoint", step=step, path=str(path))
-
     def log_artifact(self, path: Path) -> None:
         """Log a profiler trace or memory snapshot."""
-        self._run_dir.append_event("artifact", path=str(path))
+        self.log_event("artifact", path=str(path))
         self.log_message(f"written: {path}")
 
     def log_resume_check_step(self, record: StepRecord) -> None:
         """Append a resume-check step to its own file: it is not part of the run."""
-        with JsonlWriter(self._run_dir.path / RESUME_CHECK_FILE) as sink:
-            sink.write(record)
-
-    def pause(self) -> None:
-        """Stop counting training time."""
-        self._throughput.pause()
-
-    def unpause(self) -> None:
-        """Continue counting training time."""
-        self._throughput.unpause()
-
-    def _write(self, record: MetricsRecord | ValidationRecord | EvaluationRecord) -> None:
-        self._print(format_record(record))
-        self._log.write(format_record(record))
-        values = record_to_dict(record)
-        self._metrics.write(values)
-        node_scalars = self._monitor.scalars() if self._monitor is not None and "loss" in values else {}
-        self.log_sink_failures(self._sinks.log(values, node_scalars))
+        if self._run_dir is not None:
+            with JsonlWriter(self._run_dir.path / RESUME_CHECK_FILE) as file:
+                file.write(record)
 
     def log_sink_failures(self, errors: Mapping[str, str]) -> None:
         """Log failed sinks; the run continues without them."""
         for name, error in errors.items():
             self.log_message(f"warning: sink {name} failed and is disabled for this start: {error}")
-            self._run_dir.append_event("sink_failed", sink=name, error=error)
+            self.log_event("sink_failed", sink=name, error=error)
 
-    def _print(self, text: str) -> None:
-        """Print a line until standard output is closed: losing the terminal must not end the run."""
+    def _write(self, record: MetricsRecord | ValidationRecord | EvaluationRecord, seconds_left: float = 0.0) -> None:
+        if self._metrics is None:
+            return
+        values = record_to_dict(record)
+        line = format_record(values)
+        self._print(line, record, seconds_left)
+        self._log.write(line)
+        self._metrics.write(values)
+        if self._sinks is not None:
+            node_scalars = self._monitor.scalars() if self._monitor and isinstance(record, MetricsRecord) else {}
+            self.log_sink_failures(self._sinks.log(values, node_scalars))
+
+    def _print(
+        self,
+        line: str,
+        record: MetricsRecord | ValidationRecord | EvaluationRecord | None = None,
+        seconds_left: float = 0.0,
+    ) -> None:
+        """Print a line, on a terminal that of the record, until standard output is closed."""
         if not self._stdout_open:
             return
         try:
-            print(text, flush=True)  # noqa: T201
+            if self._display is None:
+                print(line, flush=True)  # noqa: T201
+            elif isinstance(record, MetricsRecord):
+                self._display.print_step(record, seconds_left)
+            elif isinstance(record, ValidationRecord):
+                self._display.print_validation(record)
+            else:
+                self._display.print(line)
         except OSError as exc:
-            self._stdout_open = False
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, sys.stdout.fileno())  # otherwise the flush at exit fails again
-            os.close(null)
-            self._log.write(f"# standard output is closed ({exc.strerror}); further messages are written only here")
-            self._run_dir.append_event("stdout_lost", error=exc.strerror)
+            self._close_stdout(exc)
 
-    def close(self) -> None:
-        """Log the energy of this start; close the sinks and the metrics file."""
-        if self._monitor is not None and self._first_joules is not None and self._tokens:
-            self._joules = self._monitor.energy_joules() or self._first_joules
-            spent = self._joules - self._first_joules
-            self._run_dir.append_event(
-                "energy", joules=spent, joules_per_token=spent / self._tokens, run_kwh=self._joules / JOULES_PER_KWH
-            )
-        self.log_sink_failures(self._sinks.close())
-        self._metrics.close()
+    def _show_moving(self, text: str) -> None:
+        """Show a moving line, if this is a terminal; with "" none."""
+        if self._display is not None and self._stdout_open:
+            try:
+                self._display.start_moving(text) if text else self._display.stop_moving()
+            except OSError as exc:
+                self._close_stdout(exc)
 
-    def __enter__(self) -> Rank0Logger:
+    def _close_stdout(self, error: OSError) -> None:
+        """Go on without standard output: losing the terminal must not end a run."""
+        self._stdout_open = False
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())  # otherwise the flush at exit fails again
+        os.close(null)
+        self._log.write(f"# standard output is closed ({error.strerror}); further messages are written only here")
+        self.log_event("stdout_lost", error=error.strerror)
+
+    def __enter__(self) -> RunLogger:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self.close()
+        """Log the energy of this start; close the sinks and the metrics file."""
+        self._show_moving("")
+        if self._meter is not None and self._first_joules is not None and self._tokens:
+            self._joules = self._meter.energy_joules() or self._first_joules
+            spent = self._joules - self._first_joules
+            self.log_event(
+                "energy", joules=spent, joules_per_token=spent / self._tokens, run_kwh=self._joules / JOULES_PER_KWH
+            )
+        self.log_sink_failures({} if self._sinks is None else self._sinks.close())
+        if self._metrics is not None:
+            self._metrics.close()
+
+
+def _open_display(last_step: int) -> RunDisplay | None:
+    """Return what shows a run on a terminal; None if standard output is none, or rich is not installed."""
+    if not sys.stdout.isatty() or find_spec("rich") is None:
+        return None
+    from lt_trainer.observability.run_display import RunDisplay
+
+    return RunDisplay(last_step)

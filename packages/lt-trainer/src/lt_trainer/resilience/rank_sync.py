@@ -14,7 +14,7 @@ from lt_ckpt import CheckpointError
 from lt_trainer.errors import RestoreError, TrainerError
 
 if TYPE_CHECKING:
-    from lt_trainer.control import Control
+    from lt_trainer.engine import Control
 
 
 def run_on_rank0(control: Control, is_rank0: bool, action: Callable[[], str]) -> str:

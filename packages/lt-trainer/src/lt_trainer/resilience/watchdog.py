@@ -41,7 +41,7 @@ from lt_trainer.resilience.rank_report import (
 )
 
 if TYPE_CHECKING:
-    from lt_trainer.run_directory.rank_log import RankLog
+    from lt_trainer.run_directory.jsonl import RankLog
 
 POLLS_PER_TIMEOUT, MIN_POLL_S, MAX_POLL_S = 40, 0.05, 5.0
 MAX_WAIT_S = 15.0

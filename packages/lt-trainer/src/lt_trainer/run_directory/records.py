@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lt_trainer.timing import STEP_PARTS
+from lt_trainer.engine import STEP_PARTS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,10 +26,10 @@ class StepRecord:
     valid_tokens: int
     rows: int
     """Rows of the whole run; shorter ones count as the number of data.seq_len rows with as many positions."""
-    row_length: int = 0
-    """Positions per row, if not data.seq_len."""
-    document_length: float | None = None
-    """Length of a position's document, averaged over the positions of rank 0; None if unknown."""
+    row_length: int
+    """Positions per row."""
+    document_length: float
+    """Length of a position's document, averaged over the positions of rank 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class MetricsRecord:
     mfu_documents: float | None = None
     """mfu with attention counted within documents only; None if their lengths are unknown."""
     data_s: float | None = None
-    """Seconds waiting for batches since the last record; likewise for the other `timing.STEP_PARTS`."""
+    """Seconds waiting for batches since the last record; likewise for the other `engine.STEP_PARTS`."""
     forward_backward_s: float | None = None
     optimizer_s: float | None = None
     checkpoint_s: float | None = None

@@ -1,1 +1,1 @@
-"""Training loop, runs, preflight and benchmark."""
+"""Training loop, runs, their check and benchmark."""

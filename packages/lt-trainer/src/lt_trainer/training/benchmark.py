@@ -17,35 +17,22 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lt_model import PRESETS, flops_per_token, n_parameters
 from lt_trainer.config.data_section import DataOptions
-from lt_trainer.config.recipe import ResolvedRecipe, complete, load
+from lt_trainer.config.recipe import ResolvedRecipe, complete, load, to_dict
 from lt_trainer.config.sections import Recipe
-from lt_trainer.data.batches import Batches, open_batches
+from lt_trainer.data.batches import open_batches
 from lt_trainer.engine import Engine, World
 from lt_trainer.errors import RecipeError
 from lt_trainer.planning.layout import layout_from_recipe
 from lt_trainer.planning.memory import plan_memory
 from lt_trainer.planning.plan import vocab_size_and_source
-from lt_trainer.training.run_setup import RunSetup
+from lt_trainer.training.run import read_inputs
 
-METHOD_NOTES = {
-    "data": "rows of random ids, every position labeled (data.synthetic)",
-    "step_s": "time from before the first timed step until the last is done (perf_counter), over their number",
-    "cpu_s_per_step": "CPU seconds of this process over the same steps",
-    "tokens_per_s": "tokens of the global batch over step_s, all devices",
-    "mfu": "FLOPs per token ('full': 6 per parameter without the input embedding + 12 x layers x width x seq_len; "
-    "'causal': half of the last term) times tokens_per_s, over the peak of all devices",
-    "hfu": "mfu ('full') with the FLOPs recomputed by activation checkpointing; null if unknown",
-    "peak_flops": "of one device at the compute dtype, from peak_source",
-    "first_step_s": "the first step, with loading, compilation and tuning of kernels",
-    "memory.peak_bytes": "of the fullest rank: on cuda the peak of torch's allocator during the timed steps; on a CPU "
-    "the peak resident memory since the process started",
-    "memory.planned_bytes": "peak of lt train plan for cuda, without its reserve; null on a CPU",
-    "loss": "of the first and the last step in nats; about ln(vocabulary) with random ids",
-}
+if TYPE_CHECKING:
+    from lt_model import LlamaConfig
 
 
 def resolve_bench_recipe(
@@ -70,7 +57,7 @@ def resolve_bench_recipe(
         base = {
             "model": {"preset": preset, "vocab_size": PRESETS[preset].vocab_size},
             "data": {"synthetic": True, "seq_len": min(4096, PRESETS[preset].max_position_embeddings)},
-            "batch": {"global_batch_size": _world_size(), "micro_batch_size": 1},
+            "batch": {"global_batch_size": World.from_env(os.environ).size, "micro_batch_size": 1},
             "schedule": {"warmup_steps": 0},
         }
         return load(base=base, base_name="lt train bench", overrides=overrides, hyperparameters=hyperparameters)
@@ -90,10 +77,6 @@ def resolve_bench_recipe(
     return complete(load(path, overrides=[*overrides, *synthetic], hyperparameters=hyperparameters))
 
 
-def _world_size() -> int:
-    return World.from_env(os.environ).size
-
-
 def run_benchmark(resolved: ResolvedRecipe, *, steps: int, warmup: int) -> dict[str, Any] | None:
     """Run the benchmark; return the report on rank 0, None on other ranks.
 
@@ -102,80 +85,67 @@ def run_benchmark(resolved: ResolvedRecipe, *, steps: int, warmup: int) -> dict[
         steps: number of timed steps.
         warmup: number of steps before them, with the first one; at least 1.
 
+    Returns:
+        Among others `step_s`, the time from before the first timed step until the last is done over their number;
+        `cpu_s_per_step` of this process; `tokens_per_s` of the global batch on all devices; `mfu` and `hfu` over the
+        peak of all devices; `memory.peak_bytes` of the fullest rank, on CUDA of the timed steps; `loss` of the first
+        and the last step. docs/benchmarks says how each is defined.
+
     Raises:
         RecipeError: also other errors of opening the engine.
     """
-    setup = RunSetup.create(resolved, os.environ)
-    start = time.perf_counter()
-    engine = setup.open_engine()
-    try:
-        open_s = time.perf_counter() - start
-        measured = _open_and_run(setup, engine, steps, warmup)
-        report = _report(setup, engine, measured | {"open_s": open_s, "steps": steps, "warmup": warmup})
-    finally:
-        engine.close()
-    return report if setup.world.rank == 0 else None
+    world, recipe = World.from_env(os.environ), resolved.recipe
+    inputs = read_inputs(resolved, world)
+    lr = recipe.optimizer.lr / 100  # small, as in a warmup, so that the weights stay bounded
+    opened = time.perf_counter()
+    with closing(inputs.open_engine(recipe, world)) as engine:
+        with closing(open_batches(recipe, inputs.data, engine.topology, engine.control)) as batches:
+            began = time.perf_counter()
+            (first,) = engine.fetch_metrics([engine.step(batches.next_batch(), lr)])
+            first_step_s = time.perf_counter() - began
+            engine.fetch_metrics([engine.step(batches.next_batch(), lr) for _ in range(warmup - 1)])
+            prepared = [batches.next_batch() for _ in range(steps)]
+            engine.peak_memory_bytes()  # reset the peak
+            start, cpu_start = time.perf_counter(), time.process_time()
+            metrics = engine.fetch_metrics([engine.step(batch, lr) for batch in prepared])
+            step_s, cpu_s = (time.perf_counter() - start) / steps, (time.process_time() - cpu_start) / steps
+        peak_bytes = engine.control.all_reduce_max(engine.peak_memory_bytes())
+        report = {
+            "benchmark": "lt train bench",
+            "format": 1,
+            "model": inputs.model.to_dict() | {"parameters": n_parameters(inputs.model)},
+            "layout": _layout(recipe, world),
+            "device": asdict(engine.device),
+            "steps": steps,
+            "warmup": warmup,
+            "open_s": began - opened,
+            "first_step_s": first_step_s,
+            "step_s": step_s,
+            "cpu_s_per_step": cpu_s,
+            **_rates(recipe, inputs.model, engine, step_s),
+            "memory": {
+                "peak_bytes": peak_bytes,
+                "state_bytes": engine.state_bytes(),
+                "planned_bytes": _planned_bytes(recipe, inputs.model, world) if engine.device.kind == "cuda" else None,
+            },
+            "loss": {"first": first.loss, "last": metrics[-1].loss},
+            "all_finite": first.is_finite and all(values.is_finite for values in metrics),
+            "versions": {"python": platform.python_version(), "lt-trainer": version("lt-trainer")},
+        }
+    return report if world.rank == 0 else None
 
 
-def _open_and_run(setup: RunSetup, engine: Engine, steps: int, warmup: int) -> dict[str, Any]:
-    with closing(open_batches(setup.recipe, setup.data, engine.topology, engine.control)) as batches:
-        return _run_steps(setup, engine, batches, steps, warmup)
-
-
-def _run_steps(setup: RunSetup, engine: Engine, batches: Batches, steps: int, warmup: int) -> dict[str, Any]:
-    lr = setup.recipe.optimizer.lr / 100  # small, as in a warmup, so that the weights stay bounded
-    start = time.perf_counter()
-    (first,) = engine.fetch_metrics([engine.step(batches.next_batch(), lr)])
-    first_step_s = time.perf_counter() - start
-    engine.fetch_metrics([engine.step(batches.next_batch(), lr) for _ in range(warmup - 1)])
-    prepared = [batches.next_batch() for _ in range(steps)]
-    engine.peak_memory_bytes()  # reset the peak
-    start, cpu_start = time.perf_counter(), time.process_time()
-    metrics = engine.fetch_metrics([engine.step(batch, lr) for batch in prepared])
-    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
-    return {
-        "first_step_s": first_step_s,
-        "step_s": seconds / steps,
-        "cpu_s_per_step": cpu_seconds / steps,
-        "peak_bytes": engine.control.all_reduce_max(engine.peak_memory_bytes()),
-        "loss": {"first": first.loss, "last": metrics[-1].loss},
-        "all_finite": first.is_finite and all(values.is_finite for values in metrics),
-    }
-
-
-def _report(setup: RunSetup, engine: Engine, measured: dict[str, Any]) -> dict[str, Any]:
-    recipe, model, device = setup.recipe, setup.model, engine.device
-    seq_len = recipe.data.seq_len
-    tokens_per_s = recipe.batch.global_batch_size * seq_len / measured["step_s"]
+def _rates(recipe: Recipe, model: LlamaConfig, engine: Engine, step_s: float) -> dict[str, Any]:
+    device, seq_len = engine.device, recipe.data.seq_len
+    tokens_per_s = recipe.batch.global_batch_size * seq_len / step_s
     flops = {convention: flops_per_token(model, seq_len, convention) for convention in ("full", "causal")}
-    peak = device.peak_flops * device.count
-    recomputed = engine.recomputed_flops_per_token
+    peak, recomputed = device.peak_flops * device.count, engine.recomputed_flops_per_token
     return {
-        "benchmark": "lt train bench",
-        "format": 1,
-        "model": model.to_dict() | {"parameters": n_parameters(model)},
-        "layout": _layout(recipe, setup.world),
-        "device": asdict(device),
-        "steps": measured["steps"],
-        "warmup": measured["warmup"],
-        "open_s": measured["open_s"],
-        "first_step_s": measured["first_step_s"],
-        "step_s": measured["step_s"],
-        "cpu_s_per_step": measured["cpu_s_per_step"],
         "tokens_per_s": tokens_per_s,
         "tokens_per_s_per_device": tokens_per_s / device.count,
         "flops_per_token": flops,
         "mfu": {convention: tokens_per_s * number / peak for convention, number in flops.items()},
         "hfu": None if math.isnan(recomputed) else tokens_per_s * (flops["full"] + recomputed) / peak,
-        "memory": {
-            "peak_bytes": measured["peak_bytes"],
-            "state_bytes": engine.state_bytes(),
-            "planned_bytes": _planned_bytes(setup) if device.kind == "cuda" else None,
-        },
-        "loss": measured["loss"],
-        "all_finite": measured["all_finite"],
-        "versions": {"python": platform.python_version(), "lt-trainer": version("lt-trainer")},
-        "how": METHOD_NOTES,
     }
 
 
@@ -188,12 +158,13 @@ def _layout(recipe: Recipe, world: World) -> dict[str, Any]:
         "micro_batch_size": recipe.batch.micro_batch_size,
         "seq_len": recipe.data.seq_len,
         **{name: getattr(recipe.parallel, name) for name in names},
-        "engine": {name: value if isinstance(value, Mapping) else vars(value) for name, value in recipe.engine.items()},
+        "engine": to_dict(recipe)["engine"],
     }
 
 
-def _planned_bytes(setup: RunSetup) -> float | None:
-    if setup.recipe.run.engine != "gpu":
+def _planned_bytes(recipe: Recipe, model: LlamaConfig, world: World) -> float | None:
+    """Return the peak of `lt train plan` without its reserve."""
+    if recipe.run.engine != "gpu":
         return None
-    layout = layout_from_recipe(setup.recipe, devices=setup.world.local_size, nodes=setup.world.n_nodes)
-    return plan_memory(setup.model, setup.recipe.data.seq_len, layout).peak
+    layout = layout_from_recipe(recipe, devices=world.local_size, nodes=world.n_nodes)
+    return plan_memory(model, recipe.data.seq_len, layout).peak

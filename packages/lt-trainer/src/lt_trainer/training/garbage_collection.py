@@ -15,46 +15,30 @@ see; with torch imported, a collection of everything would take 0.24 s a pause.
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 YOUNG_GENERATION = 1
 
 
-class GarbageCollection:
-    """Context in which garbage is collected at fixed steps; outside it, Python's setting is as before.
-
-    Args:
-        interval: steps between collections of young objects; 0 leaves all to Python.
-    """
-
-    def __init__(self, interval: int) -> None:
-        self._interval = interval
-        self._was_enabled = gc.isenabled()
-        self._froze = False
-
-    def __enter__(self) -> GarbageCollection:
-        self._was_enabled = gc.isenabled()
-        if self._interval:
-            gc.collect()
-            gc.disable()
-            # A caller who has frozen most of it keeps it so: the end would thaw his objects too. (Not none: Python
-            # 3.12 counts immortal objects as frozen.)
-            self._froze = gc.get_freeze_count() < len(gc.get_objects())
-            if self._froze:
-                gc.freeze()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        if self._froze:
+@contextmanager
+def no_automatic_collection(interval: int) -> Iterator[None]:
+    """Leave garbage to the caller, who collects at fixed steps; with an `interval` of 0 to Python, as before."""
+    if not interval:
+        yield
+        return
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    # A caller who has frozen most of it keeps it so: the end would thaw his objects too. (Not none: Python 3.12 counts
+    # immortal objects as frozen.)
+    freezes = gc.get_freeze_count() < len(gc.get_objects())
+    if freezes:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if freezes:
             gc.unfreeze()
-        if self._interval and self._was_enabled:
+        if was_enabled:
             gc.enable()
-
-    def on_step_end(self, step: int) -> None:
-        """Collect young objects if `step` is due."""
-        if self._interval and step % self._interval == 0:
-            gc.collect(YOUNG_GENERATION)
-
-    def on_pause(self) -> None:
-        """Collect everything that came since the loop began, while training pauses anyway."""
-        if self._interval:
-            gc.collect()

@@ -12,26 +12,27 @@ skipped between two checkpoints.
 
 from __future__ import annotations
 
+import gc
 import math
 import signal
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Protocol
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lt_data import StreamState
+from lt_trainer.checkpointing.mirror import StopRequested
+from lt_trainer.checkpointing.resume import restore_or_start, rollback
 from lt_trainer.config.lr_schedule import learning_rate
-from lt_trainer.config.sections import Recipe
-from lt_trainer.data.batches import Batches
-from lt_trainer.engine import Engine, StepBatch
+from lt_trainer.constants import EXIT_DONE, EXIT_REQUEUE
+from lt_trainer.data.training_data import ValidationSet, validation_batches
 from lt_trainer.errors import NoCheckpointError, TrainerError
-from lt_trainer.evaluation.store_losses import StoreResult
-from lt_trainer.evaluation.tasks import TaskResult
-from lt_trainer.resilience.stop_signals import StopSignals
 from lt_trainer.run_directory.records import StepRecord
-from lt_trainer.training.garbage_collection import GarbageCollection
+from lt_trainer.training.garbage_collection import YOUNG_GENERATION, no_automatic_collection
+
+if TYPE_CHECKING:
+    from lt_trainer.engine import StepBatch
+    from lt_trainer.training.run import Run
 
 SAVE_FAILED_FLAG = 1 << 8
 """Added to the number of the received signal; signals have smaller numbers."""
@@ -41,317 +42,220 @@ class TrainingError(TrainerError):
     """Training cannot continue; saved checkpoints are intact."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ValidationTask:
-    """Validation set."""
+def train(run: Run, *, stop_after_step: int = 0, verify_resume_steps: int = 0) -> int:
+    """Train from the newest checkpoint, or the start, to the last step or a stop.
 
-    name: str
-    text_bytes: int
-    batches: Callable[[], Iterable[StepBatch]]
-    """All batches of this rank; equally many on every rank."""
+    Args:
+        run: Open run.
+        stop_after_step: Raise SIGTERM in this process after this step; 0 for never.
+        verify_resume_steps: Steps to run beyond the save of such a stop, to verify that a resume is exact; they are
+            logged to resume_check.jsonl and saved nowhere.
 
+    Returns:
+        0 if all steps are done; 75 if stopped and saved. With a mirror that misses the last checkpoint also 75, or 64
+        if the upload needs user action.
 
-@dataclass(frozen=True, kw_only=True)
-class EvaluationTask:
-    """Task or validation set of `[evaluation]`."""
-
-    name: str
-    evaluate: Callable[[Callable[[int, int], None]], TaskResult | StoreResult]
-    """Scores the task on the engine, collectively; its argument is called for every batch."""
-
-
-class RunLogger(Protocol):
-    """Logger of the loop; a no-op on ranks other than 0."""
-
-    def log_steps(self, records: list[StepRecord], memory_bytes: int, times: Mapping[str, float]) -> None:
-        """Log the steps since the last call, and the time since then by part (see `timing`)."""
-        ...
-
-    def log_validation(self, step: int, name: str, loss_sum: float, tokens: int, text_bytes: int) -> None:
-        """Log the loss over a validation set after `step`.
-
-        Args:
-            step: Completed steps.
-            name: Name of the set; "" for data.validation.
-            loss_sum: Sum of the loss in nats.
-            tokens: Positions with a label.
-            text_bytes: UTF-8 bytes of the set's text.
-        """
-        ...
-
-    def log_evaluation(self, step: int, result: TaskResult | StoreResult) -> None:
-        """Log the metrics of a task and its items after `step`."""
-        ...
-
-    def evaluation_progress(self, step: int, task: str) -> Callable[[int, int], None]:
-        """Return what is called for each batch of a task with the number done and of all."""
-        ...
-
-    def log_skipped_step(self, record: StepRecord, count: int) -> None:
-        """Log a skipped step; a `count` above fault_tolerance.max_skipped_steps leads to a rollback."""
-        ...
-
-    def log_artifact(self, path: Path) -> None:
-        """Log a completed profiler trace or memory snapshot."""
-        ...
-
-    def log_resume_check_step(self, record: StepRecord) -> None:
-        """Log a step beyond the last save, to compare with the resumed run."""
-        ...
-
-    def pause(self) -> None:
-        """Exclude the following time (save, validation) from the training rates."""
-        ...
-
-    def unpause(self) -> None:
-        """Include the following time in the training rates."""
-        ...
-
-
-class StageTracker(Protocol):
-    """Hang watchdog of this rank."""
-
-    def mark(self, stage: str, step: int) -> None:
-        """Record a stage: data, step, sync_stop, fetch_metrics, validate, evaluate, save."""
-        ...
-
-
-class Checkpointer(Protocol):
-    """Checkpointer of the loop."""
-
-    def save(self, position: StreamState, *, wait: bool) -> None:
-        """Save the engine state at this position; with `wait`, block until it is committed.
-
-        Raises:
-            CheckpointError: on all ranks, also for an earlier save.
-        """
-        ...
-
-    def has_failed(self) -> bool:
-        """Return True if an asynchronous save has failed on this rank."""
-        ...
-
-    def finish(self, *, cancel: bool = False) -> None:
-        """Wait for the save in flight; with `cancel`, end it.
-
-        Raises:
-            CheckpointError: on all ranks, if it has failed on one.
-        """
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoopResult:
-    """Last completed step, and the signal that stopped the loop (0: all steps are done)."""
-
-    step: int
-    stop_signal: int
-
-
-@dataclass(kw_only=True)
-class TrainingLoop:
-    """Training loop over the components of a run."""
-
-    recipe: Recipe
-    engine: Engine
-    batches: Batches
-    logger: RunLogger
-    stop: StopSignals
-    watchdog: StageTracker
-    checkpointer: Checkpointer
-    rollback: Callable[[Batches], None]
-    """Restores the newest checkpoint into the engine and moves the batches to its step.
-
-    The batches continue after the rows already read. Raises NoCheckpointError without a checkpoint.
+    Raises:
+        TrainingError: too many skipped steps, and a rollback did not help or was impossible.
+        PeerError: another rank exited.
     """
-    validation: Sequence[ValidationTask] = ()
-    evaluation: Sequence[EvaluationTask] = ()
-    _n_skipped: int = field(default=0, init=False)
-    """Skipped steps, reset once none was skipped between two checkpoints."""
-    _no_skips_since_save: bool = field(default=True, init=False)
-    """No step was skipped since the newest checkpoint."""
-    _n_rollbacks: int = field(default=0, init=False)
+    step, mirror_code = 0, EXIT_DONE
+    try:
+        run.engine.stopwatch.begin("checkpoint")
+        with run.log.pause("restoring"):
+            restore_or_start(run)
+        run.engine.stopwatch.begin("rest")
+        run.mirror.start()
+        loop = TrainingLoop(run)
+        stop_signal = loop.train(stop_after_step, verify_resume_steps)
+        step, mirror_code = loop.step, run.mirror.finish()
+    except StopRequested as exc:
+        stop_signal = exc.number
+    if stop_signal:
+        name = signal.Signals(stop_signal).name
+        run.log.log_event("stop", step=step, signal=name)
+        run.log.log_message(f"stopped by {name} after step {step}; rerun to resume")
+        return EXIT_REQUEUE
+    run.log.log_event("completed", step=step)
+    run.log.log_message(f"training completed at step {step}")
+    return mirror_code
 
-    def run(self, *, stop_after_step: int = 0, verify_resume_steps: int = 0) -> LoopResult:
-        """Train from the batches' position to the last step or a stop.
 
-        Args:
-            stop_after_step: raise SIGTERM in this process after this step; 0 for never.
-            verify_resume_steps: steps to run after the save of such a stop; they are logged, but not saved.
+class TrainingLoop:
+    """Loop over the steps of an open run."""
 
-        Raises:
-            TrainingError: too many skipped steps, and a rollback did not help or was impossible.
-            PeerError: another rank exited.
-        """
-        recipe, max_steps = self.recipe, self.recipe.schedule.max_steps
-        step = self.batches.state.step
-        stop_signal = self.engine.control.all_reduce_max(self.stop.received)  # received during the start
-        if stop_signal and step < max_steps:  # a run that is done needs no rerun
-            return LoopResult(step=step, stop_signal=stop_signal)
-        with GarbageCollection(recipe.run.gc_interval) as garbage:
-            return self._run(step, max_steps, garbage, stop_after_step, verify_resume_steps)
+    def __init__(self, run: Run) -> None:
+        self.step = run.batches.state.step
+        """Completed steps."""
+        self._run, self._recipe, self._engine, self._log = run, run.recipe, run.engine, run.log
+        self._batches = run.batches
+        self._pending: list[tuple[StepRecord, Any]] = []
+        """Steps whose metrics have not been fetched."""
+        self._n_skipped = 0
+        """Skipped steps, reset once none was skipped between two checkpoints."""
+        self._no_skips_since_save = True
+        self._n_rollbacks = 0
 
-    def _run(
-        self, step: int, max_steps: int, garbage: GarbageCollection, stop_after_step: int, verify_resume_steps: int
-    ) -> LoopResult:
-        recipe = self.recipe
-        pending: list[tuple[StepRecord, object]] = []
-        while step < max_steps:
-            pending.append(self._step(step))
-            step += 1
-            if step == stop_after_step:
-                signal.raise_signal(signal.SIGTERM)
-            garbage.on_step_end(step)
-            stop_signal = self._sync_stop(step)
-            is_last = step == max_steps
-            save = bool(stop_signal) or is_last or _is_due(step, recipe.checkpoint.interval)
-            # A stop must be quick: no validation, no evaluation.
-            validate = bool(self.validation) and (
-                is_last or (_is_due(step, recipe.metrics.validation_interval) and not stop_signal)
-            )
-            evaluate = bool(self.evaluation) and (
-                is_last or (_is_due(step, recipe.evaluation.interval) and not stop_signal)
-            )
-            if save or validate or evaluate or _is_due(step, recipe.metrics.log_interval):
-                self._fetch_metrics(pending, step)
-                pending = []
-                if self._n_skipped > recipe.fault_tolerance.max_skipped_steps and not stop_signal:
-                    step = self._rollback(step)
-                    continue
-            if save or validate or evaluate:
-                self.logger.pause()
-                self.engine.stopwatch.begin("validation")
-                if validate:
-                    self._validate(step)
-                if evaluate:
-                    self._evaluate(step)
-                if save:
-                    self.engine.stopwatch.begin("checkpoint")
-                    self.watchdog.mark("save", step)
-                    self.checkpointer.save(self.batches.checkpoint_state(), wait=bool(stop_signal) or is_last)
-                    self._reset_skipped()
-                self.engine.stopwatch.begin("rest")
-                garbage.on_pause()
-                self.logger.unpause()
-            if stop_signal and not is_last:
-                if step == stop_after_step:
-                    for number in range(step, min(step + verify_resume_steps, max_steps)):
-                        self.logger.log_resume_check_step(self._with_metrics(*self._step(number)))
-                return LoopResult(step=step, stop_signal=stop_signal)
-        self._begin_step(step + 1)
-        return LoopResult(step=step, stop_signal=0)
+    def train(self, stop_after_step: int, verify_resume_steps: int) -> int:
+        """Train to the last step or a stop; return the signal that stopped the loop, 0 if all steps are done."""
+        recipe, last, gc_interval = self._recipe, self._recipe.schedule.max_steps, self._recipe.run.gc_interval
+        has_validation, has_evaluation = bool(self._run.data.validation), bool(self._run.evaluation)
+        stop_signal = self._engine.control.all_reduce_max(self._run.stop.received)  # received during the start
+        if stop_signal and self.step < last:  # a run that is done needs no rerun
+            return stop_signal
+        with no_automatic_collection(gc_interval):
+            while self.step < last:
+                self._pending.append(self._start_step(self.step + 1))
+                self.step += 1
+                if self.step == stop_after_step:
+                    signal.raise_signal(signal.SIGTERM)
+                if _is_due(self.step, gc_interval):
+                    gc.collect(YOUNG_GENERATION)
+                stop_signal, is_last = self._sync_stop(), self.step == last
+                save = bool(stop_signal) or is_last or _is_due(self.step, recipe.checkpoint.interval)
+                # A stop must be quick: no validation, no evaluation.
+                validate = has_validation and (
+                    is_last or (_is_due(self.step, recipe.metrics.validation_interval) and not stop_signal)
+                )
+                evaluate = has_evaluation and (
+                    is_last or (_is_due(self.step, recipe.evaluation.interval) and not stop_signal)
+                )
+                if save or validate or evaluate or _is_due(self.step, recipe.metrics.log_interval):
+                    self._fetch_metrics()
+                    if self._n_skipped > recipe.fault_tolerance.max_skipped_steps and not stop_signal:
+                        self._rollback()
+                        continue
+                if save or validate or evaluate:
+                    self._pause(save, validate, evaluate, wait=bool(stop_signal) or is_last)
+                    if gc_interval:
+                        gc.collect()
+                if stop_signal and not is_last:
+                    if self.step == stop_after_step:
+                        self._verify_resume(verify_resume_steps)
+                    return stop_signal
+        self._begin_step(last + 1)
+        return 0
 
-    def _sync_stop(self, step: int) -> int:
-        """Return the signal that stops the run, or 0; raise if a save has failed on any rank."""
-        self.watchdog.mark("sync_stop", step)
-        value = self.stop.received + SAVE_FAILED_FLAG * self.checkpointer.has_failed()
-        value = self.engine.control.all_reduce_max(value)
-        if value >= SAVE_FAILED_FLAG:
-            self.watchdog.mark("save", step)
-            self.checkpointer.finish(cancel=True)
-            raise AssertionError("finishing a failed save raises")
-        return value
+    def _begin_step(self, number: int) -> None:
+        for path in self._engine.on_step_begin(number):
+            self._log.log_artifact(path)
 
-    def _step(self, step: int) -> tuple[StepRecord, object]:
-        """Start step `step` (from 0); loss and gradient norm of the record are filled in when fetched."""
-        self._begin_step(step + 1)
-        self.watchdog.mark("data", step + 1)
-        self.engine.stopwatch.begin("data")
-        batch = self.batches.next_batch()
-        lr = learning_rate(step, self.recipe.schedule, self.recipe.optimizer.lr)
-        self.watchdog.mark("step", step + 1)
-        pending = self.engine.step(batch, lr)
-        self.engine.stopwatch.begin("rest")
-        length, seq_len = batch.input_ids.shape[-1], self.recipe.data.seq_len
+    def _start_step(self, number: int) -> tuple[StepRecord, Any]:
+        """Start step `number` (from 1); loss and gradient norm of the record are filled in when fetched."""
+        watchdog, stopwatch = self._run.watchdog, self._engine.stopwatch
+        self._begin_step(number)
+        watchdog.mark("data", number)
+        stopwatch.begin("data")
+        batch = self._batches.next_batch()
+        lr = learning_rate(number - 1, self._recipe.schedule, self._recipe.optimizer.lr)
+        watchdog.mark("step", number)
+        pending = self._engine.step(batch, lr)
+        stopwatch.begin("rest")
+        document_lengths = np.diff(batch.cu_seqlens.astype(np.int64))
         return StepRecord(
-            step=step + 1,
+            step=number,
             loss=math.nan,
             grad_norm=math.nan,
             learning_rate=lr,
             valid_tokens=batch.valid_tokens,
-            rows=batch.input_ids.size // seq_len * self.engine.topology.dp_size,
-            row_length=length,
-            document_length=_mean_document_length(batch),
+            rows=batch.input_ids.size // self._recipe.data.seq_len * self._engine.topology.dp_size,
+            row_length=batch.input_ids.shape[-1],
+            document_length=float(np.square(document_lengths).sum() / document_lengths.sum()),
         ), pending
 
-    def _begin_step(self, step: int) -> None:
-        for path in self.engine.on_step_begin(step):
-            self.logger.log_artifact(path)
+    def _sync_stop(self) -> int:
+        """Return the signal that stops the run, or 0; raise if a save has failed on any rank."""
+        watchdog, checkpoints, options = self._run.watchdog, self._run.checkpoints, self._recipe.checkpoint
+        watchdog.mark("sync_stop", self.step)
+        if options.mirror_url:
+            self._run.mirror.log_progress()
+        has_failed = options.async_save and checkpoints.poll()
+        value = self._engine.control.all_reduce_max(self._run.stop.received + SAVE_FAILED_FLAG * has_failed)
+        if value >= SAVE_FAILED_FLAG:
+            watchdog.mark("save", self.step)
+            checkpoints.finish(cancel=True)
+            raise AssertionError("finishing a failed save raises")
+        return value
 
-    def _fetch_metrics(self, pending: list[tuple[StepRecord, object]], step: int) -> None:
-        self.watchdog.mark("fetch_metrics", step)
-        metrics = self.engine.fetch_metrics([handle for _, handle in pending])
-        records = [
-            replace(record, loss=m.loss, grad_norm=m.grad_norm) for (record, _), m in zip(pending, metrics, strict=True)
-        ]
-        self.logger.log_steps(records, self.engine.peak_memory_bytes(), self.engine.stopwatch.pop_times())
-        for record, values in zip(records, metrics, strict=True):
-            if not values.is_finite:
+    def _fetch_metrics(self) -> None:
+        """Wait for the pending steps and log them."""
+        self._run.watchdog.mark("fetch_metrics", self.step)
+        records = self._with_metrics(self._pending)
+        self._pending = []
+        self._log.log_steps(records, self._engine.peak_memory_bytes(), self._engine.stopwatch.pop_times())
+        for record in records:
+            if not (math.isfinite(record.loss) and math.isfinite(record.grad_norm)):
                 self._n_skipped += 1
                 self._no_skips_since_save = False
-                self.logger.log_skipped_step(record, self._n_skipped)
+                self._log.log_skipped_step(record, self._n_skipped)
 
-    def _reset_skipped(self) -> None:
-        """Reset the count after a save if no step was skipped since the previous one."""
-        if self._no_skips_since_save:
-            self._n_skipped = 0
-        self._no_skips_since_save = True
+    def _with_metrics(self, pending: list[tuple[StepRecord, Any]]) -> list[StepRecord]:
+        metrics = self._engine.fetch_metrics([handle for _, handle in pending])
+        pairs = zip(pending, metrics, strict=True)
+        return [replace(record, loss=values.loss, grad_norm=values.grad_norm) for (record, _), values in pairs]
 
-    def _rollback(self, step: int) -> int:
-        """Roll back to the newest checkpoint; return its step."""
-        problem = f"{self._n_skipped} steps up to step {step} had a non-finite loss or gradient norm"
+    def _pause(self, save: bool, validate: bool, evaluate: bool, *, wait: bool) -> None:
+        """Validate, evaluate and save after a step; the time does not count as training."""
+        run, stopwatch = self._run, self._engine.stopwatch
+        stopwatch.begin("validation")
+        for dataset in run.data.validation if validate else ():
+            with self._log.pause(f"step {self.step}, validation {dataset.name}".rstrip()):
+                loss_sum, tokens = self._engine.validate(self._validation_batches(dataset))
+            self._log.log_validation(self.step, dataset.name, loss_sum, tokens, dataset.text_bytes)
+        if evaluate:
+            with self._log.pause(f"step {self.step}, evaluation"):
+                for result in run.evaluation.results(self._engine, run.data, self._on_evaluation_batch):
+                    self._log.log_evaluation(self.step, result)
+        if save:
+            stopwatch.begin("checkpoint")
+            run.watchdog.mark("save", self.step)
+            with self._log.pause(f"step {self.step}, saving a checkpoint"):
+                run.checkpoints.save(run.batches.checkpoint_state(), wait=wait)
+            if self._no_skips_since_save:
+                self._n_skipped = 0
+            self._no_skips_since_save = True
+        stopwatch.begin("rest")
+
+    def _validation_batches(self, dataset: ValidationSet) -> Iterator[StepBatch]:
+        batch_size, topology = self._recipe.batch.micro_batch_size, self._engine.topology
+        total = -(-len(dataset.rows) // (batch_size * topology.dp_size))
+        for done, batch in enumerate(validation_batches(dataset.reader, topology, batch_size, dataset.rows)):
+            self._run.watchdog.mark("validate", self.step)
+            self._log.show_progress(done, total)
+            yield batch
+
+    def _on_evaluation_batch(self, task: str, done: int, total: int) -> None:
+        self._run.watchdog.mark("evaluate", self.step)
+        self._log.show_progress(done, total, of=task)
+
+    def _rollback(self) -> None:
+        """Roll back to the newest checkpoint."""
+        problem = f"{self._n_skipped} steps up to step {self.step} had a non-finite loss or gradient norm"
         diagnosis = (
             "training has diverged; saved checkpoints are intact. Lower optimizer.lr, lengthen schedule.warmup_steps, "
             "or inspect the rows of these steps (lt data inspect)"
         )
-        if self._n_rollbacks == self.recipe.fault_tolerance.max_rollbacks:
+        if self._n_rollbacks == self._recipe.fault_tolerance.max_rollbacks:
             if self._n_rollbacks:
                 problem = f"{problem} after {self._n_rollbacks} rollbacks (fault_tolerance.max_rollbacks)"
             raise TrainingError(f"{problem}: {diagnosis}")
         self._n_rollbacks += 1
-        self.watchdog.mark("restore", step)
-        self.engine.stopwatch.begin("checkpoint")
-        self.logger.pause()
-        self.checkpointer.finish()
-        try:
-            self.rollback(self.batches)
-        except NoCheckpointError as exc:
-            raise TrainingError(f"{problem}, and {exc}: {diagnosis}") from exc
-        self.engine.stopwatch.begin("rest")
-        self.logger.unpause()
+        self._run.watchdog.mark("restore", self.step)
+        self._engine.stopwatch.begin("checkpoint")
+        with self._log.pause("rolling back"):
+            self._run.checkpoints.finish()
+            try:
+                rollback(self._run)
+            except NoCheckpointError as exc:
+                raise TrainingError(f"{problem}, and {exc}: {diagnosis}") from exc
+        self._engine.stopwatch.begin("rest")
         self._n_skipped, self._no_skips_since_save = 0, True
-        return self.batches.state.step
+        self.step = self._run.batches.state.step
 
-    def _with_metrics(self, record: StepRecord, pending: object) -> StepRecord:
-        (metrics,) = self.engine.fetch_metrics([pending])
-        return replace(record, loss=metrics.loss, grad_norm=metrics.grad_norm)
-
-    def _validate(self, step: int) -> None:
-        def mark_each(batches: Iterable[StepBatch]) -> Iterable[StepBatch]:
-            for batch in batches:
-                self.watchdog.mark("validate", step)
-                yield batch
-
-        for task in self.validation:
-            loss_sum, tokens = self.engine.validate(mark_each(task.batches()))
-            self.logger.log_validation(step, task.name, loss_sum, tokens, task.text_bytes)
-
-    def _evaluate(self, step: int) -> None:
-        for task in self.evaluation:
-            self.watchdog.mark("evaluate", step)
-            report = self.logger.evaluation_progress(step, task.name)
-
-            def on_batch(done: int, total: int, report: Callable[[int, int], None] = report) -> None:
-                self.watchdog.mark("evaluate", step)
-                report(done, total)
-
-            self.logger.log_evaluation(step, task.evaluate(on_batch))
-
-
-def _mean_document_length(batch: StepBatch) -> float:
-    """Return the length of a position's document, averaged over the positions of this rank."""
-    lengths = np.diff(batch.cu_seqlens.astype(np.int64))
-    return float(np.square(lengths).sum() / lengths.sum())
+    def _verify_resume(self, n_steps: int) -> None:
+        """Run steps beyond the save of a stop and log them, to compare with those of the resumed run."""
+        for number in range(self.step, min(self.step + n_steps, self._recipe.schedule.max_steps)):
+            self._log.log_resume_check_step(*self._with_metrics([self._start_step(number + 1)]))
 
 
 def _is_due(step: int, interval: int) -> bool:

@@ -1,0 +1,119 @@
+"""`lt train check`: a whole start of a run, one step, one save and restore; it leaves nothing behind.
+
+A run is opened as in training, in a scratch folder beside run.dir, without sinks; its mirror is only looked at. It
+starts from the newest checkpoint of the run on this machine, if there is one. After one step and a save, the next step
+must have the same loss once more after a restore. An error that would end a run ends the check, with the same message
+and exit code.
+
+Cost: the start of the run, three steps, and one checkpoint written and read.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import signal
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from lt_trainer.checkpointing.mirror import check_mirror
+from lt_trainer.checkpointing.resume import restore_or_start
+from lt_trainer.config.lr_schedule import learning_rate
+from lt_trainer.config.recipe import ResolvedRecipe, complete, to_dict
+from lt_trainer.constants import GIB
+from lt_trainer.engine import StepBatch, StepMetrics, World
+from lt_trainer.errors import TrainerError
+from lt_trainer.resilience.rank_sync import run_on_rank0
+from lt_trainer.resilience.stop_signals import StopSignals, install_handlers, restore_handlers
+from lt_trainer.run_directory.run_dir import RunDir
+from lt_trainer.training.run import Run, open_run, read_inputs
+
+SCRATCH_SUFFIX = ".lt-check"
+
+
+class CheckError(TrainerError):
+    """Error that a run itself would not notice."""
+
+
+def check_run(resolved: ResolvedRecipe, world: World) -> None:
+    """Test the start of a run, as one rank of the world.
+
+    Raises:
+        TrainerError: any error of a run's start; also those of lt-data, lt-model and lt-ckpt.
+    """
+    resolved = complete(resolved)
+    recipe, out = resolved.recipe, Path(resolved.recipe.run.dir)
+    read_inputs(resolved, world)  # with the sinks and the mirror, which are not opened below
+    home = next(folder for folder in out.absolute().parents if folder.exists())
+    scratch = home / f".{out.name}{SCRATCH_SUFFIX}"
+    no_mirror = {"mirror_url": "", "mirror_keep_last": 0, "mirror_keep_every": 0}
+    elsewhere = recipe.model_copy(
+        update={
+            "run": recipe.run.model_copy(update={"dir": str(scratch)}),
+            "metrics": recipe.metrics.model_copy(update={"sinks": ()}),
+            "checkpoint": recipe.checkpoint.model_copy(update=no_mirror),
+        }
+    )
+    with ExitStack() as stack:
+        # Ctrl-C deletes the folder; so do the other stop signals.
+        stack.callback(restore_handlers, install_handlers(signal.default_int_handler))
+        if world.rank == 0:
+            RunDir.check(out)
+            shutil.rmtree(scratch, ignore_errors=True)  # of a check that was killed
+            stack.callback(shutil.rmtree, scratch, ignore_errors=True)
+        run = stack.enter_context(open_run(replace(resolved, recipe=elsewhere), world, stop=StopSignals()))
+        if recipe.checkpoint.mirror_url:
+            control, values = run.engine.control, to_dict(recipe)
+            found = run_on_rank0(control, world.rank == 0, lambda: check_mirror(recipe, values))
+            run.log.log_message(f"check: mirror: {found}")
+        run.checkpoints.root = out / "checkpoints"
+        restore_or_start(run)
+        run.checkpoints.root = scratch / "checkpoints"
+        if run.batches.state.step < recipe.schedule.max_steps:
+            _check_steps(run)
+        else:
+            run.log.log_message(f"check: all {recipe.schedule.max_steps} steps are done, a run would end at once")
+
+
+def _check_steps(run: Run) -> None:
+    recipe, engine, first = run.recipe, run.engine, run.batches.state.step
+
+    def step(batch: StepBatch, number: int) -> StepMetrics:
+        rate = learning_rate(number, recipe.schedule, recipe.optimizer.lr)
+        (metrics,) = engine.fetch_metrics([engine.step(batch, rate)])
+        return metrics
+
+    began = time.monotonic()
+    metrics = step(run.batches.next_batch(), first)
+    run.log.log_message(
+        f"check: step {first + 1} in {time.monotonic() - began:.1f} s: loss {metrics.loss:.4f} (uniform prediction: "
+        f"{math.log(run.model.vocab_size):.4f}), grad_norm {metrics.grad_norm:.4g}, peak memory "
+        f"{engine.peak_memory_bytes() / GIB:.2f} GiB"
+    )
+    if not metrics.is_finite:
+        raise CheckError(
+            f"the first step has loss {metrics.loss} and grad_norm {metrics.grad_norm}; compute in another dtype, or "
+            "inspect the data"
+        )
+    began = time.monotonic()
+    run.checkpoints.save(run.batches.checkpoint_state(), wait=True)
+    seconds, grace_s = time.monotonic() - began, recipe.fault_tolerance.grace_period_s
+    run.log.log_message(f"check: saved a checkpoint in {seconds:.1f} s")
+    if seconds > grace_s:
+        run.log.log_message(
+            "warning: a stop would be killed before its save is complete; raise fault_tolerance.grace_period_s = "
+            f"{grace_s:g}, and the time between your scheduler's signal and SIGKILL"
+        )
+    following = run.batches.next_batch()
+    expected = step(following, first + 1)
+    saved = run.checkpoints.find_latest()
+    if saved is None:
+        raise CheckError(f"{run.checkpoints.root}: the file system does not keep written data")
+    engine.restore(saved)
+    restored = step(following, first + 1)
+    if not math.isclose(restored.loss, expected.loss, rel_tol=1e-3):
+        raise CheckError(f"the step after a restore has loss {restored.loss}, without it {expected.loss}")
+    run.log.log_message(f"check: restored; the next step has loss {restored.loss!r}, without it {expected.loss!r}")
+    run.log.log_message("check: nothing was left behind")
