@@ -1,7 +1,5 @@
 """The section `[data]`: training and validation data, mixtures, rows of several lengths."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, Self

@@ -4,8 +4,6 @@ Upper-case names (`hyperparameter`) are those of the Litespark training algorith
 in `data_section`.
 """
 
-from __future__ import annotations
-
 import re
 from math import gcd
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -35,7 +33,7 @@ class RunOptions(Section):
     seed: int = option(0, "seed of the initial weights and the data order", ge=0, le=MAX_INT)
     engine: str = option("gpu", "engine: gpu (CUDA and CPU) or neuron (AWS Trainium)")
     gc_interval: int = option(
-        50, "steps between collections of Python's garbage, the same on all ranks; 0 leaves it to Python", ge=0
+        50, "steps between garbage collections, the same on all ranks; 0 leaves it to Python", ge=0
     )
 
 
@@ -83,15 +81,12 @@ class ModelOptions(Section):
     tie_word_embeddings: bool = option(False, "share the matrix of input embedding and output head")
     rope_scaling: RopeScalingOptions = RopeScalingOptions()
     init_from: str = option(
-        "",
-        "pretrained model: a folder or file in any format that `lt ckpt` reads, or hf://org/name@revision; missing "
-        "fields of this section take its values",
+        "", "pretrained model in any format of `lt ckpt`, or hf://org/name@revision; missing fields take its values"
     )
     init_config: str = option("", "config.json of init_from, if its format has none")
     allow_tokenizer_mismatch: bool = option(False, "allow data whose token ids differ from those of init_from")
     resize_vocab: bool = option(
-        False,
-        "resize init_from's vocabulary to the data's: new rows are the mean of the others, surplus rows are dropped",
+        False, "resize the vocabulary to the data's: new rows are the mean of the others, surplus rows are dropped"
     )
 
     @model_validator(mode="before")
@@ -115,7 +110,7 @@ class ModelOptions(Section):
         return self
 
 
-def architecture_values(config: LlamaConfig) -> dict[str, Any]:
+def architecture_values(config: "LlamaConfig") -> dict[str, Any]:
     """Return the fields of `[model]` that describe `config`, by name within the section."""
     return flatten({name: value for name, value in config.to_dict().items() if value is not None})
 
@@ -144,7 +139,7 @@ class RampOptions(Section):
     needs = (("increment steps tokens", "start"),)
 
     start: int = option(0, "rows in the first step; 0 = no ramp", ge=0)
-    increment: int = option(0, "rows added per level; 0 = the largest that start and global_batch_size allow", ge=0)
+    increment: int = option(0, "rows added per level; 0 = the largest that fits", ge=0)
     steps: int = option(0, "steps until the full batch size", ge=0)
     tokens: int = option(0, "positions read until the full batch size, instead of steps", unit="tokens", ge=0)
 
@@ -194,7 +189,7 @@ class BatchOptions(Section):
         """Number of rows that divides the batch size of every step."""
         return gcd(self.ramp.start, self.ramp_increment) if self.ramp.start else self.global_batch_size
 
-    def batch_ramp(self, seq_len: int) -> BatchRamp | None:
+    def batch_ramp(self, seq_len: int) -> "BatchRamp | None":
         """Return the ramp; None without one.
 
         Args:
@@ -218,7 +213,7 @@ class LrScaleOptions(Section):
 
     table = "optimizer.lr_scale"
 
-    embedding: float = option(1.0, "factor of the learning rate for the input embedding (and a tied head)", ge=0)
+    embedding: float = option(1.0, "factor for the input embedding (and a tied head)", ge=0)
     head: float = option(1.0, "factor of the learning rate for the head", ge=0)
     norm: float = option(1.0, "factor of the learning rate for norms", ge=0)
     matrices: float = option(1.0, "factor of the learning rate for the matrices of the blocks", ge=0)
@@ -243,24 +238,20 @@ class OptimizerOptions(Section):
         "float32", "dtype of all moments; float32 means that of the master weights"
     )
     weights_dtype: Literal["float32", "bfloat16"] = option(
-        "float32",
-        "dtype of the weights; bfloat16 has no float32 master weights: updates are rounded stochastically",
+        "float32", "dtype of the weights; bfloat16 has no master weights: updates are rounded stochastically"
     )
     momentum: float = option(0.95, "muon: decay of the momentum", ge=0, lt=1)
     nesterov: bool = option(True, "muon: Nesterov momentum")
     adjust_lr: Literal["match_rms_adamw", "original"] = option(
         "match_rms_adamw",
-        "muon: factor of the learning rate of a matrix of R rows and C columns: 0.2 sqrt(max(R, C)), which makes "
-        "updates as large as AdamW's, or sqrt(max(1, R / C))",
+        "muon: factor for a matrix of R rows and C columns: 0.2 sqrt(max(R, C)) (as AdamW), or sqrt(max(1, R / C))",
     )
     newton_schulz_steps: int = option(5, "muon: steps of the Newton-Schulz iteration", ge=1)
     newton_schulz_dtype: Literal["float32", "bfloat16"] = option(
-        "bfloat16", "muon: dtype of the Newton-Schulz iteration; float32 means that of the master weights"
+        "bfloat16", "muon: dtype of the iteration; float32 means that of the master weights"
     )
     lr_scale: LrScaleOptions = LrScaleOptions()
-    z_loss: float = option(
-        0.0, "weight of logsumexp(logits)^2, which keeps logits small; 1e-4 is typical, 0 = off", ge=0
-    )
+    z_loss: float = option(0.0, "weight of logsumexp(logits)^2; 1e-4 is typical, 0 = off", ge=0)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -359,24 +350,17 @@ class CheckpointOptions(Section):
     needs = (("mirror_keep_last", "mirror_url"), ("mirror_keep_every", "mirror_keep_last"))
 
     interval: int = option(
-        1000,
-        "steps between checkpoints; 0 = only at the end and on a stop",
-        hyperparameter="CHECKPOINT_INTERVAL",
-        ge=0,
+        1000, "steps between checkpoints; 0 = only at the end", hyperparameter="CHECKPOINT_INTERVAL", ge=0
     )
     keep_last: int = option(3, "number of newest checkpoints to keep", ge=1)
     keep_every: int = option(0, "also keep checkpoints whose step is a multiple of this; 0 = none, 1 = all", ge=0)
-    async_save: bool = option(False, "write checkpoints in the background; needs host memory for a copy of the state")
+    async_save: bool = option(False, "write checkpoints in the background, from a copy in host memory")
     resume: bool = option(True, "resume from the newest valid checkpoint of the run directory or the mirror")
     mirror_url: str = option(
-        "",
-        "s3://bucket/folder to which checkpoints are uploaded in the background, and from which a run resumes on an "
-        "empty machine; credentials and endpoint as configured for boto3",
+        "", "s3://bucket/folder for uploads in the background, from which a run resumes on an empty machine"
     )
     mirror_keep_last: int = option(0, "number of newest checkpoints to keep in the mirror; 0 = all", ge=0)
-    mirror_keep_every: int = option(
-        0, "also keep checkpoints in the mirror whose step is a multiple of this; 0 = none", ge=0
-    )
+    mirror_keep_every: int = option(0, "also keep those whose step is a multiple of this; 0 = none", ge=0)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -394,7 +378,7 @@ class MetricsOptions(Section):
     log_interval: int = option(10, "steps between metrics records", ge=1)
     validation_interval: int = option(0, "steps between validations; 0 = only at the end; needs data.validation", ge=0)
     sinks: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = option(
-        (), "metrics sinks besides metrics.jsonl; each needs the lt-trainer extra of that name"
+        (), "metrics sinks besides metrics.jsonl; each needs the extra of its name"
     )
     monitor_interval_s: float = option(
         10.0, "interval of the node monitor (CPU, memory, disk, GPUs); 0 = off", unit="s", ge=0
@@ -444,23 +428,15 @@ class FaultToleranceOptions(Section):
     table = "fault_tolerance"
 
     max_skipped_steps: int = option(
-        10,
-        "steps skipped for a non-finite loss or gradient norm before a rollback to the newest checkpoint; reset when "
-        "none was skipped between two checkpoints",
-        ge=0,
+        10, "steps skipped as not finite before a rollback; counted anew at a checkpoint without any", ge=0
     )
     max_rollbacks: int = option(
-        3, "rollbacks, each skipping the rows that led to it, before the run ends; counted per start", ge=0
+        3, "rollbacks, each skipping the rows that led to it, before the run ends; per start", ge=0
     )
     hang_timeout_s: float = option(
-        600.0,
-        "time that ranks wait for a hanging or lost rank before the run ends with exit code 75",
-        unit="s",
-        gt=0,
+        600.0, "time that ranks wait for a hanging or lost rank; then exit code 75", unit="s", gt=0
     )
-    grace_period_s: float = option(
-        120.0, "time for a stop, the current step and a save, before the ranks are killed", unit="s", gt=0
-    )
+    grace_period_s: float = option(120.0, "time for a stop, the current step and a save", unit="s", gt=0)
 
     @property
     def collective_timeout_s(self) -> float:
@@ -487,76 +463,37 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         data, model, tasks, kind = self.data, self.model, self.evaluation.tasks, self.data.source_kind
-        has_validation = bool(data.validation or data.validation_sets)
         has_no_store = kind in ("synthetic", "loader")
-        same_names = {*tasks} & ({*data.validation_sets} or {WHOLE_VALIDATION}) if self.evaluation.stores else ()
-        add_validation = "set data.validation to a token store, or remove {}".format
-        for is_wrong, names, problem, remedy in (
-            (
-                self.schedule.kind != "constant" and self.schedule.min_lr > self.optimizer.lr,
-                "schedule.min_lr optimizer.lr",
-                "the final learning rate is above the peak",
-                f"set schedule.min_lr to at most {self.optimizer.lr!r}; a tenth of it is typical",
-            ),
-            (
-                model.tie_word_embeddings and self.optimizer.lr_scale.head != 1,
-                "optimizer.lr_scale.head model.tie_word_embeddings",
-                "a tied head is the embedding, whose learning rate has its own factor",
-                "set optimizer.lr_scale.embedding instead",
-            ),
-            (
-                self.metrics.validation_interval and not has_validation,
-                "metrics.validation_interval data.validation",
-                "there is no validation data",
-                add_validation("metrics.validation_interval"),
-            ),
-            (
-                self.evaluation.stores and not has_validation,
-                "evaluation.stores data.validation",
-                "there is no validation data",
-                add_validation("evaluation.stores"),
-            ),
-            (
-                bool(same_names),
-                "evaluation.tasks",
-                f"a task and a validation set are both called {min(same_names, default='')!r}",
-                "rename the task's file",
-            ),
-            (
-                tasks and has_no_store and not data.store_paths(),
-                f"evaluation.tasks data.{kind}",
-                "tasks are texts, and without a token store there is no tokenizer",
-                add_validation("evaluation.tasks"),
-            ),
-            (
-                has_no_store and not model.vocab_size,
-                f"model.vocab_size data.{kind}",
-                f"data.{kind} needs a vocabulary size",
-                "set model.vocab_size (VOCAB_SIZE)",
-            ),
-            (
-                self.batch.ramp.start and data.packing == "buckets",
-                "batch.ramp.start data.packing",
-                "buckets do not support a batch ramp, since all rows of a step come from one bucket",
-                "remove batch.ramp, or set data.packing to bfd",
-            ),
-            (
-                0 < model.max_position_embeddings < data.seq_len,
-                "data.seq_len model.max_position_embeddings",
-                "rows are longer than the model's maximum context",
-                f"set data.seq_len to at most {model.max_position_embeddings}, or the maximum to 0",
-            ),
-        ):
-            if is_wrong:
-                raise RecipeError(problem, values={name: self.value(name) for name in names.split()}, remedy=remedy)
+        if self.schedule.kind != "constant" and self.schedule.min_lr > self.optimizer.lr:
+            remedy = f"set schedule.min_lr to at most {self.optimizer.lr!r}; a tenth of it is typical"
+            raise self.wrong("schedule.min_lr optimizer.lr", "the final learning rate is above the peak", remedy)
+        if model.tie_word_embeddings and self.optimizer.lr_scale.head != 1:
+            names, remedy = "optimizer.lr_scale.head model.tie_word_embeddings", "set optimizer.lr_scale.embedding"
+            raise self.wrong(names, "a tied head is the embedding, whose learning rate has its own factor", remedy)
+        for name in ("metrics.validation_interval", "evaluation.stores"):
+            if self.value(name) and not (data.validation or data.validation_sets):
+                remedy = f"set data.validation to a token store, or remove {name}"
+                raise self.wrong(f"{name} data.validation", "there is no validation data", remedy)
+        same_names = {*tasks} & ({*data.validation_sets} or {WHOLE_VALIDATION})
+        if self.evaluation.stores and same_names:
+            problem = f"a task and a validation set are both called {min(same_names)!r}"
+            raise self.wrong("evaluation.tasks", problem, "rename the task's file")
+        if tasks and has_no_store and not data.store_paths():
+            problem = "tasks are texts, and without a token store there is no tokenizer"
+            raise self.wrong(
+                f"evaluation.tasks data.{kind}", problem, "set data.validation, or remove evaluation.tasks"
+            )
+        if has_no_store and not model.vocab_size:
+            problem, remedy = f"data.{kind} needs a vocabulary size", "set model.vocab_size (VOCAB_SIZE)"
+            raise self.wrong(f"model.vocab_size data.{kind}", problem, remedy)
+        if self.batch.ramp.start and data.packing == "buckets":
+            problem = "buckets do not support a batch ramp, since all rows of a step come from one bucket"
+            raise self.wrong("batch.ramp.start data.packing", problem, "remove batch.ramp, or set data.packing to bfd")
+        if 0 < model.max_position_embeddings < data.seq_len:
+            remedy = f"set data.seq_len to at most {model.max_position_embeddings}, or the maximum to 0"
+            problem = "rows are longer than the model's maximum context"
+            raise self.wrong("data.seq_len model.max_position_embeddings", problem, remedy)
         return self
-
-    def value(self, name: str) -> Any:
-        """Return the value of a dotted name, such as `optimizer.lr`."""
-        found: Any = self
-        for part in name.split("."):
-            found = getattr(found, part)
-        return found
 
     def with_nodes(self, nodes: int) -> Self:
         """Return the recipe for another number of nodes."""
