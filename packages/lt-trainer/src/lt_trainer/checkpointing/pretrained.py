@@ -222,10 +222,10 @@ def _check_architecture(options: ModelOptions, source_model: LlamaConfig, model:
     skipped = (*OVERRIDABLE_FIELDS, "vocab_size") if options.resize_vocab else OVERRIDABLE_FIELDS
     names = [name for name in actual if name not in skipped and actual[name] != expected[name]]
     if names:
+        has = ", ".join(f"{name} = {expected[name]!r}" for name in names)
         also = "; model.resize_vocab resizes the vocabulary" if "vocab_size" in names else ""
         raise RecipeError(
-            f"the model of model.init_from = {options.init_from!r} has "
-            + ", ".join(f"{name} = {expected[name]!r}" for name in names),
+            f"the model of model.init_from = {options.init_from!r} has {has}",
             values={f"model.{name}": actual[name] for name in names},
             remedy=f"remove these fields to use the model's{also}",
         )
@@ -236,24 +236,18 @@ def _check_tokenizer(options: ModelOptions, model_files: Mapping[str, bytes], da
     name, values = "tokenizer.json", {"model.init_from": options.init_from}
     if name not in model_files or name not in data_files:
         return
-    data_tokens = tokens_by_id(data_files[name])  # the store was opened: the file is as its manifest says
+    ours = tokens_by_id(data_files[name])  # the store was opened: the file is as its manifest says
     try:
-        model_tokens = tokens_by_id(model_files[name])
+        theirs = tokens_by_id(model_files[name])
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as exc:
         remedy = "fetch the file again, or set model.allow_tokenizer_mismatch to train without a look at it"
-        problem = f"the model's {name} cannot be read: {type(exc).__name__}: {exc}"
-        raise RecipeError(problem, values=values, remedy=remedy) from exc
-    unknown = data_tokens.keys() - model_tokens.keys()
-    problems = [
-        f"id {i} is {data_tokens[i]!r} in the data and {model_tokens[i]!r} in the model"
-        for i in sorted(data_tokens.keys() - unknown)
-        if data_tokens[i] != model_tokens[i]
-    ][:1]
-    if unknown and not options.resize_vocab:
-        problems.append(f"{len(unknown)} ids of the data are not in the model's tokenizer")
-    if problems:
+        raise RecipeError(f"the model's {name} cannot be read: {exc}", values=values, remedy=remedy) from exc
+    differing = sorted(i for i in ours if ours[i] != theirs.get(i, ours[i] if options.resize_vocab else None))
+    if differing:
+        i = differing[0]
         raise RecipeError(
-            f"the data was prepared with another tokenizer than the model's: {', '.join(problems)}",
+            f"the data was prepared with another tokenizer than the model's: {len(differing)} ids differ, first {i}, "
+            f"{ours[i]!r} in the data and {theirs.get(i)!r} in the model",
             values=values,
             remedy="prepare the data with the model's tokenizer (lt data prepare --tokenizer), or, if intended, set "
             "model.allow_tokenizer_mismatch (or model.resize_vocab for added tokens)",

@@ -22,7 +22,7 @@ Shapes: M micro-batches, B rows per micro-batch, T positions per row.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -158,7 +158,7 @@ class LoaderBatches:
                     "return single rows, or a divisor of its rows per step"
                 )
 
-    def _iterate(self) -> Iterator[Any]:
+    def _iterate(self) -> Generator[Any]:
         """Yield the loader's items; an iterable that has ended is restarted, an iterator or an empty one is not."""
         n_before = -1
         while n_before < self._rows_read and (n_before < 0 or not hasattr(self._loader, "__next__")):
