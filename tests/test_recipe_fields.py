@@ -178,6 +178,7 @@ CASES = [
     Case("checkpoint.keep_every", "1", "checkpoints", ("checkpoint.interval=1", "checkpoint.keep_last=1")),
     Case("metrics.log_interval", "2", "logged_steps"),
     Case("metrics.validation_interval", "1", "validation_losses"),
+    Case("metrics.validation_tokens", "-1", "validation_losses"),
     Case("evaluation.tasks", "[lt_copy]", "evaluations"),
     Case("evaluation.tasks_dir", "{stores}/tasks", "evaluations", ("evaluation.tasks=[spelled]",), "{stores}/others"),
     Case("evaluation.stores", "true", "files"),

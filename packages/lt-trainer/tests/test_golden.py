@@ -66,6 +66,7 @@ EVERY_FIELD = {
     "checkpoint.mirror_keep_every": 1000,
     "metrics.log_interval": 5,
     "metrics.validation_interval": 50,
+    "metrics.validation_tokens": 4096,
     "metrics.sinks": ["wandb", "tensorboard"],
     "metrics.monitor_interval_s": 2.5,
     "metrics.profile_steps": 2,

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lt_ckpt import Checkpoint, CheckpointError, find_latest_valid
-from lt_data import DataError
+from lt_ckpt import Checkpoint, CheckpointError, find_latest_valid, list_steps
+from lt_data import DataError, TokenStore
 from lt_model import LlamaConfig, flops_per_token
 from lt_test_helpers.runs import run
+from lt_trainer.config.data_section import DataOptions
 from lt_trainer.config.lr_schedule import learning_rate
 from lt_trainer.config.recipe import load
 from lt_trainer.engine import HostStopwatch
@@ -35,7 +36,7 @@ def losses(base) -> dict[int, float]:
 
 
 def test_trains_every_row_in_the_streams_order(recipe_base, fake_engine, little_data) -> None:
-    from lt_data import RowReader, Stream, TokenStore, open_pack
+    from lt_data import RowReader, Stream, open_pack
 
     assert start(recipe_base) == 0
     (engine,) = fake_engine.opened
@@ -279,6 +280,22 @@ def test_refuses_a_vocabulary_that_does_not_fit(recipe_base, fake_engine) -> Non
 def test_refuses_another_tokenizer_than_the_stores(recipe_base, fake_engine) -> None:
     with pytest.raises(RecipeError, match=r"data.tokenizer = 'meta/other' \(--set\)"):
         start(recipe_base, overrides=["data.tokenizer=meta/other"])
+
+
+def test_the_records_of_a_run_name_the_tokenizer_of_its_store(recipe_base, fake_engine, little_data) -> None:
+    """Also where the store is only validated on; the written recipe can be run again."""
+    name = TokenStore.open(little_data / "train").manifest.tokenizer.name
+    for training in ({}, {"store": "", "synthetic": True}):
+        recipe_base["data"] |= training
+        recipe_base["model"]["vocab_size"] = 300
+        recipe_base["run"]["dir"] += "-2"
+        assert start(recipe_base, overrides=["schedule.max_steps=2"]) == 0
+        out = Path(recipe_base["run"]["dir"])
+        written = load(out / "recipe.toml").recipe
+        saved = Checkpoint.open(list_steps(out / "checkpoints")[0][1]).manifest.recipe
+        if not training:
+            assert written.data.tokenizer == saved["data"]["tokenizer"] == name != DataOptions().tokenizer
+        assert written.data.tokenizer == saved["data"]["tokenizer"]
 
 
 def test_refuses_what_the_engine_cannot_do(recipe_base, fake_engine) -> None:

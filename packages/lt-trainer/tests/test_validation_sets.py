@@ -1,4 +1,4 @@
-"""Several validation sets: each whole, at each interval, over any number of ranks, with bits per byte of its text."""
+"""Validation sets: the same rows at each interval and over any number of ranks, with bits per byte of their text."""
 
 import math
 import shutil
@@ -44,7 +44,7 @@ def test_each_set_is_evaluated_whole_at_each_interval(recipe_base, fake_engine, 
         "web": {"store": str(little_data / "train")},
         "again": {"store": str(little_data / "validation")},
     }
-    assert start(recipe_base, "metrics.validation_interval=8") == 0
+    assert start(recipe_base, "metrics.validation_interval=8", "metrics.validation_tokens=-1") == 0
     found = validations(recipe_base)
     assert [(r["step"], r.get("val_set", "")) for r in found] == [
         (step, name) for step in (8, 16, 20) for name in ("", "again", "web")
@@ -70,25 +70,62 @@ def test_named_sets_need_no_unnamed_one(recipe_base, fake_engine, little_data) -
 
 @pytest.mark.parametrize("dp_size", [1, 2, 3, 7])
 @pytest.mark.parametrize("micro_batch_size", [1, 4])
-def test_every_row_once_over_any_number_of_ranks(recipe_base, dp_size: int, micro_batch_size: int) -> None:
-    reader = open_data(load(base=recipe_base).recipe).validation[0].reader
+@pytest.mark.parametrize("tokens", [-1, 200])
+def test_every_row_once_over_any_number_of_ranks(recipe_base, dp_size: int, micro_batch_size: int, tokens: int) -> None:
+    (dataset,) = open_data(load(base=recipe_base, overrides=[f"metrics.validation_tokens={tokens}"]).recipe).validation
+    reader = dataset.reader
+    assert dataset.rows.size == (7 if tokens > 0 else reader.n_rows), "200 positions are in 7 rows of 32"
     rounds: list[int] = []
     seen: list[bytes] = []
-    tokens = 0
+    n_labels = 0
     for rank in range(dp_size):
         topology = Topology(rank=rank, world_size=dp_size, dp_rank=rank, dp_size=dp_size)
-        batches = list(validation_batches(reader, topology, micro_batch_size))
+        batches = list(validation_batches(reader, topology, micro_batch_size, dataset.rows))
         rounds.append(len(batches))
         for batch in batches:
             assert batch.input_ids.shape == (1, micro_batch_size, 32)
             assert batch.valid_tokens == int((batch.labels != -100).sum())
-            tokens += batch.valid_tokens
+            documents = batch.doc_ids.reshape(-1)
+            begins = (np.arange(documents.size) % 32 == 0) | (documents != np.roll(documents, 1))
+            assert sorted({*batch.cu_seqlens[0].tolist()}) == [*np.flatnonzero(begins).tolist(), documents.size]
+            n_labels += batch.valid_tokens
             padding = (batch.doc_ids == -1).all(axis=2)
             seen += [row.tobytes() for row in batch.input_ids[~padding]]
-    everything = reader.read_rows(np.arange(reader.n_rows))
+    everything = reader.read_rows(dataset.rows)
     assert sorted(seen) == sorted(row.tobytes() for row in everything.input_ids)
-    assert tokens == int((everything.labels != -100).sum())
+    assert n_labels == int((everything.labels != -100).sum())
     assert len(set(rounds)) == 1, "a rank with fewer batches would leave the others waiting"
+
+
+def test_a_part_of_a_set_takes_a_tenth_of_the_run_and_is_the_same_in_all_runs(recipe_base, little_data) -> None:
+    """20 steps of 8 rows: 16 rows at the end, 8 after each 10 steps; a larger part has the smaller."""
+    recipe_base["data"]["validation"] = str(little_data / "train")
+
+    def rows(*overrides: str) -> list[int]:
+        (dataset,) = open_data(load(base=recipe_base, overrides=overrides).recipe).validation
+        share = dataset.reader.count_labels(dataset.rows) / valid_tokens(little_data / "train")
+        assert dataset.text_bytes == round(share * TokenStore.open(little_data / "train").manifest.text_bytes)
+        assert dataset.rows.tolist() == sorted(set(dataset.rows.tolist()))
+        return dataset.rows.tolist()
+
+    whole = rows("metrics.validation_tokens=-1")
+    assert len(rows()) == 16 < len(whole)
+    assert rows("metrics.validation_tokens=512", "run.seed=7", "batch.micro_batch_size=2") == rows()
+    assert len(rows("metrics.validation_interval=10")) == 8
+    assert set(rows("metrics.validation_interval=10")) < set(rows()) < set(whole)
+    assert rows("metrics.validation_tokens=1000000") == whole == list(range(len(whole)))
+    with pytest.raises(RecipeError, match=r"metrics\.validation_tokens = .*-2"):
+        rows("metrics.validation_tokens=-2")
+
+
+def test_each_validation_reads_the_same_part(recipe_base, fake_engine, little_data) -> None:
+    recipe_base["data"]["validation"] = str(little_data / "train")
+    assert start(recipe_base, "metrics.validation_interval=10") == 0
+    (first, last) = validations(recipe_base)
+    (dataset,) = open_data(load(base=recipe_base, overrides=["metrics.validation_interval=10"]).recipe).validation
+    assert first["val_tokens"] == last["val_tokens"] == dataset.reader.count_labels(dataset.rows)
+    bits = last["val_loss"] * last["val_tokens"] / math.log(2)
+    assert last["val_bits_per_byte"] == pytest.approx(bits / dataset.text_bytes, rel=1e-12)
 
 
 def test_a_store_made_from_ids_is_decoded_for_its_bytes(recipe_base, little_data, tmp_path) -> None:

@@ -377,6 +377,13 @@ class MetricsOptions(Section):
 
     log_interval: int = option(10, "steps between metrics records", ge=1)
     validation_interval: int = option(0, "steps between validations; 0 = only at the end; needs data.validation", ge=0)
+    validation_tokens: int = option(
+        0,
+        "positions of each validation set that are evaluated, the same each time; -1 = all; 0 = all sets together a "
+        "tenth of the positions trained on between validations",
+        unit="tokens",
+        ge=-1,
+    )
     sinks: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = option(
         (), "metrics sinks besides metrics.jsonl; each needs the extra of its name"
     )

@@ -180,15 +180,11 @@ def _validation_set(recipe: Recipe, name: str, store: TokenStore, n_sets: int) -
     have a tenth of the positions trained on between two validations: a forward pass over them takes about a thirtieth
     of that time.
     """
-    reader, n_tokens, steps = (
-        _reader(recipe.data, store),
-        getattr(recipe.metrics, "validation_tokens", 0),
-        recipe.schedule.max_steps,
-    )
-    if n_tokens == "auto":
+    reader, n_tokens, steps = _reader(recipe.data, store), recipe.metrics.validation_tokens, recipe.schedule.max_steps
+    if not n_tokens:
         interval = min(recipe.metrics.validation_interval or steps, steps)
-        n_tokens = max(1, interval * recipe.batch.global_batch_size * reader.seq_len // (10 * n_sets))
-    n_rows = min(reader.n_rows, -(-n_tokens // reader.seq_len) or reader.n_rows)
+        n_tokens = interval * recipe.batch.global_batch_size * reader.seq_len // (10 * n_sets)
+    n_rows = reader.n_rows if n_tokens < 0 else min(reader.n_rows, max(1, -(-n_tokens // reader.seq_len)))
     rows = np.sort(reader.rows_at(0, n_rows, seed=0, shuffle=True))
     share = reader.count_labels(rows) / max(1, int(reader.valid.sum(dtype=np.int64)))
     return ValidationSet(name=name, reader=reader, rows=rows, text_bytes=round(text_bytes(store) * share))
