@@ -69,6 +69,7 @@ def folder(prepared: Path, lt: Callable[..., str], tmp_path_factory: pytest.Temp
     (root / "licences.toml").write_text(LICENSES)
     (root / "paper.md").write_text("# A paper\n")
     changes = ("schedule.max_steps=8", "checkpoint.interval=2", "checkpoint.keep_last=2", "batch.micro_batch_size=4")
+    changes += ("metrics.validation_tokens=-1",)
     lt("train", "run", "run.toml", *(word for text in changes for word in ("--set", text)), cwd=root)
     lt("train", "evaluate", "run", "--store", "validation", "--device", "cpu", cwd=root)
     return root

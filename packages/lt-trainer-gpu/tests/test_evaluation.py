@@ -114,7 +114,7 @@ def ran(store: str, folder: str, sets: tuple[str, ...], evaluate: bool) -> int:
         "data": {"store": store, "validation": store, "seq_len": SEQ_LEN},
         "batch": {"global_batch_size": 8, "micro_batch_size": MICRO_BATCH_SIZE},
         "schedule": {"max_steps": 6, "warmup_steps": 1},
-        "metrics": {"log_interval": 1, "monitor_interval_s": 0.0},
+        "metrics": {"log_interval": 1, "monitor_interval_s": 0.0, "validation_tokens": -1},
         "engine": {"gpu": {"device": "cpu", "dtype": "float64"}},
     }
     tasks = {"tasks": ["lt_count", "lt_recall"], "interval": 3, "limit": 7, "stores": True}

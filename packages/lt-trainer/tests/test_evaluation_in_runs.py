@@ -59,7 +59,7 @@ def test_tasks_are_evaluated_every_n_steps_and_training_is_the_same(
 def test_validation_sets_are_evaluated_by_source_and_length(recipe_base, fake_engine, tmp_path: Path) -> None:
     """The groups add up to the whole, which has the validation's tokens; training does not notice."""
     recipe_base["evaluation"] = {"stores": True, "interval": 8}
-    assert start(recipe_base) == 0
+    assert start(recipe_base, "metrics.validation_tokens=-1") == 0
     folder = Path(recipe_base["run"]["dir"])
     found = records(recipe_base, "eval_loss")
     assert [(r["step"], r["eval_task"], r["eval_items"]) for r in found] == [(s, "validation", 5) for s in (8, 16, 20)]
