@@ -267,7 +267,8 @@ def complete(resolved: ResolvedRecipe) -> ResolvedRecipe:
         sections = {name: getattr(recipe, name) for name in Recipe.model_fields}
         recipe = Recipe(**{**sections, "model": ModelOptions(**unflatten(given | filled))})
         origins = {name: DEFAULT if text.startswith(PENDING) else text for name, text in origins.items()}
-    name = _tokenizer_name(recipe.data) if origins.get("data.tokenizer", DEFAULT) == DEFAULT else ""
+    is_stored = recipe.data.source_kind in ("store", "mixture")  # with other rows a tokenizer has no effect
+    name = _tokenizer_name(recipe.data) if is_stored and origins.get("data.tokenizer", DEFAULT) == DEFAULT else ""
     if name:
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"tokenizer": name})})
         origins["data.tokenizer"] = "the store's"
