@@ -19,11 +19,7 @@ from lt_trainer_gpu.spec import SPEC
 BUDGET = ("compile=true", "activation_checkpointing=memory_budget")
 OTHERS: dict[str, tuple[str, ...]] = {
     "fp8_skipped_blocks": ("fp8=rowwise", "fp8_skipped_blocks=0"),
-    "activation_memory_budget": (
-        "compile=true",
-        "activation_checkpointing=memory_budget",
-        "activation_memory_budget=0.3",
-    ),
+    "activation_memory_budget": (*BUDGET, "activation_memory_budget=0.3"),
     "pad_vocab_to_multiple_of": ("pad_vocab_to_multiple_of=48",),
     "loss_chunk_tokens": ("loss_chunk_tokens=5",),
     "pipeline_stages_per_rank": ("pipeline_stages_per_rank=2",),
