@@ -72,11 +72,6 @@ def test_the_option_is_a_word_or_a_bool(recipe, text: str) -> None:
     assert recipe(f"engine.gpu.compile={text}").engine["gpu"].compile == wanted
 
 
-def test_another_word_is_refused_with_the_choices(recipe) -> None:
-    with pytest.raises(RecipeError, match=r"engine.gpu.compile = 'on'.*: must be 'auto', True or False"):
-        recipe("engine.gpu.compile=on")
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch's own, while it traces
 def test_compiled_blocks_take_rows_of_several_lengths(open_on, config, monkeypatch) -> None:

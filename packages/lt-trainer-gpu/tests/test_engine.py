@@ -301,16 +301,12 @@ def test_what_a_device_cannot_do_is_refused(recipe, sets, facts: dict, message: 
 @pytest.mark.parametrize(
     ("sets", "message"),
     [
-        (
-            ["engine.gpu.activation_checkpointing=memory_budget", "engine.gpu.compile=false"],
-            r"compile = False.*: memory_budget requires torch.compile",
-        ),
-        (
-            ["engine.gpu.activation_memory_budget=0.3"],
-            r"activation_memory_budget = 0.3.*requires activation_checkpointing = 'memory_budget'",
-        ),
-        (["engine.gpu.compile=true", "engine.gpu.attention=split"], r"recompiled for every batch"),
-        (["engine.gpu.activation_memory_budget=1.5"], r"activation_memory_budget = 1.5.*: must be between"),
+        (["engine.gpu.activation_memory_budget=0.3"], r"budget = 0.3.*: has no effect with activation_ch"),
+        (["engine.gpu.activation_memory_budget=1.5"], r"activation_memory_budget = '?1.5.*: must be at most 1"),
+        (["engine.gpu.activation_checkpointing=memory_budget"], r"memory_budget requires torch.compile; set"),
+        (["engine.gpu.compile=true", "engine.gpu.attention=split"], r"recompiled for every batch; set .* sdpa"),
+        (["engine.gpu.fp8_skipped_blocks=0"], r"fp8_skipped_blocks = 0.*: has no effect with fp8 = 'off'"),
+        (["engine.gpu.compile=on"], r"engine.gpu.compile = 'on'.*: must be 'auto', True or False"),
     ],
 )
 def test_options_that_contradict_are_refused(recipe, sets, message) -> None:

@@ -12,7 +12,6 @@ from lt_model.llama import Llama
 from lt_test_helpers import layouts
 from lt_test_helpers.layouts import TrainResult, assemble, step_batch
 from lt_trainer.engine import StepMetrics
-from lt_trainer.errors import RecipeError
 from lt_trainer_gpu.fp8 import E4M3, E5M2, LINEAR_CLASSES, apply_fp8, quantize
 
 SCALINGS = ("tensorwise", "rowwise")
@@ -213,11 +212,6 @@ def test_a_run_says_that_it_computes_in_float8(open_on) -> None:
     wanted = "fp8 tensorwise in the blocks' linear layers; mfu is relative to the bfloat16 peak"
     assert device.notes[-1].startswith(wanted)
     assert open_on("cpu", config).device.resolved["engine.gpu.fp8"] == "off"
-
-
-def test_skipped_blocks_without_fp8_are_refused(recipe) -> None:
-    with pytest.raises(RecipeError, match=r"fp8_skipped_blocks = 0.* has no effect with fp8 = 'off'"):
-        recipe("engine.gpu.fp8_skipped_blocks=0")
 
 
 # ---- a loss curve ----
