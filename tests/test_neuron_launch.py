@@ -49,7 +49,7 @@ def test_ranks_of_this_machine(what: str, code: int, tmp_path: Path, node: dict[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["trainjob", "pytorchjob", "jobset"])
+@pytest.mark.parametrize("kind", ["trainjob", "jobset"])
 def test_ranks_of_pods(kind: str, tmp_path: Path, node: dict[str, str]) -> None:
     """The command of the manifest, with the variables that the kind's controller sets, in two pods."""
     (tmp_path / "recipe.toml").write_text(recipe(f"{tmp_path}/trained", nodes=2))
@@ -84,8 +84,6 @@ def command_of(made: dict[str, Any]) -> list[str]:
     spec = made["spec"]
     if made["kind"] == "TrainJob":
         return spec["trainer"]["command"]
-    if made["kind"] == "PyTorchJob":
-        return spec["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]["command"]
     return spec["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]["command"]
 
 
@@ -93,12 +91,9 @@ def controller_variables(kind: str, number: int) -> dict[str, str]:
     """What a controller sets in pod `number` of two with two processes each."""
     if kind == "jobset":
         return {"JOB_COMPLETION_INDEX": str(number)}
-    port = {"trainjob": "29411", "pytorchjob": "29412"}[kind]
     pet = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "2", "PET_NODE_RANK": str(number)}
-    pet |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port}
-    if kind == "trainjob":
-        return pet
-    return pet | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(number), "WORLD_SIZE": "4"}
+    pet |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": "29411"}
+    return pet
 
 
 HYPERPARAMETERS = {

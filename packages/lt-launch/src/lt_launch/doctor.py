@@ -1,4 +1,4 @@
-"""Implementation of `lt launch doctor`: findings of a target with remedies, and the cost of the run."""
+"""Implementation of `lt launch doctor`: findings of a target with remedies."""
 
 from __future__ import annotations
 
@@ -32,8 +32,6 @@ def run_doctor(on: str, run_file: RunFile | None, profile: Path | None, hostfile
 
 
 def _findings(on: str, profile: Profile, run_file: RunFile | None):
-    from lt_launch.costs import estimate_costs
-
     target = get_target(on)
     if run_file is not None:
         rendered = target.render(run_file.pipeline, profile)
@@ -41,5 +39,3 @@ def _findings(on: str, profile: Profile, run_file: RunFile | None):
             level="ok", check="render", detail=f"{len(rendered.files)} files, {len(rendered.commands)} commands"
         )
     yield from target.doctor(profile, run_file.pipeline if run_file else None)
-    if run_file is not None:
-        yield from estimate_costs(run_file.pipeline, profile)

@@ -11,8 +11,6 @@ if it exists. A run file may have the same tables below `[profile]`; they overri
     hostfile = "hosts.txt"
     [slurm]
     partition = "train"
-    [prices]
-    file = "prices.toml"
 
 A target reads its own table with `Profile.options(name, Class)`, where Class is a section
 (`lt_trainer.config.section`): unknown keys and wrong types are errors that name field and file.
@@ -80,7 +78,7 @@ class Profile:
         return variables
 
     def table(self, name: str, *, text_only: bool = False) -> dict[str, Any]:
-        """Return a table with user-defined keys (env, prices)."""
+        """Return a table with user-defined keys (env)."""
         prefix = f"{name}."
         values = {key[len(prefix) :]: given.value for key, given in self.values.items() if key.startswith(prefix)}
         for key, value in values.items():
@@ -148,7 +146,7 @@ def load_profile(path: str | Path | None = None, environ: Mapping[str, str] | No
 
 def check_profile_keys(given: Mapping[str, Given]) -> None:
     """Reject unknown tables and keys; keys inside a target's table are checked by that target."""
-    tables = {target.profile_table for target in TARGETS.values()} - {""} | {"env", "prices"}
+    tables = {target.profile_table for target in TARGETS.values()} - {""} | {"env"}
     for name, value in given.items():
         head, dot, _ = name.partition(".")
         if (head in TOP_LEVEL_KEYS and not dot) or (head in tables and (dot or value.value == {})):

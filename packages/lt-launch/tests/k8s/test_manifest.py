@@ -47,8 +47,8 @@ def rendered(made: Job, given: Profile) -> str:
 
 
 GOLDEN = {f"trainjob-{version}": {"trainer_version": version} for version in TRAINER_VERSIONS}
-GOLDEN |= {kind: {"kind": kind} for kind in ("pytorchjob", "jobset", "hyperpod")}
-KINDS = ["trainjob", "pytorchjob", "jobset", "hyperpod"]
+GOLDEN |= {kind: {"kind": kind} for kind in ("jobset", "hyperpod")}
+KINDS = ["trainjob", "jobset", "hyperpod"]
 
 
 def pod_of(made: dict[str, Any]) -> dict[str, Any]:
@@ -57,9 +57,6 @@ def pod_of(made: dict[str, Any]) -> dict[str, Any]:
     if made["kind"] == "HyperPodPyTorchJob":
         (replica,) = spec["replicaSpecs"]
         return replica["template"]["spec"]
-    if made["kind"] == "PyTorchJob":
-        assert len({str(replica["template"]) for replica in spec["pytorchReplicaSpecs"].values()}) == 1
-        return spec["pytorchReplicaSpecs"]["Master"]["template"]["spec"]
     if made["kind"] == "JobSet":
         (replicated,) = spec["replicatedJobs"]
         return replicated["template"]["spec"]["template"]["spec"]
@@ -145,7 +142,7 @@ def test_a_pod_that_needs_no_more_than_the_usual_grace_period_is_not_told() -> N
     assert KubernetesTarget().render(Pipeline.from_job(job(grace_period_s=0.0)), given).notes == ()
 
 
-@pytest.mark.parametrize("kind", ["hyperpod", "pytorchjob"])
+@pytest.mark.parametrize("kind", ["hyperpod"])
 def test_operators_keep_the_time_limit(kind: str) -> None:
     made = list(yaml.safe_load_all(rendered(job(time_limit_s=3600), profile(kind=kind))))[1]
     assert made["spec"]["runPolicy"]["activeDeadlineSeconds"] == 3600
@@ -177,24 +174,6 @@ def test_a_jobset_is_restarted_as_a_whole_and_not_after_a_mistake_or_its_time() 
     ]
 
 
-def test_a_pytorchjob_has_one_master_and_the_others_are_workers() -> None:
-    target = KubernetesTarget().render(Pipeline.from_job(job()), profile(kind="pytorchjob"))
-    made = list(yaml.safe_load_all(target.files["llama.yaml"]))[1]
-    replicas = made["spec"]["pytorchReplicaSpecs"]
-    assert {kind: (one["replicas"], one["restartPolicy"]) for kind, one in replicas.items()} == {
-        "Master": (1, "OnFailure"),
-        "Worker": (3, "OnFailure"),
-    }
-    assert made["spec"]["runPolicy"]["backoffLimit"] == 10
-    container = pod_of(made)["containers"][0]
-    assert container["name"] == "pytorch", "the operator sets its variables in a container of this name"
-    rendezvous = ["--node-rank=$(RANK)", "--master-addr=$(MASTER_ADDR)", "--master-port=$(MASTER_PORT)"]
-    assert container["command"][9:] == ["--nnodes=4", *rendezvous]
-    assert "also after 64" in target.notes[0]
-    alone = list(yaml.safe_load_all(rendered(job(nodes=1), profile(kind="pytorchjob"))))[1]
-    assert list(alone["spec"]["pytorchReplicaSpecs"]) == ["Master"]
-
-
 def test_names_are_as_long_as_those_of_pods_allow() -> None:
     """JOB-node-0-INDEX-abcde has at most 63 characters."""
     assert rendered(job(name="a" * 48), profile())
@@ -203,10 +182,8 @@ def test_names_are_as_long_as_those_of_pods_allow() -> None:
     with pytest.raises(RecipeError, match=r"longer than 47 characters"):
         rendered(job(name="a" * 48, nodes=11), profile())
     assert rendered(job(name="a" * 48), profile(kind="jobset"))
-    assert rendered(job(name="a" * 54), profile(kind="pytorchjob"))
-    for kind, length in (("jobset", 48), ("pytorchjob", 54)):
-        with pytest.raises(RecipeError, match=f"longer than {length} characters"):
-            rendered(job(name="a" * (length + 1)), profile(kind=kind))
+    with pytest.raises(RecipeError, match="longer than 48 characters"):
+        rendered(job(name="a" * 49), profile(kind="jobset"))
     assert rendered(job(name="a" * 63), profile(kind="hyperpod"))
 
 
@@ -226,7 +203,7 @@ def test_neuron_cores() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_neuron_pod_asks_for_a_core_of_each_process_where_the_job_says_nothing(kind: str) -> None:
     text = rendered(job(engine="neuron", procs_per_node=32, resources=Resources()), profile(kind=kind))
-    assert text.count("aws.amazon.com/neuroncore: '32'") == (4 if kind == "pytorchjob" else 2)
+    assert text.count("aws.amazon.com/neuroncore: '32'") == 2
     assert "nvidia.com" not in text
 
 

@@ -117,30 +117,6 @@ def test_kubeflow_reads_the_whole_job_set(tmp_path: Path, release: str) -> None:
     assert differences(made, ask(python, JOB_SET, made)) == [".spec.failurePolicy.backoffLimit: 3 became None"]
 
 
-PYTORCH_JOB = """
-import json, sys
-from types import SimpleNamespace
-from kubeflow.training.api_client import ApiClient
-client = ApiClient()
-read = client.deserialize(SimpleNamespace(data=sys.stdin.read()), "KubeflowOrgV1PyTorchJob")
-print(json.dumps(client.sanitize_for_serialization(read)))
-"""
-
-
-def test_the_training_operator_reads_the_whole_pytorchjob(tmp_path: Path) -> None:
-    python = tmp_path / "environment" / "bin" / "python"
-    environment(tmp_path / "environment", "pyyaml")
-    installed = subprocess.run(
-        ["uv", "pip", "install", "-q", "--python", python, "kubeflow-training==1.9.4"], check=False
-    )
-    if installed.returncode:
-        pytest.skip("the client of Kubeflow's training operator cannot be installed here")
-    _, made = documents(kind="pytorchjob")
-    assert differences(made, ask(python, PYTORCH_JOB, made)) == []
-    made["spec"]["runPolicy"]["jobMaxRetryCount"] = 3
-    assert differences(made, ask(python, PYTORCH_JOB, made)) == [".spec.runPolicy.jobMaxRetryCount: 3 became None"]
-
-
 HYPERPOD = """
 import importlib.util, json, sys
 from importlib.metadata import files

@@ -16,7 +16,6 @@ from lt_launch.k8s.hyperpod import hyperpod_job
 from lt_launch.k8s.jobset import job_set
 from lt_launch.k8s.options import KubernetesOptions
 from lt_launch.k8s.pod import RECIPE_MOUNT_PATH, SHM_PATH, image_of, termination_grace_period
-from lt_launch.k8s.pytorchjob import pytorch_job
 from lt_launch.k8s.trainjob import DEFAULT_GRACE_PERIOD_S, TRAINER_VERSIONS, train_job
 from lt_trainer.errors import RecipeError
 
@@ -26,10 +25,10 @@ LABEL = re.compile(r"[a-z](?:[a-z0-9-]{0,61}[a-z0-9])?")
 """Names that Kubernetes takes as part of a host name (RFC 1035)."""
 MAX_LABEL_CHARS = 63
 IMAGE = re.compile(r"[a-z0-9][a-zA-Z0-9._:/@-]*[a-zA-Z0-9]")
-POD_NAME_SUFFIXES = {"trainjob": "-node-0-{}-abcde", "jobset": "-node-0-{}-abcde", "pytorchjob": "-worker-{}"}
+POD_NAME_SUFFIXES = {"trainjob": "-node-0-{}-abcde", "jobset": "-node-0-{}-abcde"}
 """What follows a job's name in that of a pod: replicated job, its index, the pod's index, five letters."""
 PET_VARIABLES = ("PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT")
-OPERATOR_VARIABLES = {"trainjob": PET_VARIABLES, "pytorchjob": PET_VARIABLES, "jobset": ("JOB_COMPLETION_INDEX",)}
+OPERATOR_VARIABLES = {"trainjob": PET_VARIABLES, "jobset": ("JOB_COMPLETION_INDEX",)}
 MAX_VARIABLES = 128
 """Variables that a TrainJob takes."""
 
@@ -48,16 +47,12 @@ def manifests(job: Job, options: KubernetesOptions, python: str) -> list[dict[st
     _check_variables(job, options)
     if options.kind == "hyperpod":
         return [_config_map(job, options), hyperpod_job(job, options)]
-    make = {"trainjob": train_job, "pytorchjob": pytorch_job, "jobset": job_set}[options.kind]
+    make = {"trainjob": train_job, "jobset": job_set}[options.kind]
     return [_config_map(job, options), make(job, options, python)]
 
 
 def manifest_notes(job: Job, options: KubernetesOptions) -> tuple[str, ...]:
     """Return what the chosen kind or version of the operator cannot do for this job."""
-    if options.kind == "pytorchjob":
-        return (
-            "the training operator restarts pods after every exit code, also after 64, which a restart does not mend",
-        )
     if options.kind != "trainjob":
         return ()
     version, notes = TRAINER_VERSIONS[options.trainer_version], []

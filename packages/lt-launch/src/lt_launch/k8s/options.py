@@ -19,9 +19,9 @@ class KubernetesOptions(Section):
 
     table = "k8s"
 
-    kind: Literal["trainjob", "pytorchjob", "jobset", "hyperpod"] = option(
+    kind: Literal["trainjob", "jobset", "hyperpod"] = option(
         "trainjob",
-        "trainjob = Kubeflow Trainer's TrainJob, pytorchjob = PyTorchJob of Kubeflow's training operator, "
+        "trainjob = Kubeflow Trainer's TrainJob, "
         "jobset = JobSet of Kubernetes, hyperpod = HyperPodPyTorchJob of SageMaker HyperPod on EKS",
     )
     namespace: Name = option("default", "namespace")

@@ -17,7 +17,6 @@ from lt_launch.sagemaker.errors import SageMakerError
 from lt_launch.sagemaker.instances import INSTANCE_TYPES
 from lt_launch.sagemaker.recipe_rules import OVERRIDE_PREFIX
 from lt_launch.sagemaker.request import VALIDATION_CHANNEL_PREFIX, channel_for_field
-from lt_launch.sagemaker.toolkit import count_gpus
 
 if TYPE_CHECKING:
     from lt_trainer.config.recipe import ResolvedRecipe
@@ -168,4 +167,4 @@ def procs_per_node(contract: Contract, environ: Mapping[str, str], devices: Path
     instance_type = INSTANCE_TYPES.get(contract.cluster.instance_type)
     if instance_type:
         return instance_type.devices
-    return max(1, count_gpus(devices))
+    return max(1, sum(path.name.removeprefix("nvidia").isdigit() for path in devices.glob("nvidia*")))

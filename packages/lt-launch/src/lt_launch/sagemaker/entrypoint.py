@@ -34,7 +34,6 @@ from lt_launch.sagemaker.container_recipe import procs_per_node, resolve_recipe
 from lt_launch.sagemaker.contract import GRACE_PERIOD_S, Contract, read_contract
 from lt_launch.sagemaker.errors import SageMakerError
 from lt_launch.sagemaker.failure import failure_text, write_failure
-from lt_launch.sagemaker.toolkit import toolkit_environment
 from lt_launch.spec import recipe_hash
 
 __all__ = ["MASTER_PORT", "run_entrypoint"]
@@ -113,8 +112,8 @@ def _train(contract: Contract, environ: Mapping[str, str], stop: Stop, log: Call
 
 
 def _container_env(contract: Contract, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the SM_* variables, those of libraries, and the network interface for NCCL and gloo."""
-    env = {**OFFLINE_ENV, **toolkit_environment(contract, environ)}
+    """Return the variables of libraries, and the network interface for NCCL and gloo."""
+    env = dict(OFFLINE_ENV)
     interface = contract.cluster.network_interface
     return env | ({"NCCL_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": interface} if interface else {})
 
