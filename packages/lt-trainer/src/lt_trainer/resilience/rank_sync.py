@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from concurrent.futures import Future, wait
+from typing import TYPE_CHECKING, TypeVar
 
 from lt_ckpt import CheckpointError
 from lt_trainer.errors import RestoreError, TrainerError
 
 if TYPE_CHECKING:
     from lt_trainer.engine import Control
+
+
+T = TypeVar("T")
 
 
 def run_on_rank0(control: Control, is_rank0: bool, action: Callable[[], str]) -> str:
@@ -52,15 +56,7 @@ def run_with_keepalive(
         on_poll: Called on all ranks after each synchronization, in the same order.
         poll_interval_s: Seconds between synchronizations.
     """
-    outcome = _run_in_thread(control, is_rank0, action, on_poll, poll_interval_s)
-
-    def get_result() -> str:
-        (value,) = outcome
-        if isinstance(value, BaseException):
-            raise value
-        return value
-
-    return run_on_rank0(control, is_rank0, get_result)
+    return run_on_rank0(control, is_rank0, _run_in_thread(control, is_rank0, action, on_poll, poll_interval_s).result)
 
 
 def run_on_all_ranks(
@@ -71,17 +67,9 @@ def run_on_all_ranks(
     Raises:
         TrainerError: raised by the action here; or CheckpointError, also if the action failed on another rank.
     """
-
-    def act() -> str:
-        action()
-        return ""
-
-    (value,) = _run_in_thread(control, True, act, on_poll, poll_interval_s)
-    has_failed = control.all_reduce_max(int(isinstance(value, BaseException)))
-    if isinstance(value, BaseException):
-        raise value
-    if has_failed:
-        raise CheckpointError("the operation failed on another rank; see the log of that rank")
+    failure = _run_in_thread(control, True, action, on_poll, poll_interval_s).exception()
+    if control.all_reduce_max(int(failure is not None)):
+        raise failure or CheckpointError("the operation failed on another rank; see the log of that rank")
 
 
 def read_on_all_ranks(control: Control, read: Callable[[], None]) -> None:
@@ -100,26 +88,22 @@ def read_on_all_ranks(control: Control, read: Callable[[], None]) -> None:
 
 
 def _run_in_thread(
-    control: Control, is_active: bool, action: Callable[[], str], on_poll: Callable[[], None], poll_interval_s: float
-) -> list[str | BaseException]:
-    """Run `action` in a thread; return its result or exception, or nothing without `is_active`.
-
-    Returns when the action is done on all ranks.
-    """
-    outcome: list[str | BaseException] = []
+    control: Control, is_active: bool, action: Callable[[], T], on_poll: Callable[[], None], poll_interval_s: float
+) -> Future[T]:
+    """Run `action` in a thread, if `is_active`; return when it is done on all ranks."""
+    future: Future[T] = Future()
 
     def act() -> None:
         try:
-            outcome.append(action())
+            future.set_result(action())
         except BaseException as exc:  # noqa: BLE001 - raised by the callers on all ranks
-            outcome.append(exc)
+            future.set_exception(exc)
 
-    thread = threading.Thread(target=act, name="lt-trainer-action", daemon=True)
     if is_active:
-        thread.start()
-        thread.join(poll_interval_s)
-    while control.all_reduce_max(int(thread.is_alive())):
+        threading.Thread(target=act, name="lt-trainer-action", daemon=True).start()
+        wait([future], poll_interval_s)
+    while control.all_reduce_max(int(is_active and not future.done())):
         on_poll()
         if is_active:
-            thread.join(poll_interval_s)
-    return outcome
+            wait([future], poll_interval_s)
+    return future

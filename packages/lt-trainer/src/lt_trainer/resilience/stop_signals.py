@@ -50,11 +50,10 @@ class StopSignals:
         self._previous_handlers: dict[signal.Signals, Any] = {}
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.announce and not self.received:
-            name = signal.Signals(number).name
-            os.write(2, f"# {name}: stopping after this step and a checkpoint\n".encode())
         if not self.received:
             self.received_at = time.monotonic()
+            if self.announce:
+                os.write(2, f"# {signal.Signals(number).name}: stopping after this step and a checkpoint\n".encode())
         self.received = number
 
     def install(self) -> None:
