@@ -91,14 +91,6 @@ def render_page(facts: dict[str, str], summary: dict[str, Any], start: dict[str,
     """Return the page as Markdown."""
     stages = "\n".join(f"| {name} | {value:.1f} |" for name, value in summary["seconds"].items())
     start_rows = "\n".join(f"| {name} | {value:.2f} |" for name, value in start.items())
-    comparison = summary["comparison"]
-    rows = [comparison["model"], *comparison["baselines"]]
-    scores = "\n".join(f"| {r['name']} | {r['nats_per_token']:.4f} | {r['bits_per_byte']:.4f} |" for r in rows)
-    numbers = summary["numbers"]
-    training = (
-        f"{numbers['parameters']:,} parameters, {numbers['steps']} steps, {numbers['training tokens seen']:,} tokens, "
-        f"{numbers['tokens/s']:.0f} tokens/s at the end"
-    )
     return f"""# Quickstart
 
 Measured by `uv run python tools/bench/quickstart.py`. Wall seconds, one run; starts: median of {REPEATS}, interleaved.
@@ -109,17 +101,14 @@ Measured by `uv run python tools/bench/quickstart.py`. Wall seconds, one run; st
 |---|---|
 {stages}
 
-Training: {training}.
+Training: {summary["steps"]} steps, {summary["tokens_per_sec"]:.0f} tokens/s at the end; validation loss
+{summary["val_loss"]:.4f} nats per token.
 
 | start of a training command | s |
 |---|---|
 {start_rows}
 
 Importing takes almost all of it and varies by a second on a shared machine.
-
-| predictor on the validation set | nats/token | bits/byte |
-|---|---|---|
-{scores}
 """
 
 

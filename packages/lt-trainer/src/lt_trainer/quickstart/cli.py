@@ -25,9 +25,7 @@ def quickstart(
     source: Annotated[
         str, typer.Option(help="Folder or file with text; by default the sources of Python's standard library.")
     ] = "",
-    preset: Annotated[
-        str, typer.Option(help="Model preset, see `lt model list`; the vocabulary size is that of the data.")
-    ] = "tiny-2m",
+    preset: Annotated[str, typer.Option(help="Model preset, see `lt model list`.")] = "tiny-2m",
     steps: Annotated[int, typer.Option(help="Training steps; 0 for the default.", min=0)] = 0,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Delete the files of an earlier quickstart and start over.")
@@ -35,11 +33,9 @@ def quickstart(
 ) -> None:
     """Prepare text, train a small Llama with a stop and a resume, export it, and check the result.
 
-    Rerunning continues an interrupted quickstart. Fails if the resume is not exact, if transformers computes different
-    logits, or if the model does not beat a bigram over the same tokens.
+    Rerunning continues an interrupted quickstart. Fails if the resume is not exact.
     """
-    missing = [name for name in ("torch", "transformers", "lt_trainer_gpu") if find_spec(name) is None]
-    if missing:
+    if missing := [name for name in ("torch", "lt_trainer_gpu") if find_spec(name) is None]:
         names = ", ".join(missing)
         typer.echo(f"lt quickstart needs {names}: pip install 'lt-trainer[quickstart]' lt-trainer-gpu", err=True)
         raise typer.Exit(EXIT_USER)

@@ -1,208 +1,155 @@
-"""Stages of the quickstart in order."""
+"""The quickstart: lt's own commands one after another, each unless its result exists.
+
+    lt data train-tokenizer, prepare, pack      text to token stores
+    lt train run                                stopped early, resumed to the end; its first steps once more undisturbed
+    lt ckpt export, verify                      a Hugging Face model with the bits of the checkpoint
+    lt train sample, report                     what it writes, and a page about the run
+
+A command makes its result under the final name only when it is complete, so existence means completeness. The losses of
+both runs must be equal bit for bit, before the stop and after it: so the checkpoint has the whole state.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
+import shlex
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from rich.console import Console
-
-from lt_data import TokenStore
-from lt_data.display.progress_bars import progress_bar
-from lt_data.display.terminal import escape_controls
-from lt_model import PRESETS, ModelError, n_parameters, preset
-from lt_trainer.observability.report import write_report
-from lt_trainer.quickstart import report
-from lt_trainer.quickstart.baselines import BaselineComparison, compare_with_baselines
+from lt_data.display.terminal import echo
+from lt_model import PRESETS, ModelError
+from lt_trainer.config.recipe import load
+from lt_trainer.config.section import flatten
+from lt_trainer.config.toml import dump
+from lt_trainer.constants import EXIT_DONE, EXIT_REQUEUE
+from lt_trainer.files import write_atomic
 from lt_trainer.quickstart.corpus import write_corpus
-from lt_trainer.quickstart.settings import QuickstartError, QuickstartFolder, QuickstartSettings
-from lt_trainer.quickstart.stages import PackedStore, export_model, make_pack, make_store, make_tokenizer, write_recipe
-from lt_trainer.quickstart.training import ResumeCheck, last_metrics, losses, peak_source, train, validation_loss
+from lt_trainer.quickstart.settings import QuickstartError, QuickstartSettings, claim_folder
+from lt_trainer.run_directory.jsonl import read_jsonl
 
-if TYPE_CHECKING:
-    from lt_trainer.quickstart.logits import LogitCheck
-
-PROMPTS = ("def ", "class ", "import ", "    return ")
-
-
-class StageTimer:
-    """Seconds per stage in this process."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Time the block as stage `name`."""
-        start = time.perf_counter()
-        yield
-        self.seconds[name] = time.perf_counter() - start
+MODULES = {"data": "lt_data", "train": "lt_trainer", "ckpt": "lt_ckpt"}
+VOCAB_SIZE, SEQ_LEN, BATCH_SIZE, LEARNING_RATE = 2048, 256, 4, 2e-3
 
 
 def main(*, out: Path, source: str, preset: str, steps: int, overwrite: bool) -> None:
     """Run or continue a quickstart.
 
     Raises:
-        QuickstartError: invalid settings, a stage failed, or a result check failed.
+        QuickstartError: Invalid settings, a command failed, or the resume was not exact.
     """
-    console, timer = Console(), StageTimer()
-    settings = _settings(source, preset, steps)
-    folder = QuickstartFolder(out)
-    if folder.claim(settings, overwrite=overwrite):
-        text = f"{out} has a quickstart with these settings; continuing it (--overwrite starts over)"
-        console.print(escape_controls(text), markup=False)
-    train_packed, validation_packed = _data(console, timer, folder, settings)
-    resume = _training(console, timer, folder, settings, train_packed)
-    comparison, logits = _checks(console, timer, folder, settings, train_packed, validation_packed)
-    with timer.stage("sample"):
-        report.show_samples(console, _samples(folder))
-    numbers = _numbers(settings, train_packed, comparison, folder)
-    report.show_summary(console, numbers, timer.seconds)
-    report.write_summary(
-        folder.summary,
-        settings=settings,
-        resume=resume,
-        logits=logits,
-        comparison=comparison,
-        numbers=numbers,
-        seconds=timer.seconds,
+    if preset not in PRESETS:
+        raise ModelError(f"--preset = {preset!r}: unknown preset; the presets are {', '.join(PRESETS)}")
+    settings = QuickstartSettings(
+        source=os.path.realpath(source) if source and "://" not in source else source,
+        interpreter="" if source else f"{platform.python_implementation()} {platform.python_version()}",
+        preset=preset,
+        steps=steps or QuickstartSettings.steps,
     )
-    write_report([folder.run], folder.report, overwrite=True)
-    console.print(
-        escape_controls(f"report of the run, to open in a browser: {folder.report}"), markup=False, soft_wrap=True
-    )
-    report.show_commands(console, folder, settings)
-    check_results(resume, logits.is_equal, comparison)
+    if claim_folder(out, settings, overwrite=overwrite):
+        echo(f"{out} has a quickstart with these settings; continuing it (--overwrite starts over)")
+    seconds: dict[str, float] = {}
+    _prepare_data(out, settings, seconds)
+    _write_recipe(out, settings)
+    n_equal = _train(out, settings, seconds)
+    if not (out / "model").exists():
+        _run(seconds, "ckpt", "export", out / "run", "--out", out / "model")
+    _run(seconds, "ckpt", "verify", out / "model", "--against", out / "run")
+    _run(seconds, "train", "sample", out / "model", "--prompt", "def ")
+    _run(seconds, "train", "report", out / "run", "--out", out / "report.html", "--overwrite")
+    records = read_jsonl(out / "run" / "metrics.jsonl")
+    last = [record for record in records if "loss" in record][-1]
+    validated = [record["val_loss"] for record in records if "val_loss" in record]
+    summary = {"steps": last["step"], "loss": last["loss"], "tokens_per_sec": last["tokens_per_sec"]}
+    summary |= {"val_loss": validated[-1], "equal_losses": n_equal, "seconds": seconds}
+    write_atomic(out / "summary.json", json.dumps(summary, indent=1) + "\n")
+    echo(f"{n_equal} losses with a stop and a resume equal those of an undisturbed run, bit for bit")
+    echo(f"validation loss {validated[-1]:.4f} nats per token; {sum(seconds.values()):.0f} s in all")
+    echo(f"model: {out / 'model'}; report of the run, to open in a browser: {out / 'report.html'}")
 
 
-def _settings(source: str, name: str, steps: int) -> QuickstartSettings:
-    if name not in PRESETS:
-        raise ModelError(f"--preset = {name!r}: unknown preset; the presets are {', '.join(PRESETS)}")
-    interpreter = "" if source else f"{platform.python_implementation()} {platform.python_version()}"
-    source = os.path.realpath(source) if source and "://" not in source else source
-    settings = QuickstartSettings(source=source, interpreter=interpreter, preset=name)
-    return QuickstartSettings(source=source, interpreter=interpreter, preset=name, steps=steps or settings.steps)
+def _prepare_data(out: Path, settings: QuickstartSettings, seconds: dict[str, float]) -> None:
+    if not (out / "corpus").exists():
+        trained, held_out = write_corpus(out / "corpus", settings.source)
+        echo(f"corpus: {trained} documents for training, {held_out} for validation")
+    if not (out / "tokenizer").exists():
+        size = ("--vocab-size", VOCAB_SIZE)
+        _run(seconds, "data", "train-tokenizer", out / "corpus/train.jsonl", *size, "--out", out / "tokenizer")
+    for name in ("train", "validation"):
+        store = out / name
+        if not store.exists():
+            tokenizer = ("--tokenizer", out / "tokenizer")
+            _run(seconds, "data", "prepare", out / f"corpus/{name}.jsonl", *tokenizer, "--out", store)
+        if not (store / "packs").exists():
+            _run(seconds, "data", "pack", store, "--seq-len", SEQ_LEN, "--mode", "bfd")
 
 
-def _data(
-    console: Console, timer: StageTimer, folder: QuickstartFolder, settings: QuickstartSettings
-) -> tuple[PackedStore, PackedStore]:
-    """Run stages 1 to 3: corpus, tokenizer, token stores, packs."""
-    if not (folder.corpus_train.exists() and folder.corpus_validation.exists()):
-        with timer.stage("corpus"):
-            counts = write_corpus(folder, settings.source)
-        console.print(
-            f"corpus: {counts.train_documents} documents, {counts.train_bytes:,} bytes for training; "
-            f"{counts.validation_documents} documents, {counts.validation_bytes:,} bytes for validation"
-        )
-    with timer.stage("tokenizer"), progress_bar("tokenizer") as progress:
-        tokenizer = make_tokenizer(folder, settings, progress)
-    stores: list[TokenStore] = []
-    with timer.stage("prepare"):
-        for corpus, store in ((folder.corpus_train, folder.train), (folder.corpus_validation, folder.validation)):
-            with progress_bar(f"prepare {store.name}") as progress:
-                stores.append(make_store(corpus, tokenizer, store, progress))
-    with timer.stage("pack"):
-        train_packed, validation_packed = (make_pack(store, settings) for store in stores)
-    for name, packed in (("train", train_packed), ("validation", validation_packed)):
-        store, rows = packed.store, packed.rows
-        console.print(
-            f"{name}: {store.n_documents:,} documents, {store.n_tokens:,} tokens, vocabulary {store.vocab_size:,}, "
-            f"{rows.n_rows:,} rows of {rows.seq_len}"
-        )
-    return train_packed, validation_packed
-
-
-def _training(
-    console: Console, timer: StageTimer, folder: QuickstartFolder, settings: QuickstartSettings, data: PackedStore
-) -> ResumeCheck:
-    """Run stages 4 and 5: train, stop, resume."""
-    if not folder.recipe.exists():
-        write_recipe(folder, settings, data.rows)
-    with timer.stage("training"), progress_bar("training") as progress:
-        resume = train(folder, settings, progress)
-    report.show_resume(console, resume, timer.seconds["training"])
-    return resume
-
-
-def _checks(
-    console: Console,
-    timer: StageTimer,
-    folder: QuickstartFolder,
-    settings: QuickstartSettings,
-    train_packed: PackedStore,
-    validation_packed: PackedStore,
-) -> tuple[BaselineComparison, LogitCheck]:
-    """Run stages 6 and 7: export and logits, baselines."""
-    from lt_trainer.quickstart.logits import check_logits
-
-    with timer.stage("export"):
-        export_model(folder)
-    with timer.stage("logits"):
-        logits = check_logits(folder, validation_packed)
-    report.show_logits(console, logits)
-    val_loss, val_tokens = validation_loss(folder)
-    with timer.stage("baselines"):
-        comparison = compare_with_baselines(
-            train_packed, validation_packed, settings, seed=0, val_loss=val_loss, val_tokens=val_tokens
-        )
-    report.show_comparison(console, comparison)
-    return comparison, logits
-
-
-def _samples(folder: QuickstartFolder) -> list[tuple[str, str]]:
-    from lt_trainer.cli.sample import generate_text
-    from lt_trainer.evaluation.local_model import load_model
-
-    model = load_model(folder.model)
-    return [
-        (prompt, generate_text(model, prompt, max_new_tokens=60, temperature=0.7, top_k=40, top_p=1.0, seed=i))
-        for i, prompt in enumerate(PROMPTS)
-    ]
-
-
-def _numbers(
-    settings: QuickstartSettings, data: PackedStore, comparison: BaselineComparison, folder: QuickstartFolder
-) -> dict[str, str | int | float]:
-    config, last = preset(settings.preset, vocab_size=data.store.vocab_size), last_metrics(folder)
-    return {
-        "model": settings.preset,
-        "parameters": n_parameters(config),
-        "training tokens seen": comparison.seen_tokens,
-        "steps": settings.steps,
-        "first training loss": losses(folder)[1],
-        "last training loss": last["loss"],
-        "validation loss, nats/token": comparison.model.nats_per_token,
-        "validation bits/byte": comparison.model.bits_per_byte,
-        "seen-token bigram, nats/token": comparison.target_baseline.nats_per_token,
-        "tokens/s": last["tokens_per_sec"],
-        "MFU (attention counted in full)": last["mfu"],
-        "MFU's peak": peak_source(folder),
-        "run directory": str(folder.run),
-        "Hugging Face model": str(folder.model),
+def _write_recipe(out: Path, settings: QuickstartSettings) -> None:
+    steps, interval = settings.steps, _log_interval(settings)
+    values: dict[str, Any] = {
+        "run": {"dir": str(out / "run")},
+        "model": {"preset": settings.preset},
+        "data": {"store": str(out / "train"), "validation": str(out / "validation"), "seq_len": SEQ_LEN},
+        "batch": {"global_batch_size": BATCH_SIZE, "micro_batch_size": BATCH_SIZE},
+        "optimizer": {"lr": LEARNING_RATE, "weight_decay": 0.1},
+        "schedule": {"max_steps": steps, "warmup_steps": max(1, steps // 20), "min_lr": LEARNING_RATE / 10},
+        "checkpoint": {"interval": max(50, steps // 4), "keep_last": 2},
+        "metrics": {"log_interval": interval},
+        "engine": {"gpu": {"deterministic": True, "compile": False}},
     }
+    load(base=values, base_name="quickstart")  # validate before writing
+    write_atomic(out / "run.toml", dump(flatten(values)))
 
 
-def check_results(resume: ResumeCheck, logits_equal: bool, comparison: BaselineComparison) -> None:
-    """Check the results that the quickstart guarantees.
+def _log_interval(settings: QuickstartSettings) -> int:
+    return max(1, settings.steps // 100)
+
+
+def _train(out: Path, settings: QuickstartSettings, seconds: dict[str, float]) -> int:
+    """Train with a stop and a resume, and the first steps without; return the number of equal losses.
 
     Raises:
-        QuickstartError: lists every failed check.
+        QuickstartError: A loss differs, or training was stopped.
     """
-    problems = []
-    if not resume.is_equal:
-        problems.append("the losses after the resume differ from those of the resume check")
-    if not logits_equal:
-        problems.append("transformers computes different logits from the exported model")
-    if not comparison.beats_baseline:
-        problems.append(
-            f"the model ({comparison.model.nats_per_token:.4f} nats/token) does not beat a bigram over the same tokens "
-            f"({comparison.target_baseline.nats_per_token:.4f}); use more --steps"
-        )
-    if problems:
-        raise QuickstartError("; ".join(problems))
+    recipe, shown = out / "run.toml", 10 * _log_interval(settings)
+    stop, end = min(shown // 2, settings.steps // 2), min(shown, settings.steps)
+    codes = (EXIT_DONE, EXIT_REQUEUE)
+    if not (out / "run").exists():
+        _run(seconds, "train", "run", recipe, "--stop-after-step", stop, codes=codes)
+    if max(_losses(out / "run"), default=0) < settings.steps:
+        _run(seconds, "train", "run", recipe)
+    undisturbed = out / "undisturbed"
+    if max(_losses(undisturbed), default=0) < end:
+        options = ("--set", f"run.dir={json.dumps(str(undisturbed))}", "--stop-after-step", end)
+        _run(seconds, "train", "run", recipe, *options, codes=codes)
+    losses = _losses(out / "run")
+    different = [step for step, loss in _losses(undisturbed).items() if losses.get(step) != loss]
+    if different:
+        raise QuickstartError(f"step {different[0]}: the loss after a resume is not that of an undisturbed run")
+    return len(_losses(undisturbed))
+
+
+def _losses(run: Path) -> dict[int, float]:
+    path = run / "metrics.jsonl"
+    return {record["step"]: record["loss"] for record in read_jsonl(path) if "loss" in record} if path.exists() else {}
+
+
+def _run(seconds: dict[str, float], *words: str | int | Path, codes: tuple[int, ...] = (EXIT_DONE,)) -> None:
+    """Print a command of lt and run it; add its wall time."""
+    given = [str(word) for word in words]
+    echo(f"\n$ lt {shlex.join(given)}")
+    start = time.perf_counter()
+    process = subprocess.Popen([sys.executable, "-P", "-m", MODULES[given[0]], *given[1:]])
+    try:
+        code = process.wait()
+    except KeyboardInterrupt:  # the command has it too: training saves first
+        process.wait()
+        raise
+    name = " ".join(given[:2])
+    seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
+    if code not in codes:
+        raise QuickstartError(f"lt {shlex.join(given)}: exit code {code}; the same quickstart again continues")

@@ -12,21 +12,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lt_trainer.errors import TrainerError
-from lt_trainer.files import read_json, write_atomic
+from lt_trainer.files import write_atomic
 
 MARKER_FILE = ".lt-quickstart"
-VERSION = 1
 OWN_PATHS = (
-    "corpus",
-    "tokenizer",
-    "train",
-    "validation",
-    "run.toml",
-    "run",
-    "training.log",
-    "model",
-    "summary.json",
-    "report.html",
+    *("corpus", "tokenizer", "train", "validation", "run.toml", "run", "undisturbed", "model"),
+    *("summary.json", "report.html"),
 )
 """Files and folders that a quickstart creates in its folder."""
 
@@ -37,149 +28,67 @@ class QuickstartError(TrainerError):
 
 @dataclass(frozen=True, kw_only=True)
 class QuickstartSettings:
-    """Settings of a quickstart; an empty `source` means Python's standard library."""
+    """Settings of a quickstart.
+
+    Attributes:
+        source: Folder or file with text; "" for Python's standard library.
+        interpreter: Version of the interpreter whose standard library is read; "" with a source.
+        preset: Model preset.
+        steps: Training steps.
+    """
 
     source: str = ""
     interpreter: str = ""
-    """Version of the interpreter whose standard library is read; empty with a custom source."""
     preset: str = "tiny-2m"
     steps: int = 1000
-    vocab_size: int = 2048
-    seq_len: int = 256
-    global_batch_size: int = 4
-    micro_batch_size: int = 4
-    lr: float = 2e-3
-    verify_resume_steps: int = 10
 
     def __post_init__(self) -> None:
         if self.steps < 4:
             raise QuickstartError(f"--steps = {self.steps}: must be at least 4, to stop halfway and resume")
 
-    @property
-    def stop_after_step(self) -> int:
-        """Step after which training stops and resumes in a new process."""
-        return self.steps // 2
 
+def claim_folder(out: Path, settings: QuickstartSettings, *, overwrite: bool) -> bool:
+    """Create or reuse the output folder for these settings.
 
-@dataclass(frozen=True)
-class QuickstartFolder:
-    """Output folder and the paths in it."""
+    Args:
+        out: The folder.
+        settings: The settings.
+        overwrite: Delete the files of an earlier quickstart and start over.
 
-    out: Path
+    Returns:
+        True if the folder has a quickstart with the same settings to continue.
 
-    @property
-    def corpus_train(self) -> Path:
-        """Training documents as JSON Lines."""
-        return self.out / "corpus" / "train.jsonl"
-
-    @property
-    def corpus_validation(self) -> Path:
-        """Validation documents as JSON Lines."""
-        return self.out / "corpus" / "validation.jsonl"
-
-    @property
-    def tokenizer(self) -> Path:
-        """Tokenizer folder."""
-        return self.out / "tokenizer"
-
-    @property
-    def train(self) -> Path:
-        """Training token store."""
-        return self.out / "train"
-
-    @property
-    def validation(self) -> Path:
-        """Validation token store."""
-        return self.out / "validation"
-
-    @property
-    def recipe(self) -> Path:
-        """Recipe of the run."""
-        return self.out / "run.toml"
-
-    @property
-    def run(self) -> Path:
-        """Run directory."""
-        return self.out / "run"
-
-    @property
-    def log(self) -> Path:
-        """Output of the training processes."""
-        return self.out / "training.log"
-
-    @property
-    def model(self) -> Path:
-        """Exported Hugging Face model."""
-        return self.out / "model"
-
-    @property
-    def summary(self) -> Path:
-        """Numbers of the finished quickstart."""
-        return self.out / "summary.json"
-
-    @property
-    def report(self) -> Path:
-        """HTML report of the run."""
-        return self.out / "report.html"
-
-    def claim(self, settings: QuickstartSettings, *, overwrite: bool) -> bool:
-        """Create or reuse the folder for these settings.
-
-        Args:
-            settings: the settings.
-            overwrite: delete the files of an earlier quickstart and start over.
-
-        Returns:
-            True if the folder has a quickstart with the same settings to continue.
-
-        Raises:
-            QuickstartError: not a quickstart folder, or one with other settings.
-        """
-        marker = self.out / MARKER_FILE
-        try:
-            if marker.is_file():
-                previous = _read_settings(marker)
-                if overwrite:
-                    self._remove_parts()
-                elif previous != asdict(settings):
-                    differences = ", ".join(
-                        f"{name} was {previous.get(name)!r}, is {value!r}"
-                        for name, value in asdict(settings).items()
-                        if previous.get(name) != value
-                    )
-                    raise QuickstartError(
-                        f"{self.out} has a quickstart with other settings ({differences}); pass --overwrite to start "
-                        "over, or choose another folder with --out"
-                    )
-                else:
-                    return True
-            elif self.out.exists() and any(self.out.iterdir()):
-                raise QuickstartError(
-                    f"{self.out} is not empty and not a quickstart folder; choose a new folder with --out"
-                )
-            self.out.mkdir(parents=True, exist_ok=True)
-            write_atomic(marker, json.dumps({"version": VERSION, "settings": asdict(settings)}, indent=1) + "\n")
-        except OSError as exc:
-            raise QuickstartError(f"--out = {self.out}: {exc.strerror}; choose a writable folder") from exc
-        return False
-
-    def _remove_parts(self) -> None:
-        for name in OWN_PATHS:
-            path = self.out / name
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
-
-
-def _read_settings(marker: Path) -> dict[str, object]:
+    Raises:
+        QuickstartError: Not a quickstart folder, one with other settings, or one that cannot be written.
+    """
+    marker, values = out / MARKER_FILE, asdict(settings)
     try:
-        content = read_json(marker)
-        version, settings = content["version"], content["settings"]
-    except (ValueError, KeyError, TypeError) as exc:
+        if marker.exists():
+            previous = json.loads(marker.read_bytes())
+            pairs = ((name, previous.get(name), value) for name, value in values.items())
+            changed = [f"{name} was {old!r}, is {new!r}" for name, old, new in pairs if old != new]
+            if not overwrite and not changed:
+                return True
+            if not overwrite:
+                raise QuickstartError(
+                    f"{out} has a quickstart with other settings ({', '.join(changed)}); pass --overwrite to start "
+                    "over, or choose another folder with --out"
+                )
+            _remove_own(out)
+        elif out.exists() and any(out.iterdir()):
+            raise QuickstartError(f"{out} is not empty and not a quickstart folder; choose a new folder with --out")
+        out.mkdir(parents=True, exist_ok=True)
+        write_atomic(marker, json.dumps(values, indent=1) + "\n")
+    except OSError as exc:
+        raise QuickstartError(f"--out = {out}: {exc.strerror}; choose a writable folder") from exc
+    except (json.JSONDecodeError, AttributeError) as exc:
         raise QuickstartError(f"{marker} is damaged; remove the folder, or choose another with --out") from exc
-    if not isinstance(settings, dict):
-        raise QuickstartError(f"{marker} is damaged; remove the folder, or choose another with --out")
-    if version != VERSION:
-        raise QuickstartError(f"{marker} was written by another version of lt; choose another folder with --out")
-    return settings
+    return False
+
+
+def _remove_own(out: Path) -> None:
+    for path in (out / name for name in OWN_PATHS):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
