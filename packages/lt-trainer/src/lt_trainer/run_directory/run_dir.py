@@ -102,7 +102,7 @@ class RunDir:
         with _translate_os_errors(out):
             if out.exists() and _is_run_dir(out) and (out / LOCK_FILE).exists():
                 with open(out / LOCK_FILE, "rb") as file:
-                    _lock(out, file.fileno())
+                    _lock(out, file.fileno(), fcntl.LOCK_SH)  # several may look at once, on NFS without writing
                 _recipe_changes(out / "recipe.json", {})
 
     def write_mirror_name(self, name: str) -> None:
@@ -162,10 +162,10 @@ def _is_run_dir(path: Path) -> bool:
     return True
 
 
-def _lock(path: Path, descriptor: int) -> None:
+def _lock(path: Path, descriptor: int, kind: int = fcntl.LOCK_EX) -> None:
     """Lock the open lock file; otherwise raise an error that names the holder."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         holder = os.read(descriptor, 4096).decode(errors="replace").strip() or "another process"
         raise RunDirError(
