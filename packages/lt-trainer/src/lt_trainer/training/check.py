@@ -45,7 +45,7 @@ def check_run(resolved: ResolvedRecipe, world: World) -> None:
     """
     resolved = complete(resolved)
     recipe, out = resolved.recipe, Path(resolved.recipe.run.dir)
-    read_inputs(resolved, world)  # with the sinks and the mirror, which are not opened below
+    inputs = read_inputs(resolved, world)  # those of the run itself, with its sinks and mirror
     home = next(folder for folder in out.absolute().parents if folder.exists())
     scratch = home / f".{out.name}{SCRATCH_SUFFIX}"
     no_mirror = {"mirror_url": "", "mirror_keep_last": 0, "mirror_keep_every": 0}
@@ -63,7 +63,9 @@ def check_run(resolved: ResolvedRecipe, world: World) -> None:
             RunDir.check(out)
             shutil.rmtree(scratch, ignore_errors=True)  # of a check that was killed
             stack.callback(shutil.rmtree, scratch, ignore_errors=True)
-        run = stack.enter_context(open_run(replace(resolved, recipe=elsewhere), world, stop=StopSignals()))
+        run = stack.enter_context(
+            open_run(replace(resolved, recipe=elsewhere), world, stop=StopSignals(), inputs=inputs)
+        )
         if recipe.checkpoint.mirror_url:
             control, values = run.engine.control, to_dict(recipe)
             found = run_on_rank0(control, world.rank == 0, lambda: check_mirror(recipe, values))

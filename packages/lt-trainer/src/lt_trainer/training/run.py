@@ -127,13 +127,16 @@ class Run:
 
 
 @contextmanager
-def open_run(resolved: ResolvedRecipe, world: World, *, stop: StopSignals | None = None) -> Iterator[Run]:
+def open_run(
+    resolved: ResolvedRecipe, world: World, *, stop: StopSignals | None = None, inputs: Inputs | None = None
+) -> Iterator[Run]:
     """Check and open a run; close what was opened, also when a later part fails to open.
 
     Args:
         resolved: Recipe with origins.
         world: Ranks of the run.
         stop: Installed signal handlers; None installs them until the run is closed.
+        inputs: Result of `read_inputs`; None reads them.
 
     Raises:
         TrainerError: see its subclasses; also the errors of lt-data, lt-model and lt-ckpt. Each has an `exit_code`.
@@ -142,7 +145,7 @@ def open_run(resolved: ResolvedRecipe, world: World, *, stop: StopSignals | None
     recipe, folder, is_rank0 = resolved.recipe, Path(resolved.recipe.run.dir), world.rank == 0
     with _origins(resolved), ExitStack() as stack:
         enter = stack.enter_context
-        inputs = _read_inputs(recipe, world)
+        inputs = inputs or _read_inputs(recipe, world)
         stop = stop or enter(StopSignals())
         stop.announce = is_rank0
         os.environ.update(inputs.spec.env(recipe))  # before the run directory records it
