@@ -217,7 +217,7 @@ def test_results_of_a_checkpoint_are_in_its_run_directory(model: Path, little_da
     assert results.description["weights"] == load_model(model).weights_sha256 == load_model(folder).weights_sha256
     assert len(read_jsonl(results.folder / "results.jsonl")) == 2
     (results.folder / "results.jsonl").write_text('{"kind": "task"}\n')
-    with pytest.raises(RunDirError, match="has no 'weights': not results of lt train evaluate"):
+    with pytest.raises(RunDirError, match=r"not results of lt train evaluate \('weights'\)"):
         run(folder, None, little_data / "validation")
 
 

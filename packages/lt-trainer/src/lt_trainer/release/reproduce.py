@@ -33,7 +33,7 @@ from lt_trainer.run_directory.jsonl import read_jsonl
 
 COMPARED = ("loss", "grad_norm")
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-PLACES = ("hostname", "variables.MASTER_ADDR", "variables.MASTER_PORT", "variables.SLURM_JOB_ID")
+PLACES = ("commit", "hostname", "variables.MASTER_ADDR", "variables.MASTER_PORT", "variables.SLURM_JOB_ID")
 """Entries of environment.json that say where a run was, which no result depends on."""
 
 

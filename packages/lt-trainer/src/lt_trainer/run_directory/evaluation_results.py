@@ -24,13 +24,16 @@ INFORMATIVE = ("model", "step")
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationUnit:
-    """Results of a task or a store."""
+    """Results of a task or a store.
+
+    Attributes:
+        kind: "task", "store" or "lm_eval".
+        options: What the numbers depend on besides the description: hash of the content, number of items, ...
+    """
 
     kind: str
-    """"task", "store" or "lm_eval"."""
     name: str
     options: Mapping[str, Any]
-    """What the numbers depend on besides the description: hash of the content, number of items, ..."""
     results: Sequence[Mapping[str, Any]]
 
 
@@ -47,56 +50,46 @@ class EvaluationResults:
         """Open the results in a folder, which is made if it is missing.
 
         Raises:
-            RunDirError: the folder has results of another evaluation, or another file of that name, or it cannot be
-                written.
+            RunDirError: the folder has results of another evaluation, or it cannot be written.
         """
+        results = cls(folder=folder, description=description)
         if folder is None:
-            return cls(folder=None, description=description)
-        path = folder / RESULTS_FILE
-        if not path.exists():
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-            except OSError as exc:
-                raise RunDirError(f"cannot make {folder}: {exc.strerror}; pass another folder as --out") from exc
-            with JsonlWriter(path) as writer:
-                writer.write(description)
-            return cls(folder=folder, description=description)
-        kept = read_results(folder)
-        if not kept.description:  # the process that made the file was ended before its first line
-            with JsonlWriter(path) as writer:
-                writer.write(description)
-        elif changed := [
-            name for name in description if name not in INFORMATIVE and kept.description.get(name) != description[name]
-        ]:
-            name = changed[0]
-            raise RunDirError(
-                f"{path} has results with {name} = {kept.description.get(name)!r}, not {description[name]!r}; pass "
-                "another --out, or move it away"
-            )
+            return results
+        kept = read_results(folder) if (folder / RESULTS_FILE).exists() else results
+        for name, value in description.items():
+            if kept.description and name not in INFORMATIVE and kept.description.get(name) != value:
+                raise RunDirError(
+                    f"{folder / RESULTS_FILE} has results with {name} = {kept.description.get(name)!r}, not {value!r}; "
+                    "pass another --out, or move it away"
+                )
+        if kept is results or not kept.description:  # none, or the process that made the file was ended at once
+            results._append(RESULTS_FILE, [description])
         return cls(folder=folder, description=description, units=kept.units)
 
     def find(self, kind: str, name: str, options: Mapping[str, Any]) -> Sequence[Mapping[str, Any]] | None:
         """Return the newest results of a task or store with these options, or None."""
-        for unit in reversed(self.units):
-            if (unit.kind, unit.name) == (kind, name):
-                return unit.results if unit.options == options else None
-        return None
+        newest = [unit for unit in self.units if (unit.kind, unit.name) == (kind, name)][-1:]
+        return next((unit.results for unit in newest if unit.options == options), None)
 
     def add(self, kind: str, name: str, options: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> None:
         """Append the results of a task or store."""
         self.units.append(EvaluationUnit(kind=kind, name=name, options=options, results=results))
-        if self.folder is not None:
-            with JsonlWriter(self.folder / RESULTS_FILE) as writer:
-                writer.write({"kind": kind, "name": name, "options": dict(options), "results": list(results)})
+        self._append(RESULTS_FILE, [{"kind": kind, "name": name, "options": dict(options), "results": list(results)}])
 
     def write_items(self, task: str, records: Sequence[Mapping[str, Any]]) -> None:
         """Write the items of a task to items/TASK.jsonl, in the place of earlier ones."""
+        if self.folder is not None:
+            (self.folder / ITEMS_FOLDER / f"{task}.jsonl").unlink(missing_ok=True)
+            self._append(f"{ITEMS_FOLDER}/{task}.jsonl", records)
+
+    def _append(self, name: str, records: Sequence[Mapping[str, Any]]) -> None:
         if self.folder is None:
             return
-        folder = self.folder / ITEMS_FOLDER
-        folder.mkdir(exist_ok=True)
-        path = folder / f"{task}.jsonl"
-        path.unlink(missing_ok=True)
+        path = self.folder / name
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as exc:
+            raise RunDirError(f"cannot make {path.parent}: {exc.strerror}; pass another folder as --out") from exc
         with JsonlWriter(path) as writer:
             for record in records:
                 writer.write(record)
@@ -108,21 +101,14 @@ def read_results(folder: Path) -> EvaluationResults:
     Raises:
         RunDirError: its results.jsonl cannot be read, or is not one of `lt train evaluate`.
     """
-    path = folder / RESULTS_FILE
-    first, *others = read_jsonl(path) or [{}]
-    units: dict[tuple[str, str], EvaluationUnit] = {}
+    first, *others = read_jsonl(folder / RESULTS_FILE) or [{}]
     try:
+        units = {(record["kind"], record["name"]): EvaluationUnit(**record) for record in others}
         if first:
             first["weights"]
-        for record in others:
-            unit = EvaluationUnit(
-                kind=record["kind"], name=record["name"], options=record["options"], results=record["results"]
-            )
-            units.pop((unit.kind, unit.name), None)
-            units[unit.kind, unit.name] = unit
-    except KeyError as exc:
+    except (KeyError, TypeError) as exc:
         raise RunDirError(
-            f"{path}: has no {exc.args[0]!r}: not results of lt train evaluate; pass another folder"
+            f"{folder / RESULTS_FILE}: not results of lt train evaluate ({exc}); pass another folder"
         ) from exc
     return EvaluationResults(folder=folder, description=first, units=list(units.values()))
 

@@ -17,7 +17,13 @@ from lt_trainer.engine import STEP_PARTS
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One completed step, counted from 1; values are equal on all ranks."""
+    """One completed step, counted from 1; values are equal on all ranks.
+
+    Attributes:
+        rows: Rows of the whole run; shorter ones count as the number of data.seq_len rows with as many positions.
+        row_length: Positions per row.
+        document_length: Length of a position's document, averaged over the positions of rank 0.
+    """
 
     step: int
     loss: float
@@ -25,91 +31,97 @@ class StepRecord:
     learning_rate: float
     valid_tokens: int
     rows: int
-    """Rows of the whole run; shorter ones count as the number of data.seq_len rows with as many positions."""
     row_length: int
-    """Positions per row."""
     document_length: float
-    """Length of a position's document, averaged over the positions of rank 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsRecord:
-    """Metrics of one logging step, in display order."""
+    """Metrics of one logging step, in display order.
+
+    Attributes:
+        step: Completed steps.
+        loss: Nats per token with a label, over the global batch.
+        grad_norm: Before clipping.
+        mfu: flops_per_sec over the peak of one device; nan if the peak is unknown.
+        memory_gib: Peak memory of one device since the last record.
+        valid_tokens: Positions with a label in the global batch.
+        elapsed_s: Seconds since this process started training.
+        hfu: mfu plus FLOPs recomputed by activation checkpointing; nan if unknown.
+        mfu_documents: mfu with attention counted within documents only; None if their lengths are unknown.
+        data_s: Seconds waiting for batches since the last record; likewise for the other `engine.STEP_PARTS`.
+        joules_per_token: Energy of all GPUs since the last record, per token of the run (padding included).
+        energy_kwh: Energy of all GPUs of the run since its first start.
+    """
 
     step: int
-    """Completed steps."""
     loss: float
-    """Nats per token with a label, over the global batch."""
     learning_rate: float
     grad_norm: float
-    """Before clipping."""
     batches_per_sec: float
     samples_per_sec: float
     tokens_per_sec: float
     flops_per_sec: float
     mfu: float
-    """flops_per_sec over the peak of one device; nan if the peak is unknown."""
     memory_gib: float
-    """Peak memory of one device since the last record, in GiB."""
     valid_tokens: int
-    """Positions with a label in the global batch."""
     elapsed_s: float
-    """Seconds since this process started training."""
     hfu: float | None = None
-    """mfu plus FLOPs recomputed by activation checkpointing; nan if unknown."""
     mfu_documents: float | None = None
-    """mfu with attention counted within documents only; None if their lengths are unknown."""
     data_s: float | None = None
-    """Seconds waiting for batches since the last record; likewise for the other `engine.STEP_PARTS`."""
     forward_backward_s: float | None = None
     optimizer_s: float | None = None
     checkpoint_s: float | None = None
     validation_s: float | None = None
     rest_s: float | None = None
     joules_per_token: float | None = None
-    """Energy of all GPUs of the run since the last record, per token of the run (padding included)."""
     energy_kwh: float | None = None
-    """Energy of all GPUs of the run since its first start."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationRecord:
-    """Loss over a validation set after `step` steps."""
+    """Loss over a validation set after `step` steps.
+
+    Attributes:
+        val_loss: Nats per token with a label.
+        val_tokens: Positions with a label.
+        val_perplexity: exp(val_loss).
+        val_bits_per_byte: Loss of the whole set in bits, over its bytes of text; None if these are unknown.
+        val_set: Name of the set in the recipe; None for the only one.
+    """
 
     step: int
     val_loss: float
-    """Nats per token with a label."""
     val_tokens: int
-    """Positions with a label."""
     elapsed_s: float
     val_perplexity: float | None = None
-    """exp(val_loss)."""
     val_bits_per_byte: float | None = None
-    """Loss of the whole set in bits, over its bytes of text; None if these are unknown."""
     val_set: str | None = None
-    """Name of the set in the recipe; None for the only one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationRecord:
-    """Metrics of a task, or of a validation set by its groups, after `step` steps."""
+    """Metrics of a task, or of a validation set by its groups, after `step` steps.
+
+    Attributes:
+        eval_acc: Share of the items that are right.
+        eval_acc_norm: The same by log-probability per character of a choice; None for a cloze.
+        eval_perplexity: exp(-mean log-probability of a target); None for multiple choice. Of a set exp(eval_loss).
+        eval_loss: Of a validation set: nats per token with a label.
+        eval_bits_per_byte: Of a validation set: its loss in bits, over the bytes of its text.
+    """
 
     step: int
     eval_task: str
     eval_items: int
     elapsed_s: float
     eval_acc: float | None = None
-    """Share of the items that are right."""
     eval_acc_stderr: float | None = None
     eval_acc_norm: float | None = None
-    """The same by log-probability per character of a choice; None for a cloze."""
     eval_acc_norm_stderr: float | None = None
     eval_perplexity: float | None = None
-    """exp(-mean log-probability of a target); None for multiple choice. Of a validation set exp(eval_loss)."""
     eval_loss: float | None = None
-    """Of a validation set: nats per token with a label."""
     eval_bits_per_byte: float | None = None
-    """Of a validation set: its loss in bits, over the bytes of its text."""
 
 
 NUMBER_REGEX = r"([-+]?(?:[0-9][0-9.]*(?:[eE][-+]?[0-9]+)?|nan|inf))"
