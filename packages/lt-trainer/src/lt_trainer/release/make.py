@@ -131,6 +131,7 @@ class _Run:
         self.path, self.tree = run, find_source_tree()
         record, self.environment = read_json(run / "recipe.json"), read_json(run / "environment.json")
         self.recipe, self.origins = record["recipe"], record["origins"]
+        self.events = read_jsonl(run / "events.jsonl")
         self.problems = _environment_problems(self.environment, self.tree)
         self.licenses, self.license_text = LicenseFile(), ""
         self.paper: Path | None = None
@@ -205,7 +206,7 @@ class _Run:
             lt=self.tree.versions,
             commit=self.tree.commit,
             code_license=self.tree.license,
-            date=str(read_jsonl(self.path / "events.jsonl")[-1]["time"])[:10],
+            date=str(self.events[-1]["time"])[:10],
             run=self.path.resolve().name,
             step=step,
             earlier_steps=earlier_steps,
@@ -250,7 +251,9 @@ def _write_recipe(bundle: Path, run: _Run) -> dict[str, Any]:
     """Write recipe.toml, which runs in the folder of the release; return the fields that were changed for it."""
     values = to_dict(from_dict(json.loads(run.text_filter.apply(json.dumps(run.recipe))), source="recipe.json"))
     before = flatten(values)
-    wanted = {**REPLACED_FIELDS, **{field: f"data/{name}" for name, field in run.fields.items()}}
+    # What "auto" was on the run's machine may be something else on another.
+    resolved = next((event["resolved"] for event in reversed(run.events) if "resolved" in event), {})
+    wanted = {**REPLACED_FIELDS, **resolved, **{field: f"data/{name}" for name, field in run.fields.items()}}
     changed = {field: value for field, value in wanted.items() if field in before and before[field] != value}
     for field, value in changed.items():
         *parents, last = field.split(".")
