@@ -219,6 +219,8 @@ def recipe_error(exc: ValidationError, cls: type[Section], table: str = "") -> R
         return RecipeError("not a value but a section", values={name: value}, remedy="set its fields")
     if kind == "string_pattern_mismatch":
         message = f"must match {context['pattern']}"
+    if kind == "string_unicode":
+        message = "not valid Unicode; use text that can be encoded as UTF-8"
     choices = re.findall(r"'([^']*)'", str(context.get("expected", "")))
     similar = suggest(value, choices) if isinstance(value, str) else ""
     for ours in (
