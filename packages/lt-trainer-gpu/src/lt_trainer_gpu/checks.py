@@ -69,6 +69,7 @@ def check_recipe(recipe: Recipe, world: World) -> None:
     Raises:
         RecipeError: naming field, value and remedy.
     """
+    recipe.parallel.data_parallel_size(world.size)  # first: too few ranks break other rules, too
     _refuse_broken(recipe, _recipe_rules(recipe, world))
     recipe.accumulation_steps(world.size)
 
