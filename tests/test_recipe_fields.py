@@ -8,7 +8,6 @@ difference is the field's. What needs ranks, a device or a command has tests of 
 from __future__ import annotations
 
 import gc
-import json
 import os
 import threading
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lt_ckpt import Checkpoint
 from lt_data import DataError, TokenStore, pack, prepare, read_documents, train_bpe
+from lt_test_helpers.harness_tasks import write_task
 from lt_test_helpers.runs import run
 from lt_trainer.config.recipe import load
 from lt_trainer.data import batches
@@ -89,7 +89,7 @@ BUCKET_WEIGHTS = (*BUCKETS, "data.bucket_weights.32.weight=1.5")
 BUCKET_PHASES = (*BUCKETS, "data.bucket_weights.32.phase_weights=[2]")
 FP8 = ("model.n_layers=3", "model.hidden_size=64", "engine.gpu.dtype=bfloat16")
 BUDGET = ("engine.gpu.compile=true", "engine.gpu.activation_checkpointing=memory_budget")
-TASKS = ("evaluation.tasks=[lt_copy]",)
+TASKS = ("evaluation.tasks=[spelled]", "evaluation.include_path={stores}/tasks")
 CASES = [
     Case("run.seed", "1", "losses"),
     Case("run.engine", "neuron\nengine.neuron.backend=cpu\nengine.neuron.num_neuroncores=1", "files"),
@@ -179,11 +179,13 @@ CASES = [
     Case("metrics.log_interval", "2", "logged_steps"),
     Case("metrics.validation_interval", "1", "validation_losses"),
     Case("metrics.validation_tokens", "-1", "validation_losses"),
-    Case("evaluation.tasks", "[lt_copy]", "evaluations"),
-    Case("evaluation.tasks_dir", "{stores}/tasks", "evaluations", ("evaluation.tasks=[spelled]",), "{stores}/others"),
+    Case("evaluation.tasks", "[spelled]\nevaluation.include_path={stores}/tasks", "evaluations"),
+    Case(
+        "evaluation.include_path", "{stores}/tasks", "evaluations", ("evaluation.tasks=[spelled]",), "{stores}/others"
+    ),
     Case("evaluation.stores", "true", "files"),
     Case("evaluation.interval", "2", "evaluations", TASKS),
-    Case("evaluation.limit", "3", "evaluations", TASKS),
+    Case("evaluation.limit", "2", "evaluations", TASKS),
     Case("metrics.monitor_interval_s", "0", "files"),
     Case("engine.gpu.dtype", "bfloat16", "losses", ("engine.gpu.dtype=float32",)),
     Case("engine.gpu.attention", "reference", "products"),
@@ -216,9 +218,8 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for min_seq_len in (8, 16):
         pack(TokenStore.open(root / "train"), seq_len=32, mode="buckets", min_seq_len=min_seq_len)
     for folder, answers in (("tasks", "abc"), ("others", "abcd")):
-        (root / folder).mkdir()
-        lines = [json.dumps({"context": "the loss", "choices": ["falls", one], "label": 0}) for one in answers]
-        (root / folder / "spelled.jsonl").write_text("\n".join(lines))
+        items = [{"context": "the loss", "choices": ["falls", one], "label": 0} for one in answers]
+        write_task(root / folder, "spelled", items)
     return root
 
 

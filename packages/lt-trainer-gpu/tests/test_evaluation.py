@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from lt_data import Document, RowReader, TokenStore, open_pack, pack, prepare_documents, train_bpe
+from lt_test_helpers.harness_tasks import write_task
 from lt_test_helpers.layouts import global_batches, open_engine, rank_batch
 from lt_test_helpers.runs import run
 from lt_trainer.config.recipe import llama_config, load
 from lt_trainer.engine import World
 from lt_trainer.evaluation.scorer import BatchShape
-from lt_trainer.evaluation.store_losses import GroupLoss, evaluate_store
+from lt_trainer.evaluation.store_losses import GroupLoss, StoreGroups, evaluate_store
 from lt_trainer.run_directory.jsonl import read_jsonl
 from lt_trainer_gpu.spec import SPEC
 
@@ -40,7 +41,7 @@ def evaluated(folder: str, sets: tuple[str, ...]) -> list[GroupLoss]:
     engine = SPEC.open(recipe, llama_config(recipe, store.vocab_size), world)
     reader = RowReader(store, open_pack(store, seq_len=SEQ_LEN))
     shape = BatchShape(micro_batch_size=MICRO_BATCH_SIZE, seq_len=SEQ_LEN)
-    losses = evaluate_store(engine, reader, shape, name="held-out")
+    losses = evaluate_store(engine, reader, StoreGroups(store, world.rank, world.size), shape, name="held-out")
     engine.close()
     return losses
 
@@ -106,7 +107,7 @@ def test_scoring_between_steps_changes_no_bit_of_training(ranks, name: str) -> N
     assert len(set(without[0])) == 4
 
 
-def ran(store: str, folder: str, sets: tuple[str, ...], evaluate: bool) -> int:
+def ran(store: str, folder: str, tasks_folder: str, sets: tuple[str, ...], evaluate: bool) -> int:
     """In a rank: a whole run, with or without tasks."""
     base = {
         "run": {"dir": folder},
@@ -117,23 +118,33 @@ def ran(store: str, folder: str, sets: tuple[str, ...], evaluate: bool) -> int:
         "metrics": {"log_interval": 1, "monitor_interval_s": 0.0, "validation_tokens": -1},
         "engine": {"gpu": {"device": "cpu", "dtype": "float64"}},
     }
-    tasks = {"tasks": ["lt_count", "lt_recall"], "interval": 3, "limit": 7, "stores": True}
+    tasks = {"tasks": ["choice", "cloze"], "include_path": tasks_folder, "interval": 3, "limit": 7, "stores": True}
     return run(load(base=base | ({"evaluation": tasks} if evaluate else {}), overrides=sets))
 
 
+@pytest.mark.filterwarnings("default")  # of the harness and its libraries
 def test_a_run_evaluates_tasks_on_its_shards_and_trains_the_same(ranks, store: str, tmp_path: Path) -> None:
     """Two ranks of each kind have the scores of one, and the losses that the run has without them."""
     kinds = {"one": (1, ()), "fsdp": (2, ()), "tp": (2, ("parallel.tp=2",)), "plain": (2, ("parallel.tp=2",))}
     losses, tasks, validated = {}, {}, {}
+    words = ["loss", "model", "data", "order"]
+    choice = [
+        {"context": f"the {w} of", "choices": [f" {c}" for c in words], "label": i} for i in range(4) for w in words
+    ]
+    write_task(tmp_path / "tasks", "choice", choice)
+    write_task(tmp_path / "tasks", "cloze", [{"context": f"{w} is", "target": f" {w}"} for w in words * 2])
     for name, (n, sets) in kinds.items():
-        assert ranks.run(ran, store, str(tmp_path / name), sets, name != "plain", ranks=n) == [0] * n
+        assert (
+            ranks.run(ran, store, str(tmp_path / name), str(tmp_path / "tasks"), sets, name != "plain", ranks=n)
+            == [0] * n
+        )
         records = read_jsonl(tmp_path / name / "metrics.jsonl")
         losses[name] = [record["loss"] for record in records if "loss" in record]
         tasks[name] = [record for record in records if "eval_task" in record]
         validated[name] = [record["val_loss"] for record in records if "val_loss" in record]
     assert losses["tp"] == losses["plain"]
     assert tasks["plain"] == []
-    evaluated = [(step, task) for step in (3, 6) for task in ("lt_count", "lt_recall", "validation")]
+    evaluated = [(step, task) for step in (3, 6) for task in ("choice", "cloze", "validation")]
     assert [(record["step"], record["eval_task"]) for record in tasks["one"]] == evaluated
     for name in ("fsdp", "tp"):
         for found, wanted in zip(tasks[name], tasks["one"], strict=True):
@@ -143,6 +154,7 @@ def test_a_run_evaluates_tasks_on_its_shards_and_trains_the_same(ranks, store: s
             assert [found[key] for key in metrics] == pytest.approx([wanted[key] for key in metrics], rel=1e-9)
     for name in ("one", "fsdp", "tp"):
         assert tasks[name][-1]["eval_loss"] == pytest.approx(validated[name][-1], rel=1e-9)
-    items = [read_jsonl(tmp_path / name / "evaluation/step-00000006/lt_count.jsonl") for name in ("one", "fsdp")]
+    items = [read_jsonl(tmp_path / name / "evaluation/step-00000006/choice.jsonl") for name in ("one", "fsdp")]
     for one, other in zip(*items, strict=True):
-        assert one["log_probs"] == pytest.approx(other["log_probs"], rel=1e-9)
+        ours, theirs = ([float(log_prob) for log_prob, _ in item["filtered_resps"]] for item in (one, other))
+        assert ours == pytest.approx(theirs, rel=1e-9)

@@ -206,7 +206,7 @@ def test_the_same_recipe_is_traced_under_the_tool_and_its_key_noted(run_file: Pa
     [
         ([], []),
         (['data.validation="held-out"'], ["--validate"]),
-        (['evaluation.tasks=["lt_copy"]'], ["--evaluate"]),
+        (['evaluation.tasks=["piqa"]'], ["--evaluate"]),
         (['data.validation="held-out"', "evaluation.stores=true"], ["--validate", "--evaluate"]),
     ],
 )

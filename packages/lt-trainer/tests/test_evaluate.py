@@ -19,7 +19,7 @@ from lt_trainer.engine import StepBatch, Topology, World
 from lt_trainer.errors import RunDirError
 from lt_trainer.evaluation.position_scores import PositionScores
 from lt_trainer.evaluation.scorer import BatchShape, EvaluationError
-from lt_trainer.evaluation.store_losses import evaluate_store
+from lt_trainer.evaluation.store_losses import StoreGroups, evaluate_store
 from lt_trainer.run_directory.evaluation_results import find_results, read_results
 from lt_trainer.run_directory.jsonl import read_jsonl
 
@@ -120,13 +120,15 @@ def test_two_data_parallel_ranks_have_the_numbers_of_one(fake_engine, little_dat
     )
     engine = fake_engine.open(from_dict({"data": {"store": "unused"}}), config, World())
     shape = BatchShape(micro_batch_size=2, seq_len=SEQ_LEN)
-    one = evaluate_store(engine, reader, shape, name="s")
+    groups = StoreGroups(store, 0, 1)
+    halves = [StoreGroups(store, rank, 2) for rank in range(2)]
+    one = evaluate_store(engine, reader, groups, shape, name="s")
     given: list[Any] = []
     n_batches: list[tuple[int, int]] = []
     for rank in (0, 1):
         sent = OneOfTwo(engine, rank, lambda value: given.append(value) or [value])
-        evaluate_store(sent, reader, shape, name="s", on_batch=lambda *numbers: n_batches.append(numbers))
-    two = evaluate_store(OneOfTwo(engine, 0, lambda value: given), reader, shape, name="s")
+        evaluate_store(sent, reader, halves[rank], shape, name="s", on_batch=lambda *numbers: n_batches.append(numbers))
+    two = evaluate_store(OneOfTwo(engine, 0, lambda value: given), reader, halves[0], shape, name="s")
     assert [loss.loss_sum for loss in two] == pytest.approx([loss.loss_sum for loss in one], rel=1e-12)
     assert [replace(loss, loss_sum=0.0) for loss in two] == [replace(loss, loss_sum=0.0) for loss in one]
     half = -(-reader.n_rows // 4)
@@ -154,47 +156,20 @@ def test_a_repeated_command_computes_only_what_is_missing(
         run(model, tmp_path / "out", little_data / "validation", dtype="bfloat16")
 
 
-def test_tasks_are_printed_and_kept_with_their_items(model: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    chosen = {"tasks": ["lt_copy", "lt_recall"], "limit": 12, "seq_len": 64}
-    lines = run(model, out, **chosen)
-    _, copied, recalled = read_jsonl(out / "results.jsonl")
-    assert [copied["name"], recalled["name"]] == ["lt_copy", "lt_recall"]
-    (summary,) = copied["results"]
-    assert sorted(summary) == ["acc", "acc_norm", "acc_norm_stderr", "acc_stderr", "n_items"]
-    items = read_jsonl(out / "items" / "lt_copy.jsonl")
-    assert sum(item["acc"] for item in items) / 12 == summary["acc"]
-    assert [len(item["log_probs"]) for item in items] == [4] * 12
-    assert lines[0].startswith(f"lt_copy: acc {summary['acc']:.4f} +- ")
-    assert "perplexity" in lines[1]
-    assert run(model, out, **chosen) == lines
-    assert len(read_jsonl(out / "results.jsonl")) == 3
-    (fewer,) = run(model, out, **{**chosen, "tasks": ["lt_copy"], "limit": 5})
-    assert fewer.endswith("(5 items)")
-    assert len(read_jsonl(out / "items" / "lt_copy.jsonl")) == 5
-
-
-def test_results_of_a_changed_task_or_store_do_not_count(model: Path, little_data: Path, tmp_path: Path) -> None:
-    """A task file and a store are known by their content; the newest results of a name are the ones that count."""
-    item = '{"context": "alpha beta", "choices": [" gamma", " delta"], "label": %d}\n'
-    task, store, moved = tmp_path / "mine.jsonl", tmp_path / "store", tmp_path / "moved"
+def test_results_of_a_changed_store_do_not_count(model: Path, little_data: Path, tmp_path: Path) -> None:
+    """A store is known by its content; the newest results of a name are the ones that count."""
+    store, moved = tmp_path / "store", tmp_path / "moved"
     shutil.copytree(little_data / "validation", store)
     shutil.copytree(model, moved)
-    accuracies = []
-    for label in (0, 1, 0):
-        task.write_text(item % label)
-        run(model, tmp_path / "out", tasks=["mine"], tasks_dir=str(tmp_path))
-        accuracies.append(read_results(tmp_path / "out").units[-1].results[0]["acc"])
-    assert accuracies in ([1.0, 0.0, 1.0], [0.0, 1.0, 0.0])
     run(model, tmp_path / "out", store)
     run(moved, tmp_path / "out", store)
-    assert len(read_jsonl(tmp_path / "out" / "results.jsonl")) == 5, "the same weights elsewhere"
+    assert len(read_jsonl(tmp_path / "out" / "results.jsonl")) == 2, "the same weights elsewhere"
     shutil.rmtree(store)
     shutil.copytree(little_data / "train", store)
     run(model, tmp_path / "out", store)
     found = read_results(tmp_path / "out").units
-    assert [(unit.kind, unit.name) for unit in found] == [("task", "mine"), ("store", str(store))]
-    assert found[1].results[0]["documents"] == 40
+    assert [(unit.kind, unit.name) for unit in found] == [("store", str(store))]
+    assert found[0].results[0]["documents"] == 40
     weights = load_file(moved / "model.safetensors")
     weights["model.norm.weight"][0] += 1
     save_file(weights, moved / "model.safetensors", metadata={"format": "pt"})
@@ -223,7 +198,7 @@ def test_results_of_a_checkpoint_are_in_its_run_directory(model: Path, little_da
 
 def test_what_cannot_be_evaluated_is_refused_with_a_remedy(model: Path, little_data: Path, tmp_path: Path) -> None:
     store = little_data / "validation"
-    with pytest.raises(EvaluationError, match="nothing to evaluate; pass --tasks NAMES, --lm-eval-tasks"):
+    with pytest.raises(EvaluationError, match="nothing to evaluate; pass --tasks NAMES or --store STORE"):
         run(model, None)
     with pytest.raises(EvaluationError, match=r"--seq-len 65: .* has a context of 64 tokens; pass at most that"):
         run(model, None, store, seq_len=65)

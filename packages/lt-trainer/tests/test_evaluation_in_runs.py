@@ -1,12 +1,12 @@
 """`[evaluation]` in a run with the fake engine: when it is done, what it writes, that training does not notice."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lt_test_helpers.harness_tasks import write_task
 from lt_test_helpers.runs import run
 from lt_trainer.config.recipe import load
 from lt_trainer.errors import RecipeError
@@ -19,13 +19,11 @@ from lt_trainer.training.benchmark import resolve_bench_recipe
 def tasks(tmp_path: Path, recipe_base: dict[str, Any]) -> Path:
     """A folder with a multiple-choice task and a cloze, which the recipe evaluates every eight steps."""
     folder = tmp_path / "tasks"
-    folder.mkdir()
     words = ["alpha", "beta", "gamma", "delta"]
     choices = [{"context": f"{i} and", "choices": [f" {w}" for w in words], "label": i % 4} for i in range(9)]
-    cloze = [{"context": f"{i} and", "target": f" {words[i % 4]}"} for i in range(7)]
-    for name, items in (("choice", choices), ("cloze", cloze)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
-    recipe_base["evaluation"] = {"tasks": ["choice", "cloze"], "tasks_dir": str(folder), "interval": 8}
+    write_task(folder, "choice", choices)
+    write_task(folder, "cloze", [{"context": f"{i} and", "target": f" {words[i % 4]}"} for i in range(7)])
+    recipe_base["evaluation"] = {"tasks": ["choice", "cloze"], "include_path": str(folder), "interval": 8}
     return folder
 
 
@@ -88,8 +86,9 @@ def test_the_progress_of_tasks_and_stores_is_in_the_log(
     recipe_base["evaluation"] |= {"stores": True, "interval": 0}
     assert start(recipe_base, "schedule.max_steps=3") == 0
     log = (Path(recipe_base["run"]["dir"]) / "logs" / "rank00000.log").read_text()
-    found = re.findall(r"# step 3, evaluation of (\w+): (\d+) of (\d+) batches, .* s left", log)
-    assert found == [("choice", "1", "2"), ("validation", "1", "2")], "cloze has one batch"
+    found = re.findall(r"# .*evaluation of (\w+): (\d+) of (\d+) batches, .* s left", log)
+    assert {name for name, _, _ in found} == {"tasks", "validation"}
+    assert all(int(done) < int(total) for _, done, total in found)
 
 
 def test_stores_without_validation_and_names_of_both_kinds_are_refused(tmp_path: Path) -> None:
@@ -125,7 +124,7 @@ def test_sinks_have_a_tag_for_each_task_and_metric() -> None:
     [
         (
             "evaluation.tasks=[choise]",
-            r"evaluation.tasks = .*task 'choise': no such task in .*; have choice, cloze, lt_",
+            r"evaluation.tasks = .*task 'choise': lm-evaluation-harness has none of that name",
         ),
         ("evaluation.tasks=[]", "has no effect with tasks"),
         ("evaluation.tasks=[cloze, cloze]", "duplicate task"),

@@ -335,18 +335,11 @@ def evaluate(
         ),
     ],
     tasks: Annotated[
-        str,
-        typer.Option(help="Tasks, separated by commas: files NAME.jsonl of --tasks-dir, or generated ones."),
-    ] = "",
-    tasks_dir: Annotated[str, typer.Option(help="Folder of task files.")] = "",
-    lm_eval_tasks: Annotated[
         str, typer.Option(help="Tasks of lm-evaluation-harness, separated by commas (lt-trainer[eval]).")
     ] = "",
-    include_path: Annotated[
-        Path | None, typer.Option(help="Folder of further task files of the harness.", show_default=False)
-    ] = None,
+    include_path: Annotated[Path | None, typer.Option(help="Folder of further task files.", show_default=False)] = None,
     num_fewshot: Annotated[
-        int | None, typer.Option(help="Examples before a question, in the harness's tasks.", min=0, show_default=False)
+        int | None, typer.Option(help="Examples before a question.", min=0, show_default=False)
     ] = None,
     limit: Annotated[int, typer.Option(help="Items of each task, the first ones; 0 for all.", min=0)] = 0,
     store: Annotated[
@@ -376,8 +369,6 @@ def evaluate(
 
     options = EvaluateOptions(
         tasks=[name for name in tasks.split(",") if name],
-        tasks_dir=tasks_dir,
-        lm_eval_tasks=[name for name in lm_eval_tasks.split(",") if name],
         include_path=include_path,
         num_fewshot=num_fewshot,
         limit=limit,
@@ -406,6 +397,9 @@ def sample(
             help="Checkpoint, run directory (its newest checkpoint) or exported Hugging Face folder.",
         ),
     ],
+    text: Annotated[
+        str, typer.Argument(metavar="[PROMPT]", help="Text to continue; also --prompt.", show_default=False)
+    ] = "",
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = "",
     max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens to generate.", min=1)] = 100,
     temperature: Annotated[float, typer.Option(help="Temperature; 0 for the most likely token.", min=0.0)] = 0.8,
@@ -432,13 +426,15 @@ def sample(
     from lt_trainer.evaluation.local_model import load_model
     from lt_trainer.run_directory.jsonl import JsonlWriter
 
-    loaded = load_model(checkpoint, device=device, dtype=dtype)
+    if text and prompt:
+        raise typer.BadParameter("the prompt is given twice", param_hint="PROMPT and --prompt")
+    prompt, loaded = text or prompt, load_model(checkpoint, device=device, dtype=dtype)
     with ExitStack() as stack:
         writer = None if out is None else stack.enter_context(JsonlWriter(out))
         options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
         for number in range(seed, seed + samples):
-            text = generate_text(loaded, prompt, seed=number, **options)
-            shown = prompt + text
+            new = generate_text(loaded, prompt, seed=number, **options)
+            shown = prompt + new
             typer.echo(escape_controls(shown) if sys.stdout.isatty() else shown)
             if writer is not None:
-                writer.write({**describe_model(loaded), "prompt": prompt, "text": text, "seed": number, **options})
+                writer.write({**describe_model(loaded), "prompt": prompt, "text": new, "seed": number, **options})

@@ -1,7 +1,7 @@
-"""`lt train evaluate` on one device: losses over stores and tasks, as a table and as JSON lines.
+"""`lt train evaluate` on one device: losses over stores and tasks of lm-evaluation-harness.
 
-Each store and task is one unit of work (`lt_trainer.evaluation.results`): a repeated command goes on after the units
-that it finds. Results of a run's checkpoint are kept in the run directory unless a folder is given.
+Each store and task is one unit of work, a line of results.jsonl: a repeated command goes on after the units that it
+finds. Results of a run's checkpoint are kept in the run directory unless a folder is given.
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ from lt_data import RowReader, TokenStore, open_pack
 from lt_data.display.progress_bars import progress_bar
 from lt_trainer.checkpointing.pretrained import tokens_by_id
 from lt_trainer.cli.sample import describe_model
-from lt_trainer.evaluation.encoding import PairEncoder
 from lt_trainer.evaluation.local_model import LoadedModel, load_model
 from lt_trainer.evaluation.scorer import BatchShape, EvaluationError
-from lt_trainer.evaluation.store_losses import evaluate_store
-from lt_trainer.evaluation.tasks import EncodedTask, evaluate_task, find_tasks
+from lt_trainer.evaluation.store_losses import StoreGroups, evaluate_store
 from lt_trainer.run_directory.evaluation_results import EvaluationResults
 
 N_SHOWN = 20
@@ -36,14 +34,11 @@ class EvaluateOptions:
     """Options of the command that change numbers."""
 
     tasks: Sequence[str] = ()
-    """Names of files in `tasks_dir`, or of generated tasks."""
-    tasks_dir: str = ""
-    lm_eval_tasks: Sequence[str] = ()
-    """Names of tasks or groups of lm-evaluation-harness."""
+    """Names of tasks, groups or tags of lm-evaluation-harness."""
     include_path: Path | None = None
-    """Folder of further task files of the harness."""
+    """Folder of further task files."""
     num_fewshot: int | None = None
-    """Examples before each question of the harness's tasks; None: the task's own number."""
+    """Examples before each question; None: the task's own number."""
     limit: int = 0
     """Items of each task, the first ones; 0 for all."""
     stores: Sequence[Path] = ()
@@ -69,50 +64,77 @@ def evaluate(model: Path, options: EvaluateOptions, *, out: Path | None, echo: A
         CheckpointError: the model cannot be loaded.
         DataError: a store cannot be read, or has no pack of this row length.
     """
-    if not (options.stores or options.tasks or options.lm_eval_tasks):
-        raise EvaluationError("nothing to evaluate; pass --tasks NAMES, --lm-eval-tasks NAMES or --store STORE")
-    if options.lm_eval_tasks and find_spec("lm_eval") is None:
-        raise EvaluationError("--lm-eval-tasks needs lm-evaluation-harness; pip install 'lt-trainer[eval]'")
-    tasks = find_tasks(options.tasks, options.tasks_dir, limit=options.limit)
+    if not (options.stores or options.tasks):
+        raise EvaluationError("nothing to evaluate; pass --tasks NAMES or --store STORE")
+    if options.tasks:
+        require_harness("--tasks")
     loaded = load_model(model, device=options.device, dtype=options.dtype)
     shape = _shape(loaded, options)
-    readers = {str(path): _open_reader(loaded, path, options) for path in options.stores}
-    encoder = PairEncoder(loaded.tokenizer) if tasks else None
-    encoded = [EncodedTask.encode(task, encoder, shape) for task in tasks if encoder is not None]
-    description = describe(loaded, options)
-    results = EvaluationResults.open(out or run_results_folder(loaded, description["dtype"]), description)
-    for task in encoded:
-        name, kept = task.task.name, {"limit": options.limit, "sha256": task.task.sha256}
-        summaries = results.find("task", name, kept)
-        if summaries is None:
-            with progress_bar(name) as progress:
-                result = evaluate_task(
-                    loaded, task, shape, on_batch=lambda done, total: progress(done, total, "batches")
-                )
-            results.write_items(name, result.items)
-            summaries = [{"n_items": result.n_items, **result.metrics}]
-            results.add("task", name, kept, summaries)
-        echo(task_line(name, summaries[0]))
-    _evaluate_with_harness(loaded, shape, options, results, echo)
+    readers = {str(path): _open_reader(loaded, path, shape) for path in options.stores}
+    description = {**describe_model(loaded), "seq_len": shape.seq_len}
+    results = EvaluationResults.open(out or _run_results_folder(loaded, description["dtype"]), description)
+    if options.tasks:
+        _evaluate_tasks(loaded, shape, options, results, echo)
     for name, reader in readers.items():
         kept = {"fingerprint": reader.store.manifest.fingerprint, "pack": reader.pack.fingerprint}
         losses = results.find("store", name, kept)
         if losses is None:
-            with progress_bar(name) as progress:
-                losses = [
-                    loss.to_dict()
-                    for loss in evaluate_store(
-                        loaded, reader, shape, name=name, on_batch=lambda done, total: progress(done, total, "batches")
-                    )
-                ]
+            groups = StoreGroups(reader.store, 0, 1)
+            with progress_bar(name) as bar:
+                found = evaluate_store(
+                    loaded, reader, groups, shape, name=name, on_batch=lambda done, total: bar(done, total, "batches")
+                )
+            losses = [loss.to_dict() for loss in found]
             results.add("store", name, kept, losses)
-        for line in store_lines(losses):
+        for line in _store_lines(losses):
             echo(line)
     if out is None and results.folder is not None:
         echo(f"results: {results.folder}")
 
 
-def run_results_folder(loaded: LoadedModel, dtype: str) -> Path | None:
+def require_harness(option: str) -> None:
+    """Raise EvaluationError unless lm-evaluation-harness is installed, naming the option that needs it."""
+    if find_spec("lm_eval") is None:
+        raise EvaluationError(f"{option} needs lm-evaluation-harness; pip install 'lt-trainer[eval]'")
+
+
+def _evaluate_tasks(
+    loaded: LoadedModel, shape: BatchShape, options: EvaluateOptions, results: EvaluationResults, echo: Any
+) -> None:
+    """Run the tasks one by one, and print and keep their results."""
+    from lt_trainer.evaluation.harness import HarnessModel, load_tasks, run_tasks
+
+    kept = {"limit": options.limit, "num_fewshot": options.num_fewshot, "lm_eval": version("lm-eval")}
+    kept["sha256"] = _hash_task_files(options.include_path)
+    for name in options.tasks:
+        summaries = results.find("task", name, kept)
+        if summaries is None:
+            tasks = load_tasks(
+                [name],
+                include_path=options.include_path or "",
+                num_fewshot=options.num_fewshot,
+                may_generate=True,
+            )
+            with progress_bar(name) as bar:
+                model = HarnessModel(
+                    loaded,
+                    loaded.tokenizer,
+                    shape,
+                    generator=loaded,
+                    on_batch=lambda done, total: bar(done, total, "batches"),
+                )
+                found = run_tasks(model, tasks, limit=options.limit)
+            for result in found:
+                if result.items:
+                    items = json.loads(json.dumps(result.items, default=str))
+                    results.write_items(result.file_stem, items)
+            summaries = [{"task": one.task, "n_items": one.n_items, **one.metrics} for one in found]
+            results.add("task", name, kept, summaries)
+        for summary in summaries:
+            echo(_task_line(summary))
+
+
+def _run_results_folder(loaded: LoadedModel, dtype: str) -> Path | None:
     """Return the folder of results in the run directory that a checkpoint is in; None for another model."""
     run = Path(os.path.realpath(loaded.source)).parent.parent
     if loaded.step is None or not (run / ".lt-run").exists():
@@ -120,55 +142,13 @@ def run_results_folder(loaded: LoadedModel, dtype: str) -> Path | None:
     return run / "evaluation" / f"step-{loaded.step:08d}-{dtype}"
 
 
-def _evaluate_with_harness(
-    loaded: LoadedModel, shape: BatchShape, options: EvaluateOptions, results: EvaluationResults, echo: Any
-) -> None:
-    """Run the harness's tasks one by one, and print and keep their results."""
-    if not options.lm_eval_tasks:
-        return
-    chosen = {"limit": options.limit, "num_fewshot": options.num_fewshot}
-    kept = {**chosen, "lm_eval": version("lm-eval"), "sha256": _hash_task_files(options.include_path)}
-    for name in options.lm_eval_tasks:
-        summaries = results.find("lm_eval", name, kept)
-        if summaries is None:
-            from lt_trainer.cli.lm_eval_adapter import evaluate_harness_tasks
-
-            with progress_bar(name) as progress:
-                found = evaluate_harness_tasks(
-                    loaded, shape, [name], include_path=options.include_path, progress=progress, **chosen
-                )
-            for task, (_, samples) in found.items():
-                results.write_items(task, [sample_record(sample) for sample in samples])
-            summaries = [{"task": task, "metrics": metrics} for task, (metrics, _) in found.items()]
-            results.add("lm_eval", name, kept, summaries)
-        for summary in summaries:
-            metrics = (f"{metric} {value:.5g}" for metric, value in summary["metrics"].items() if is_number(value))
-            echo(f"{summary['task']}: {', '.join(metrics)}")
-
-
 def _hash_task_files(folder: Path | None) -> str:
-    """Return the hash of the harness's task files in a folder: of changed ones, results do not count."""
+    """Return the hash of the task files in a folder: of changed ones, results do not count."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*")) if folder is not None else ():
         if path.suffix in (".yaml", ".py", ".json", ".jsonl") and path.is_file():
             digest.update(f"{path.relative_to(folder or path)}\n".encode() + path.read_bytes())
     return digest.hexdigest()
-
-
-def sample_record(sample: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a sample of the harness as plain values: document, responses, target and metrics."""
-    left_out = {"arguments", "resps", "doc_hash", "prompt_hash", "target_hash"}
-    return json.loads(json.dumps({name: v for name, v in sample.items() if name not in left_out}, default=str))
-
-
-def is_number(value: Any) -> bool:
-    """Return True for a number, of the metrics of the harness."""
-    return isinstance(value, int | float)
-
-
-def describe(loaded: LoadedModel, options: EvaluateOptions) -> dict[str, Any]:
-    """Return what numbers depend on besides the store or the task, and which model it is."""
-    return {**describe_model(loaded), "seq_len": _shape(loaded, options).seq_len}
 
 
 def _shape(loaded: LoadedModel, options: EvaluateOptions) -> BatchShape:
@@ -181,14 +161,8 @@ def _shape(loaded: LoadedModel, options: EvaluateOptions) -> BatchShape:
     return BatchShape(micro_batch_size=options.micro_batch_size, seq_len=seq_len)
 
 
-def _open_reader(loaded: LoadedModel, path: Path, options: EvaluateOptions) -> RowReader:
+def _open_reader(loaded: LoadedModel, path: Path, shape: BatchShape) -> RowReader:
     store = TokenStore.open(path)
-    if store.vocab_size > loaded.model.config.vocab_size:
-        raise EvaluationError(
-            f"store {path} has ids up to {store.vocab_size - 1}, and {loaded.source} has "
-            f"{loaded.model.config.vocab_size} rows; prepare the text with the model's tokenizer"
-        )
-    # Files beside tokenizer.json may differ between a store and a model; what an id means may not.
     ours, theirs = (tokens_by_id(one.files["tokenizer.json"]) for one in (loaded.tokenizer, store.tokenizer()))
     if differing := [i for i in sorted(theirs) if ours.get(i) != theirs[i]]:
         i = differing[0]
@@ -196,35 +170,32 @@ def _open_reader(loaded: LoadedModel, path: Path, options: EvaluateOptions) -> R
             f"store {path} was prepared with another tokenizer than that of {loaded.source}: id {i} is {theirs[i]!r} "
             f"in the store and {ours.get(i)!r} in the model; prepare the text with the model's tokenizer"
         )
-    return RowReader(store, open_pack(store, seq_len=_shape(loaded, options).seq_len))
+    return RowReader(store, open_pack(store, seq_len=shape.seq_len))
 
 
-def task_line(name: str, summary: Mapping[str, Any]) -> str:
+def _task_line(summary: Mapping[str, Any]) -> str:
     """Return the metrics of a task as a line."""
     metrics = [
-        f"{metric} {value:.4f} +- {summary[f'{metric}_stderr']:.4f}"
-        if f"{metric}_stderr" in summary
-        # a perplexity has no standard error here
-        else f"{metric} {value:.5g}"
-        for metric, value in summary.items()
-        if metric != "n_items" and not metric.endswith("_stderr")
+        f"{name} {value:.4g}" + (f" +- {summary[f'{name}_stderr']:.2g}" if f"{name}_stderr" in summary else "")
+        for name, value in summary.items()
+        if name not in ("task", "n_items") and not name.endswith("_stderr")
     ]
-    return f"{name}: {', '.join(metrics)} ({summary['n_items']:,} items)"
+    items = f" ({summary['n_items']:,} items)" if summary["n_items"] else ""
+    return f"{summary['task']}: {', '.join(metrics)}{items}"
 
 
-def store_lines(losses: Sequence[Mapping[str, Any]]) -> list[str]:
+def _store_lines(losses: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the losses of a store as a table."""
     lines = [f"{'documents':>10} {'tokens':>12} {'loss':>9} {'perplexity':>11} {'bits/byte':>9}"]
-    n_sources = 0
+    sources = [loss for loss in losses if loss["group"] == "source"]
     for loss in losses:
-        label = {"all": loss["store"], "source": f"  {loss['name']}", "length": f"  {loss['name']} tokens"}
-        n_sources += loss["group"] == "source"
-        if loss["group"] == "source" and n_sources > N_SHOWN:
+        if loss in sources[N_SHOWN:]:
             continue
+        label = {"all": loss["store"], "source": f"  {loss['name']}", "length": f"  {loss['name']} tokens"}
         lines.append(
             f"{loss['documents']:>10,} {loss['tokens']:>12,} {loss['loss']:>9.4f} {loss['perplexity']:>11.4g} "
             f"{loss['bits_per_byte']:>9.4f}  {label[loss['group']]}"
         )
-    if n_sources > N_SHOWN:
-        lines.append(f"  and {n_sources - N_SHOWN} further source files")
+    if len(sources) > N_SHOWN:
+        lines.append(f"  and {len(sources) - N_SHOWN} further source files")
     return lines

@@ -409,12 +409,12 @@ class EvaluationOptions(Section):
     """Tasks and stores that are evaluated during a run, on the weights as the engine holds them."""
 
     table = "evaluation"
-    needs = (("tasks_dir limit", "tasks"),)
+    needs = (("include_path limit", "tasks"),)
 
     tasks: tuple[str, ...] = option(
-        (), "files NAME.jsonl in evaluation.tasks_dir, or generated tasks: lt_copy, lt_count, lt_pattern, lt_recall"
+        (), "tasks, groups or tags of lm-evaluation-harness; needs the extra lt-trainer[eval]"
     )
-    tasks_dir: str = option("", "folder of task files")
+    include_path: str = option("", "folder of further task files")
     stores: bool = option(False, "evaluate the validation sets by source file and document length")
     interval: int = option(0, "steps between evaluations; 0 = only at the end", ge=0)
     limit: int = option(0, "items of each task, the first ones; 0 = all", ge=0)

@@ -43,23 +43,6 @@ class Score(NamedTuple):
     is_greedy: bool
 
 
-def check_requests(requests: Sequence[ScoreRequest], shape: BatchShape, name: str) -> None:
-    """Check that the continuations fit a row.
-
-    Raises:
-        EvaluationError: one is empty or too long; names `name`.
-    """
-    for index, request in enumerate(requests):
-        n = len(request.continuation)
-        if not n or not request.context:
-            raise EvaluationError(f"{name}: request {index} has no tokens to score or to condition on; give some text")
-        if n > shape.seq_len:
-            raise EvaluationError(
-                f"{name}: the continuation of request {index} has {n} tokens, and rows have {shape.seq_len}; raise the "
-                "row length, or shorten the text"
-            )
-
-
 def score_requests(
     scorer: Scorer,
     requests: Sequence[ScoreRequest],
@@ -71,10 +54,19 @@ def score_requests(
 
     Args:
         scorer: the model.
-        requests: the same on all ranks, checked by `check_requests`.
+        requests: the same on all ranks.
         shape: rows of a batch.
         on_batch: told of this rank's batches, done and in all.
+
+    Raises:
+        EvaluationError: a continuation has no token, or does not fit a row.
     """
+    for number, one in enumerate(requests):
+        if not 0 < len(one.continuation) <= shape.seq_len or not one.context:
+            raise EvaluationError(
+                f"text {number} of a task has {len(one.context)} tokens to condition on and {len(one.continuation)} to "
+                f"score; rows have {shape.seq_len} tokens: shorten it, or raise the row length"
+            )
     rows = _pack(requests, shape)
     n_segments = 1 << max(len(row) for row in rows).bit_length() if rows and shape.document_mask else 1
     topology, found = scorer.topology, []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from lt_trainer.engine import Control, StepBatch, Topology
 from lt_trainer.errors import TrainerError
@@ -40,3 +40,19 @@ class BatchShape:
     seq_len: int
     document_mask: bool = True
     """Several sequences may share a row."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskResult:
+    """Metrics of a task, a group of tasks or a validation set, and the records of its items."""
+
+    task: str
+    n_items: int
+    metrics: dict[str, float]
+    """By name, with NAME_stderr where a standard error is known."""
+    items: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def file_stem(self) -> str:
+        """Name of a file for the items, which stays in its folder whatever the task is called."""
+        return self.task.replace("/", "_")

@@ -12,7 +12,7 @@ Cost: one forward pass over the store; memory for two numbers per document.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -22,7 +22,7 @@ import numpy as np
 from lt_data import RowReader, TokenStore
 from lt_data.packing.algorithms import concat_aranges
 from lt_trainer.data.training_data import text_bytes, validation_batches, validation_rows
-from lt_trainer.evaluation.scorer import BatchShape, EvaluationError, Scorer
+from lt_trainer.evaluation.scorer import BatchShape, EvaluationError, Scorer, TaskResult
 
 RECORD_BITS = 40
 """Bits of the record in a document's source; those above are the index of its file."""
@@ -70,80 +70,66 @@ class GroupLoss:
         }
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class DocumentGroups:
-    """Groups of a store's documents by source file and range of lengths; those that occur."""
+class StoreGroups:
+    """Groups of a store's documents by source file and range of lengths; those that occur.
 
-    keys: list[tuple[str, int]]
-    """Source file, and the number of bits of the length."""
-    of_document: np.ndarray
-    """Index in `keys` of each document, int64 [n_documents]."""
+    Args:
+        store: The store; without known sources all documents are of the source "".
+        rank: This rank, of `world_size`: it decodes every `world_size`-th document.
 
-    @staticmethod
-    def of_store(store: TokenStore) -> DocumentGroups:
-        """Return the groups of a store; without known sources all documents are of the source ""."""
+    Attributes:
+        keys: Source file of each group, and the number of bits of its documents' lengths.
+        of_document: Index in `keys` of each document, int64 [n_documents].
+    """
+
+    def __init__(self, store: TokenStore, rank: int, world_size: int) -> None:
+        self.store, self._rank, self._world_size = store, rank, world_size
         lengths = store.lengths.astype(np.int64)
         bits = np.zeros(lengths.size, np.int64)
         bits[lengths > 0] = np.floor(np.log2(lengths[lengths > 0])).astype(np.int64) + 1
-        files = np.zeros(lengths.size, np.int64)
-        names = [""]
+        files, names = np.zeros(lengths.size, np.int64), [""]
         if store.has_sources and store.n_documents:
             shards = [store.shard_sources(number) for number in range(len(store.manifest.shards))]
             files = np.concatenate([part >> np.uint64(RECORD_BITS) for part in shards if part is not None])
             names = [file.path for file in store.source_files]
         found, of_document = np.unique(files.astype(np.int64) * 64 + bits, return_inverse=True)
-        keys = [(names[int(key) // 64], int(key) % 64) for key in found]
-        return DocumentGroups(keys=keys, of_document=of_document.reshape(-1))
-
-
-@dataclass(kw_only=True)
-class StoreText:
-    """Groups of a store's documents, and the bytes of text of this rank's share of each, read once."""
-
-    store: TokenStore
-    rank: int
-    world_size: int
-
-    @cached_property
-    def groups(self) -> DocumentGroups:
-        """Groups of the documents."""
-        return DocumentGroups.of_store(self.store)
+        self.keys = [(names[int(key) // 64], int(key) % 64) for key in found]
+        self.of_document = of_document.reshape(-1)
 
     @cached_property
     def n_bytes(self) -> list[int]:
-        """UTF-8 bytes of the text of this rank's share, by group."""
-        return _text_bytes_by_group(self.store, self.groups, self.rank, self.world_size)
+        """UTF-8 bytes of the text of this rank's share of the documents, by group."""
+        tokenizer, found = self.store.tokenizer(), [0] * len(self.keys)
+        for index in range(self._rank, self.store.n_documents, self._world_size):
+            text = tokenizer.decode(self.store.document(index), skip_special_tokens=True)
+            found[int(self.of_document[index])] += len(text.encode())
+        return found
 
 
 def evaluate_store(
     scorer: Scorer,
     reader: RowReader,
+    groups: StoreGroups,
     shape: BatchShape,
     *,
     name: str,
-    text: StoreText | None = None,
     on_batch: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[GroupLoss]:
-    """Return the loss over all rows of a reader: of the whole, then by source, then by length.
-
-    Equal on all ranks.
+    """Return the loss over all rows of a reader: of the whole, then by source, then by length; collective.
 
     Args:
-        scorer: the model.
-        reader: rows of the store.
-        shape: rows of a batch; its `seq_len` is the reader's.
-        name: name of the store in the results.
-        text: of the store, where it is evaluated more than once.
-        on_batch: told of this rank's batches, done and in all.
+        scorer: Model of this rank.
+        reader: Rows of the store, of `shape.seq_len` positions.
+        groups: Groups of the store's documents.
+        shape: Shape of every batch.
+        name: Name of the store in the results.
+        on_batch: Called with the number of this rank's batches that are done, and of all.
 
     Raises:
         EvaluationError: the store has no label.
     """
     assert reader.seq_len == shape.seq_len
-    topology = scorer.topology
-    text = text or StoreText(store=reader.store, rank=topology.rank, world_size=topology.world_size)
-    groups = text.groups
-    n_groups = len(groups.keys)
+    topology, n_groups = scorer.topology, len(groups.keys)
     sums, tokens = np.zeros(n_groups), np.zeros(n_groups, np.int64)
     n_batches = -(-reader.n_rows // (shape.micro_batch_size * topology.dp_size))
     batches = validation_batches(reader, topology, shape.micro_batch_size)
@@ -156,54 +142,36 @@ def evaluate_store(
         sums -= np.bincount(group[reported], weights=scores.log_probs[0][reported], minlength=n_groups)
         tokens += np.bincount(group[reported], minlength=n_groups)
         on_batch(done, n_batches)
-    parts = scorer.control.all_gather([sums.tolist(), tokens.tolist(), text.n_bytes])
-    sums_of, tokens_of, bytes_of = ([part[i] for part in parts] for i in range(3))
-    cells = [
-        _Cell(
-            key=key,
-            documents=int(documents),
-            tokens=sum(part[i] for part in tokens_of),
-            text_bytes=sum(part[i] for part in bytes_of),
-            loss_sum=math.fsum(part[i] for part in sums_of),
-        )
-        for i, (key, documents) in enumerate(
-            zip(groups.keys, np.bincount(groups.of_document, minlength=n_groups), strict=True)
-        )
-    ]
-    if not sum(cell.tokens for cell in cells):
-        raise EvaluationError(f"{name} has no label: its documents have at most one token; prepare longer ones")
-    return list(_losses(name, reader.store, cells))
+    parts = scorer.control.all_gather([sums.tolist(), tokens.tolist(), groups.n_bytes])
+    documents, whole = np.bincount(groups.of_document, minlength=n_groups), text_bytes(reader.store)
 
-
-@dataclass(frozen=True, kw_only=True)
-class _Cell:
-    """Sums over the documents of one source file and range of lengths."""
-
-    key: tuple[str, int]
-    documents: int
-    tokens: int
-    text_bytes: int
-    loss_sum: float
-
-
-def _losses(name: str, store: TokenStore, cells: list[_Cell]) -> Iterator[GroupLoss]:
-    def total(group: str, label: str, some: list[_Cell]) -> GroupLoss:
+    def total(group: str, label: str, chosen: list[int]) -> GroupLoss:
         return GroupLoss(
             store=name,
             group=group,
             name=label,
-            documents=sum(cell.documents for cell in some),
-            tokens=sum(cell.tokens for cell in some),
-            text_bytes=text_bytes(store) if group == "all" else sum(cell.text_bytes for cell in some),
-            loss_sum=math.fsum(cell.loss_sum for cell in some),
+            documents=int(documents[chosen].sum()),
+            tokens=sum(part[1][i] for part in parts for i in chosen),
+            text_bytes=whole if group == "all" else sum(part[2][i] for part in parts for i in chosen),
+            loss_sum=math.fsum(part[0][i] for part in parts for i in chosen),
         )
 
-    yield total("all", "", cells)
-    for source in sorted({cell.key[0] for cell in cells} - {""}):
-        yield total("source", source, [cell for cell in cells if cell.key[0] == source])
-    for bits in sorted({cell.key[1] for cell in cells}):
+    losses = [total("all", "", list(range(n_groups)))]
+    if not losses[0].tokens:
+        raise EvaluationError(f"{name} has no label: its documents have at most one token; prepare longer ones")
+    for source in sorted({source for source, _ in groups.keys} - {""}):
+        losses.append(total("source", source, [i for i, key in enumerate(groups.keys) if key[0] == source]))
+    for bits in sorted({bits for _, bits in groups.keys}):
         label = f"{1 << bits >> 1}-{(1 << bits) - 1}"
-        yield total("length", label, [cell for cell in cells if cell.key[1] == bits])
+        losses.append(total("length", label, [i for i, key in enumerate(groups.keys) if key[1] == bits]))
+    return losses
+
+
+def store_result(name: str, losses: list[GroupLoss]) -> TaskResult:
+    """Return the losses over a validation set in the form of a task's result: loss, perplexity and bits per byte."""
+    items = tuple(loss.to_dict() for loss in losses)
+    metrics = {metric: items[0][metric] for metric in ("loss", "perplexity", "bits_per_byte")}
+    return TaskResult(task=name, n_items=losses[0].documents, metrics=metrics, items=items)
 
 
 def _documents_of_rows(reader: RowReader, rows: np.ndarray) -> np.ndarray:
@@ -221,37 +189,3 @@ def _documents_of_rows(reader: RowReader, rows: np.ndarray) -> np.ndarray:
         found[row, n:] = documents[begin + n - 1]
         begin += n
     return found
-
-
-def _text_bytes_by_group(store: TokenStore, groups: DocumentGroups, rank: int, world_size: int) -> list[int]:
-    """Return the UTF-8 bytes of the text of this rank's share of the documents, by group."""
-    tokenizer, found = store.tokenizer(), [0] * len(groups.keys)
-    for index in range(rank, store.n_documents, world_size):
-        text = tokenizer.decode(store.document(index), skip_special_tokens=True)
-        found[int(groups.of_document[index])] += len(text.encode())
-    return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoreResult:
-    """Losses over a validation set, in the form of a task's result (`tasks.TaskResult`)."""
-
-    task: str
-    """Name of the set."""
-    losses: tuple[GroupLoss, ...]
-
-    @property
-    def n_items(self) -> int:
-        """Documents."""
-        return self.losses[0].documents
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """loss, perplexity and bits_per_byte of the whole set."""
-        values = self.losses[0].to_dict()
-        return {name: values[name] for name in ("loss", "perplexity", "bits_per_byte")}
-
-    @property
-    def items(self) -> tuple[dict[str, Any], ...]:
-        """The whole, then each group."""
-        return tuple(loss.to_dict() for loss in self.losses)

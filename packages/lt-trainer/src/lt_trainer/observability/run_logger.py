@@ -42,8 +42,7 @@ from lt_trainer.run_directory.run_dir import RunDir
 if TYPE_CHECKING:
     from lt_model import LlamaConfig
     from lt_trainer.config.sections import Recipe
-    from lt_trainer.evaluation.store_losses import StoreResult
-    from lt_trainer.evaluation.tasks import TaskResult
+    from lt_trainer.evaluation.scorer import TaskResult
     from lt_trainer.observability.run_display import RunDisplay
 
 JOULES_PER_KWH = 3.6e6
@@ -255,13 +254,13 @@ class RunLogger:
             )
         )
 
-    def log_evaluation(self, step: int, result: TaskResult | StoreResult) -> None:
+    def log_evaluation(self, step: int, result: TaskResult) -> None:
         """Write the record of a task, and its items to evaluation/step-N/TASK.jsonl."""
         if self._run_dir is None:
             return
         folder = self._run_dir.path / "evaluation" / f"step-{step:08d}"
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{result.task}.jsonl"
+        path = folder / f"{result.file_stem}.jsonl"
         path.unlink(missing_ok=True)  # of a start that reached this step before
         with JsonlWriter(path) as items:
             for item in result.items:
@@ -272,7 +271,7 @@ class RunLogger:
                 eval_task=result.task,
                 eval_items=result.n_items,
                 elapsed_s=self._clock() - self._start,
-                **{f"eval_{name}": value for name, value in result.metrics.items()},
+                metrics=result.metrics,
             )
         )
 

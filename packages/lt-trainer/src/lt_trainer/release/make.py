@@ -57,7 +57,7 @@ REPLACED_FIELDS: Mapping[str, Any] = {
     "checkpoint.mirror_keep_every": 0,
     "metrics.sinks": [],
     "evaluation.tasks": [],
-    "evaluation.tasks_dir": "",
+    "evaluation.include_path": "",
 }
 """Fields of the released recipe: it writes only below its run.dir, and needs no files of tasks. No loss changes."""
 

@@ -101,27 +101,13 @@ class ValidationRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationRecord:
-    """Metrics of a task, or of a validation set by its groups, after `step` steps.
-
-    Attributes:
-        eval_acc: Share of the items that are right.
-        eval_acc_norm: The same by log-probability per character of a choice; None for a cloze.
-        eval_perplexity: exp(-mean log-probability of a target); None for multiple choice. Of a set exp(eval_loss).
-        eval_loss: Of a validation set: nats per token with a label.
-        eval_bits_per_byte: Of a validation set: its loss in bits, over the bytes of its text.
-    """
+    """Metrics of a task, or of a validation set by its groups, after `step` steps; written as eval_NAME."""
 
     step: int
     eval_task: str
     eval_items: int
     elapsed_s: float
-    eval_acc: float | None = None
-    eval_acc_stderr: float | None = None
-    eval_acc_norm: float | None = None
-    eval_acc_norm_stderr: float | None = None
-    eval_perplexity: float | None = None
-    eval_loss: float | None = None
-    eval_bits_per_byte: float | None = None
+    metrics: Mapping[str, float]
 
 
 NUMBER_REGEX = r"([-+]?(?:[0-9][0-9.]*(?:[eE][-+]?[0-9]+)?|nan|inf))"
@@ -137,7 +123,9 @@ def record_to_dict(record: Any) -> dict[str, Any]:
     """Return a record (dataclass or mapping) as plain values, without fields of a dataclass that are None."""
     if isinstance(record, Mapping):
         return dict(record)
-    return {name: value for name, value in dataclasses.asdict(record).items() if value is not None}
+    values = dataclasses.asdict(record)
+    metrics = {f"eval_{name}": value for name, value in values.pop("metrics", {}).items()}
+    return {name: value for name, value in values.items() if value is not None} | metrics
 
 
 def format_record(record: Any) -> str:

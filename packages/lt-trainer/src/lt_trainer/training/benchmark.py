@@ -69,7 +69,7 @@ def resolve_bench_recipe(
     synthetic += ["metrics.validation_interval=0"]
     if given.recipe.evaluation.tasks or given.recipe.evaluation.stores:
         synthetic += ["evaluation.stores=false"]
-        synthetic += ["evaluation.tasks=[]", "evaluation.tasks_dir=", "evaluation.interval=0", "evaluation.limit=0"]
+        synthetic += ["evaluation.tasks=[]", "evaluation.include_path=", "evaluation.interval=0", "evaluation.limit=0"]
     if given.is_given("data.packing"):
         synthetic.append("data.packing=bfd")
     if given.is_given("data.tokenizer"):

@@ -88,7 +88,7 @@ def _read_inputs(recipe: Recipe, world: World) -> Inputs:
         newest, _ = find_latest_valid(checkpoints, verify=False)
     data = open_data(recipe, read={} if newest is None else dict((newest.manifest.data or {}).get(STORES, {})))
     model = llama_config(recipe, data.vocab_size)
-    return Inputs(spec=spec, data=data, model=model, evaluation=RunEvaluation.read(recipe, data))
+    return Inputs(spec=spec, data=data, model=model, evaluation=RunEvaluation.read(recipe))
 
 
 @dataclass(kw_only=True)
