@@ -52,9 +52,12 @@ def torchrun_environment(recipe: Recipe) -> dict[str, str]:
     """Return the environment variables of torchrun for a recipe."""
     names = ",".join(number.name for number in (*STOP_SIGNALS, signal.SIGQUIT))
     grace_s = str(math.ceil(recipe.fault_tolerance.grace_period_s))
-    return dict.fromkeys(("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PET_SHUTDOWN_TIMEOUT"), grace_s) | dict.fromkeys(
-        ("PET_SIGNALS_TO_HANDLE", "TORCHELASTIC_SIGNALS_TO_HANDLE"), names
-    )
+    return {
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": grace_s,
+        "PET_SHUTDOWN_TIMEOUT": grace_s,
+        "PET_SIGNALS_TO_HANDLE": names,
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": names,
+    }
 
 
 def write_exit_code(code: int, environ: Mapping[str, str]) -> None:

@@ -232,7 +232,7 @@ class HarnessModel(TemplateLM):
         groups: dict[str, list[tuple[int, list[int], dict[str, Any]]]] = {}
         for index, instance in enumerate(requests):
             context, given = instance.args
-            options = normalize_gen_kwargs(given, DEFAULT_MAX_NEW_TOKENS)
+            options: dict[str, Any] = {**normalize_gen_kwargs(given, DEFAULT_MAX_NEW_TOKENS)}
             room = self._shape.seq_len - options["max_gen_toks"]
             if room < 1:
                 raise EvaluationError(
