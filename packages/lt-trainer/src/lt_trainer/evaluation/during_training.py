@@ -36,6 +36,10 @@ class RunEvaluation:
     _groups: dict[str, StoreGroups] = field(default_factory=dict)
     """Groups of each validation set's documents, and the bytes of their text, read once."""
 
+    def __bool__(self) -> bool:
+        """Return True if there is anything to evaluate."""
+        return bool(self.tasks) or self.stores
+
     @staticmethod
     def read(recipe: Recipe) -> RunEvaluation:
         """Read the tasks of a recipe.
