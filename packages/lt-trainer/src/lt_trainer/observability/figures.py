@@ -134,7 +134,7 @@ def _set_axes(axes: Axes, title: str, last_step: int) -> None:
     axes.set_title(title)
     axes.set_xlim(0, max(last_step, 1))
     axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.yaxis.set_major_formatter("{x:.0%}" if "MFU" in title else "{x:,g}")
+    axes.yaxis.set_major_formatter((lambda x, _: f"{100 * x:.3g}%") if "MFU" in title else "{x:,g}")
     if axes.get_yscale() == "log":
         axes.yaxis.set_minor_formatter("")
     elif "Loss" not in title:
