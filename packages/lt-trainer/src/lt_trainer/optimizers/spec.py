@@ -19,12 +19,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lt_model.params import ParamSpec
 from lt_trainer.errors import RecipeError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from lt_model.params import ParamSpec
     from lt_trainer.config.sections import OptimizerOptions
 
 
