@@ -5,6 +5,7 @@ The tasks are YAML files of the kinds of HellaSwag (multiple choice), LAMBADA (a
 network.
 """
 
+import datetime
 import json
 import math
 import random
@@ -223,6 +224,18 @@ def test_global_random_numbers_are_left_alone(model: Path, folder: Path) -> None
     before = states()
     run_tasks(harness, load_tasks(["choice"], include_path=folder))
     assert states() == before
+
+
+def test_documents_with_dates_become_plain_values(model: Path, folder: Path) -> None:
+    """A data set's columns may be of any kind; what is kept of an item is JSON."""
+    loaded = load_model(model)
+    tasks = load_tasks(["cloze"], include_path=folder)
+    task = tasks["tasks"]["cloze"]
+    documents = [{**document, "day": datetime.date(2026, 1, 2)} for document in task.test_docs()]
+    task.dataset["test"] = documents
+    harness = HarnessModel(loaded, loaded.tokenizer, BatchShape(micro_batch_size=2, seq_len=64))
+    (result,) = run_tasks(harness, tasks, limit=3)
+    assert [item["doc"]["day"] for item in result.items] == ["2026-01-02"] * 3
 
 
 def test_unknown_tasks_and_those_that_generate_in_a_run_are_refused(folder: Path) -> None:

@@ -7,7 +7,6 @@ finds. Results of a run's checkpoint are kept in the run directory unless a fold
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -126,8 +125,7 @@ def _evaluate_tasks(
                 found = run_tasks(model, tasks, limit=options.limit)
             for result in found:
                 if result.items:
-                    items = json.loads(json.dumps(result.items, default=str))
-                    results.write_items(result.file_stem, items)
+                    results.write_items(result.file_stem, result.items)
             summaries = [{"task": one.task, "n_items": one.n_items, **one.metrics} for one in found]
             results.add("task", name, kept, summaries)
         for summary in summaries:

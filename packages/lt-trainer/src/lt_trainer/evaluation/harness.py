@@ -14,6 +14,7 @@ Cost: importing the harness takes seconds; a task the forward passes over its pa
 from __future__ import annotations
 
 import io
+import json
 import logging
 import math
 import random
@@ -115,12 +116,13 @@ def run_tasks(model: HarnessModel, tasks: Mapping[str, Any], *, limit: int = 0) 
     for name, metrics in found["results"].items():
         samples = found["samples"].get(name, [])
         n_items = found["n-samples"].get(name, {}).get("effective", 0)
+        items = [{key: value for key, value in one.items() if key not in LEFT_OUT} for one in samples]
         results.append(
             TaskResult(
                 task=name,
                 n_items=n_items,
                 metrics=_numbers(metrics, samples),
-                items=tuple({key: value for key, value in one.items() if key not in LEFT_OUT} for one in samples),
+                items=tuple(json.loads(json.dumps(items, default=str))),  # documents have values of any kind
             )
         )
     return results
