@@ -295,14 +295,6 @@ class ScheduleOptions(Section):
             raise self.wrong("decay_steps warmup_steps max_steps", problem, remedy)
         return self
 
-    @property
-    def effective_decay_steps(self) -> int:
-        """Steps over which the learning rate decays; 0 for a constant schedule."""
-        after_warmup = self.max_steps - self.warmup_steps
-        if self.kind == "wsd":
-            return self.decay_steps or min(after_warmup, -(-self.max_steps // 10))
-        return 0 if self.kind == "constant" else after_warmup
-
 
 class ParallelOptions(Section):
     """Parallel degrees: world size = tp * pp * cp * dp_replicate * dp_shard."""
