@@ -28,13 +28,14 @@ torch = pytest.importorskip("torch")
 from lt_trainer.cli.evaluate import EvaluateOptions, evaluate  # noqa: E402
 from lt_trainer.cli.sample import generate_text  # noqa: E402
 from lt_trainer.evaluation.local_model import load_model  # noqa: E402
+from lt_trainer.torch import cpu_multiplies_bfloat16  # noqa: E402
 
 SEQ_LEN = 32
 
 
 def run(model: Path, out: Path | None, *stores: Path, **options: Any) -> list[str]:
     lines: list[str] = []
-    chosen = EvaluateOptions(stores=stores, **{"device": "cpu", "seq_len": SEQ_LEN, **options})
+    chosen = EvaluateOptions(stores=stores, **{"device": "cpu", "dtype": "float32", "seq_len": SEQ_LEN, **options})
     evaluate(model, chosen, out=out, echo=lines.append)
     return lines
 
@@ -216,6 +217,7 @@ def test_what_cannot_be_evaluated_is_refused_with_a_remedy(model: Path, little_d
 
 
 def test_a_sample_ends_at_the_context_length_and_takes_device_and_dtype(model: Path) -> None:
+    assert load_model(model, dtype="auto").dtype == (torch.bfloat16 if cpu_multiplies_bfloat16() else torch.float32)
     loaded = load_model(model, device="auto", dtype="bfloat16")
     assert loaded.dtype == torch.bfloat16
     options = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "seed": 0}

@@ -247,7 +247,9 @@ def test_unknown_tasks_and_those_that_generate_in_a_run_are_refused(folder: Path
 
 def test_the_command_keeps_metrics_and_items(model: Path, folder: Path, tmp_path: Path) -> None:
     lines: list[str] = []
-    options = EvaluateOptions(tasks=["choice", "generation"], include_path=folder, limit=5, seq_len=64, device="cpu")
+    options = EvaluateOptions(
+        tasks=["choice", "generation"], include_path=folder, limit=5, seq_len=64, device="cpu", dtype="float32"
+    )
     evaluate(model, options, out=tmp_path, echo=lines.append)
     first, second = read_jsonl(tmp_path / "results.jsonl")[1:]
     assert (first["kind"], first["name"], first["results"][0]["n_items"]) == ("task", "choice", 5)

@@ -27,13 +27,12 @@ from lt_trainer.engine import STEP_PARTS, Device, HostStopwatch
 from lt_trainer.errors import RecipeError
 from lt_trainer.observability.run_display import HEADER
 from lt_trainer.observability.run_logger import ComputeCost, RunLogger
-from lt_trainer.run_directory.jsonl import RankLog, read_jsonl
+from lt_trainer.run_directory.jsonl import RankLog, format_record, read_jsonl
 from lt_trainer.run_directory.records import (
     METRIC_DEFINITIONS,
     MetricsRecord,
     StepRecord,
     drop_superseded_records,
-    format_record,
 )
 from lt_trainer.run_directory.run_dir import RunDir
 

@@ -268,12 +268,13 @@ def test_a_busy_server_and_an_old_signature_are_tried_again(hub, model):
         fetch()
 
 
-def test_nobody_there(hub, model, monkeypatch):
+def test_nobody_there(hub, model, monkeypatch, capfd, caplog):
     monkeypatch.setenv("HF_ENDPOINT", "http://localhost:1")
     with pytest.raises(
         CheckpointError, match=r"did not come \(Connection refused\); given up after 3 tries.*HF_ENDPOINT"
     ):
         fetch()
+    assert "".join(capfd.readouterr()) == caplog.text == "", "lines of the library's retries"
 
 
 def test_a_signed_address_is_in_no_message(hub, model):

@@ -22,7 +22,7 @@ __all__ = ["Progress", "parse_progress", "read_progress"]
 
 TAIL_BYTES = 1 << 16
 METRIC_PATTERN = re.compile(r"(?:^|\s)(step|loss|tokens_per_sec|mfu)=(\S+)")
-"""One field of a metrics line as `lt_trainer.run_directory.records.format_record` writes it."""
+"""One field of a metrics line as `lt_trainer.run_directory.jsonl.format_record` writes it."""
 STEP_PATTERN = re.compile(r"[0-9]{1,18}")
 RUN_DIR_MARKER = ".lt-run"
 

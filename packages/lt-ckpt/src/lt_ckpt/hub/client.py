@@ -8,12 +8,14 @@ The library asks, follows redirects and goes on after a broken connection. Kept 
   later process goes on where one was killed, and no byte is given out unseen.
 - hf-xet is not used: its requests, with tokens and proxies of their own, can be held to none of this.
 - Messages quote no URL after a redirect, which may be signed, and no token.
+- `insist` retries, and one error says that it was in vain; the library's own retries and their lines are off.
 
 Cost: one request per file and break of the line; each byte is written once and read once more for its hash.
 """
 
 import errno
 import io
+import logging
 import os
 import re
 import ssl
@@ -174,8 +176,9 @@ class Hub:
         if self.token is not None:
             headers["Authorization"] = f"Bearer {self.token}"
         url = self.endpoint + path
-        with translate_errors(self, repo), _without_progress_bar():
-            http_get(url, sink, resume_size=resume_size, headers=headers, expected_size=expected_size)  # type: ignore[arg-type]
+        options: dict[str, Any] = {"headers": headers, "expected_size": expected_size}
+        with translate_errors(self, repo), _quiet():
+            http_get(url, sink, resume_size=resume_size, _nb_retries=0, **options)  # type: ignore[arg-type]
 
     def refusal(self, repo: str, exc: errors.HfHubHTTPError) -> CheckpointError:
         """Make the error for an answer that says no."""
@@ -332,15 +335,18 @@ class _PartialFile(io.BufferedWriter):
 
 
 @contextmanager
-def _without_progress_bar() -> Iterator[None]:
-    if are_progress_bars_disabled(_PROGRESS_BAR):
-        yield
-        return
+def _quiet() -> Iterator[None]:
+    """Turn off the library's progress bar and its lines about failures, which `insist` retries and reports."""
+    logger, was_disabled = logging.getLogger("huggingface_hub"), are_progress_bars_disabled(_PROGRESS_BAR)
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
     disable_progress_bars(_PROGRESS_BAR)
     try:
         yield
     finally:
-        enable_progress_bars(_PROGRESS_BAR)
+        logger.setLevel(level)
+        if not was_disabled:
+            enable_progress_bars(_PROGRESS_BAR)
 
 
 def _quote_answer(text: str) -> str:

@@ -354,7 +354,7 @@ def evaluate(
     ] = None,
     device: Annotated[str, typer.Option(help="Device: auto, cpu, cuda, cuda:N, mps.")] = "auto",
     dtype: Annotated[
-        str, typer.Option(help="Dtype: auto (bfloat16 on a GPU, else float32), float32, bfloat16, float64.")
+        str, typer.Option(help="Dtype: auto (bfloat16 where the device multiplies it), float32, bfloat16, float64.")
     ] = "auto",
     seq_len: Annotated[int, typer.Option(help="Positions per row; 0 for the model's context length.", min=0)] = 0,
     micro_batch_size: Annotated[int, typer.Option(help="Rows per forward pass.", min=1)] = 1,
@@ -412,7 +412,7 @@ def sample(
     samples: Annotated[int, typer.Option(help="Number of continuations.", min=1)] = 1,
     device: Annotated[str, typer.Option(help="Device: auto, cpu, cuda, cuda:N, mps.")] = "auto",
     dtype: Annotated[
-        str, typer.Option(help="Dtype: auto (bfloat16 on a GPU, else float32), float32, bfloat16, float64.")
+        str, typer.Option(help="Dtype: auto (bfloat16 where the device multiplies it), float32, bfloat16, float64.")
     ] = "auto",
     out: Annotated[
         Path | None,

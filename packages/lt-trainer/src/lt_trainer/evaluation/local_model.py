@@ -26,7 +26,7 @@ from lt_trainer.engine import Control, SoloControl, StepBatch, Topology
 from lt_trainer.evaluation.position_scores import PositionScores
 from lt_trainer.evaluation.scorer import EvaluationError
 from lt_trainer.evaluation.weight_hashes import hash_tensor, hash_weights
-from lt_trainer.torch import DTYPE_CODES, micro_batches_to_device
+from lt_trainer.torch import DTYPE_CODES, cpu_multiplies_bfloat16, micro_batches_to_device
 
 TORCH_DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -81,7 +81,8 @@ def load_model(path: Path, *, device: str = "cpu", dtype: str = "float32") -> Lo
     Args:
         path: checkpoint, run directory or model of another format.
         device: torch's name of a device; "auto": the first GPU if there is one, else the CPU.
-        dtype: float32, bfloat16 or float64; "auto": bfloat16 on a GPU, else float32.
+        dtype: float32, bfloat16 or float64; "auto": bfloat16 on a GPU and on a CPU that multiplies it, as in runs,
+            else float32.
 
     Raises:
         CheckpointError: nothing at `path` can be loaded, or it is damaged.
@@ -129,7 +130,8 @@ def _find_device(name: str) -> torch.device:
 
 def _find_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
+        has_bfloat16 = device.type == "cuda" or (device.type == "cpu" and cpu_multiplies_bfloat16())
+        return torch.bfloat16 if has_bfloat16 else torch.float32
     if name not in COMPUTE_DTYPES:
         raise EvaluationError(f"dtype {name!r}: unknown; pass one of auto, {', '.join(COMPUTE_DTYPES)}")
     return COMPUTE_DTYPES[name]

@@ -28,14 +28,12 @@ from lt_trainer.constants import GIB
 from lt_trainer.engine import Device
 from lt_trainer.observability.monitor import NodeMonitor
 from lt_trainer.observability.sinks import Sinks
-from lt_trainer.run_directory.jsonl import JsonlWriter, RankLog
+from lt_trainer.run_directory.jsonl import JsonlWriter, RankLog, format_record, record_to_dict
 from lt_trainer.run_directory.records import (
     EvaluationRecord,
     MetricsRecord,
     StepRecord,
     ValidationRecord,
-    format_record,
-    record_to_dict,
 )
 from lt_trainer.run_directory.run_dir import RunDir
 

@@ -1,10 +1,11 @@
-"""Append-only files of whole lines: JSON lines and plain text.
+"""Append-only files of whole lines, JSON and plain text; records as lines.
 
 Non-finite numbers are written as the strings "nan", "inf" and "-inf", since JSON has no portable form for them. A
 process killed while writing leaves a last line without its newline: readers skip it, and the next writer removes it.
 Cost: one `write` per line, no buffer, no fsync.
 """
 
+import dataclasses
 import json
 import math
 import os
@@ -16,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from lt_trainer.errors import RunDirError
-from lt_trainer.run_directory.records import record_to_dict
 
 NON_FINITE = {text: float(text) for text in ("nan", "inf", "-inf")}
 TAIL_BYTES = 65536
@@ -80,6 +80,30 @@ class RankLog:
             with suppress(RunDirError):  # do not mask the original error
                 self.write("".join(traceback.format_exception(error)))
         self._file.close()
+
+
+def record_to_dict(record: Any) -> dict[str, Any]:
+    """Return a record (dataclass or mapping) as plain values, without fields of a dataclass that are None."""
+    if isinstance(record, Mapping):
+        return dict(record)
+    values = dataclasses.asdict(record)
+    metrics = {f"eval_{name}": value for name, value in values.pop("metrics", {}).items()}
+    return {name: value for name, value in values.items() if value is not None} | metrics
+
+
+def format_record(record: Any) -> str:
+    """Format a record as one `key=value` line for people and log scrapers: six significant digits.
+
+    Example:
+        >>> from lt_trainer.run_directory.records import ValidationRecord
+        >>> format_record(ValidationRecord(step=20, val_loss=3.25, val_tokens=4096, elapsed_s=12.3456789))
+        'step=20 val_loss=3.25 val_tokens=4096 elapsed_s=12.3457'
+    """
+    return " ".join(f"{name}={_format_value(value)}" for name, value in record_to_dict(record).items())
+
+
+def _format_value(value: Any) -> str:
+    return format(value, ".6g") if isinstance(value, float) else str(value)
 
 
 class JsonlWriter:

@@ -1,12 +1,11 @@
-"""Records of a run, with a fixed order of fields, as `key=value` lines and as plain values.
+"""Records of a run, with a fixed order of fields.
 
-Lines are for people and log scrapers: `step=10 loss=3.21 learning_rate=0.0016 ...`, six significant digits.
-`METRIC_DEFINITIONS` has the regular expressions with which SageMaker finds the six metrics of the Litespark algorithm
-in such lines. A field that is None is not available (no energy counter, say) and is omitted; nan is a value that could
-not be computed. All fields are described in docs/reference/metrics.md.
+They are written as JSON (metrics.jsonl) and as `key=value` lines (`jsonl.format_record`). `METRIC_DEFINITIONS` has the
+regular expressions with which SageMaker finds the six metrics of the Litespark algorithm in such lines. A field that is
+None is not available (no energy counter, say) and is omitted; nan is a value that could not be computed. All fields are
+described in docs/reference/metrics.md.
 """
 
-import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -117,29 +116,6 @@ METRIC_DEFINITIONS: tuple[dict[str, str], ...] = tuple(
     for name in ("batches_per_sec", "flops_per_sec", "loss", "samples_per_sec", "mfu", "tokens_per_sec")
 )
 """Names and regular expressions for SageMaker's CreateTrainingJob and CreateAlgorithm."""
-
-
-def record_to_dict(record: Any) -> dict[str, Any]:
-    """Return a record (dataclass or mapping) as plain values, without fields of a dataclass that are None."""
-    if isinstance(record, Mapping):
-        return dict(record)
-    values = dataclasses.asdict(record)
-    metrics = {f"eval_{name}": value for name, value in values.pop("metrics", {}).items()}
-    return {name: value for name, value in values.items() if value is not None} | metrics
-
-
-def format_record(record: Any) -> str:
-    """Format a record as one `key=value` line.
-
-    Example:
-        >>> format_record(ValidationRecord(step=20, val_loss=3.25, val_tokens=4096, elapsed_s=12.3456789))
-        'step=20 val_loss=3.25 val_tokens=4096 elapsed_s=12.3457'
-    """
-    return " ".join(f"{name}={_format_value(value)}" for name, value in record_to_dict(record).items())
-
-
-def _format_value(value: Any) -> str:
-    return format(value, ".6g") if isinstance(value, float) else str(value)
 
 
 def drop_superseded_records(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
