@@ -128,7 +128,7 @@ def named_devices(example: str) -> tuple[str, int]:
 def test_an_example_resolves_and_fits_the_devices_that_it_names(example: str) -> None:
     millions, nodes, _, _ = LAYOUTS[example]
     device, devices = named_devices(example)
-    plan = make_plan(load(EXAMPLES / example), device=DEVICES[device], devices=devices)
+    plan = make_plan(load(EXAMPLES / example).recipe, device=DEVICES[device], devices=devices)
     assert n_parameters(plan.config) / 1e6 == pytest.approx(millions, abs=0.05)
     assert plan.layout.world_size == devices * nodes
     assert plan.fits
@@ -141,7 +141,7 @@ def test_small_gpus_need_the_offload_of_their_example() -> None:
     for offload in (True, False):
         sets = [f"engine.gpu.optimizer_offload={str(offload).lower()}"]
         recipe = load(EXAMPLES / "bench-7b/gemini-offload.toml", overrides=sets)
-        assert make_plan(recipe, device=DEVICES["l4"], devices=4).fits == offload
+        assert make_plan(recipe.recipe, device=DEVICES["l4"], devices=4).fits == offload
 
 
 @pytest.mark.parametrize("example", LAYOUTS)
@@ -159,7 +159,7 @@ def test_an_example_starts_from_a_model(
     example: str, ranks: RankPool, model: Path, prepared: Path, tmp_path: Path, lt: Callable[..., str]
 ) -> None:
     given = (f"model.init_from={model}", f"data.store={prepared / 'train'}", f"run.dir={tmp_path / 'run'}")
-    plan = make_plan(load(EXAMPLES / example, overrides=list(given)), device=DEVICES["h100"], devices=8)
+    plan = make_plan(load(EXAMPLES / example, overrides=list(given)).recipe, device=DEVICES["h100"], devices=8)
     assert plan.fits
     assert plan.config.hidden_size == 32  # the model's own
     assert ranks.run(train_on_rank, example, (*SHRUNK_OVERRIDES, *given), ranks=1) == [0]

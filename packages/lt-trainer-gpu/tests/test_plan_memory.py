@@ -19,7 +19,7 @@ from lt_trainer.config.sections import Recipe
 from lt_trainer.engine import Engine, StepBatch, World
 from lt_trainer.planning.layout import layout_from_recipe
 from lt_trainer.planning.memory import plan_memory
-from lt_trainer.planning.memory_optimizer import OFFLOAD_BUFFER_BYTES, UPCAST_BYTES
+from lt_trainer.planning.memory_state import OFFLOAD_BUFFER_BYTES, UPCAST_BYTES
 from lt_trainer_gpu.engine import GpuEngine
 from lt_trainer_gpu.mesh_layout import MeshLayout
 from lt_trainer_gpu.optimizer import CPU_TEMPORARY_BYTES, DEVICE_TEMPORARY_BYTES

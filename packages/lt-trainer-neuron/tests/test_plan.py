@@ -13,7 +13,7 @@ from lt_model import PRESETS, flops_per_token, n_parameters, param_specs
 from lt_trainer.config.recipe import ResolvedRecipe, load
 from lt_trainer.engine import World
 from lt_trainer.errors import RecipeError
-from lt_trainer.planning.result import plan_recipe
+from lt_trainer.planning.plan import plan_recipe
 from lt_trainer_neuron import SPEC
 from lt_trainer_neuron.grid import build_nxd_options
 from lt_trainer_neuron.plan_text import format_plan
@@ -192,14 +192,14 @@ def test_time_follows_the_peak_of_all_cores(resolved) -> None:
 
 
 def test_the_command_plans_with_the_engine_that_trains(resolved) -> None:
-    answer = plan_recipe(resolved(), device="trn1", devices=32, nodes=None, mfu=None)
-    assert "NeuronCore-v2" in answer.text
-    assert answer.values["fits"] == answer.fits
+    fits, text, values = plan_recipe(resolved(), device="trn1", devices=32, nodes=None, mfu=None)
+    assert "NeuronCore-v2" in text
+    assert values["fits"] == fits
     gpu = load(base={"model": {"preset": "llama2-7b"}, "data": {"store": "x"}, "batch": {"micro_batch_size": 1}})
-    of_gpus = plan_recipe(gpu, device="h100", devices=8, nodes=None, mfu=None)
-    assert of_gpus.fits
-    assert of_gpus.values["device"]["name"] == "h100"
-    assert "H100" in of_gpus.text
+    fits, text, values = plan_recipe(gpu, device="h100", devices=8, nodes=None, mfu=None)
+    assert fits
+    assert values["device"]["name"] == "h100"
+    assert "H100" in text
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from lt_ckpt.nxd.layout import layers_per_stage
 from lt_model import n_parameters
-from lt_trainer.planning.plan_text import format_count, format_duration
+from lt_trainer.planning.plan import format_count, format_duration
 from lt_trainer_neuron.planning import GIB, NeuronPlan
 
 __all__ = ["format_plan"]
@@ -14,7 +14,7 @@ __all__ = ["format_plan"]
 
 def format_plan(plan: NeuronPlan) -> str:
     """Return the plan as a text report."""
-    return "\n".join(_iter_lines(plan)) + "\n"
+    return "\n".join(_iter_lines(plan))
 
 
 def _iter_lines(plan: NeuronPlan) -> Iterator[str]:

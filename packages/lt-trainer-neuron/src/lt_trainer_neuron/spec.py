@@ -24,7 +24,6 @@ from lt_trainer_neuron.sdk import detect_packages, require_installed
 if TYPE_CHECKING:
     from lt_model import LlamaConfig
     from lt_trainer.engine import Engine, World
-    from lt_trainer.planning.result import PlanResult
 
 __all__ = ["SPEC", "NeuronSpec"]
 
@@ -56,14 +55,13 @@ class NeuronSpec:
 
     def plan(
         self, resolved: ResolvedRecipe, *, device: str, devices: int, nodes: int | None, mfu: float | None
-    ) -> "PlanResult":
-        """Return memory of a core by part, steps of an epoch and time, for `lt train plan`."""
-        from lt_trainer.planning.result import PlanResult
+    ) -> tuple[bool, str, dict[str, Any]]:
+        """Return whether a core has enough memory; its memory by part, steps of an epoch and time, as text and JSON."""
         from lt_trainer_neuron.plan_text import format_plan
         from lt_trainer_neuron.planning import make_plan
 
         plan = make_plan(resolved, device=device, devices=devices, nodes=nodes, mfu=mfu)
-        return PlanResult(fits=plan.fits, text=format_plan(plan), values=plan.to_dict())
+        return plan.fits, format_plan(plan), plan.to_dict()
 
     def open(self, recipe: Recipe, model: "LlamaConfig", world: "World") -> "Engine":
         """Repeat the checks with the model's vocabulary, then open the engine.

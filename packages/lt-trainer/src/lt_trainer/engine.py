@@ -336,7 +336,7 @@ class EngineSpec(Protocol):
 
     Optional members: `hyperparameter(name, value)` returns the fields that a hyperparameter name of another training
     script sets, or None; `plan(resolved, device=, devices=, nodes=, mfu=)` implements `lt train plan`
-    (`lt_trainer.planning.plan_recipe`).
+    (`lt_trainer.planning.plan.plan_recipe`).
     """
 
     name: str

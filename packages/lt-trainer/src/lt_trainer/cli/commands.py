@@ -197,7 +197,9 @@ def plan(
     devices: Annotated[int, typer.Option(help="Devices per node.", min=1)],
     device: Annotated[str, typer.Option(help="Device: h100, h200, a100, l40s, trn1, ... (an unknown one lists all).")],
     nodes: Annotated[int, typer.Option(help="Nodes; 0 for parallel.n_nodes of the recipe.", min=0)] = 0,
-    mfu: Annotated[float, typer.Option(help="Measured MFU, such as 0.42; 0 to assume one, which is printed.")] = 0.0,
+    mfu: Annotated[
+        float, typer.Option(help="Measured MFU, such as 0.42; 0 to assume one, which is printed.", min=0, max=1)
+    ] = 0.0,
     sets: Overrides = None,
     hyperparameters: Hyperparameters = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -207,17 +209,17 @@ def plan(
     If the run does not fit, suggests the nearest layout that does. Exit codes: 0 fits, 1 does not fit, 64 user error.
     """
     from lt_trainer.config.recipe import complete
-    from lt_trainer.planning.result import plan_recipe
+    from lt_trainer.planning.plan import plan_recipe
 
-    result = plan_recipe(
+    fits, text, values = plan_recipe(
         complete(_load(recipe, sets, hyperparameters)),
         device=device,
         devices=devices,
         nodes=nodes or None,
         mfu=mfu or None,
     )
-    echo(json.dumps(result.values, indent=1) if as_json else result.text.removesuffix("\n"))
-    raise typer.Exit(0 if result.fits else 1)
+    echo(json.dumps(values, indent=1) if as_json else text)
+    raise typer.Exit(0 if fits else 1)
 
 
 @app.command()

@@ -23,7 +23,7 @@ from rich.text import Text
 from lt_data.display.terminal import escape_controls
 from lt_trainer.engine import STEP_PARTS
 from lt_trainer.errors import RunDirError
-from lt_trainer.planning.plan_text import format_duration
+from lt_trainer.planning.plan import format_duration
 from lt_trainer.run_directory.jsonl import JsonlReader
 from lt_trainer.run_directory.records import drop_superseded_records, is_first_of_start
 

@@ -7,42 +7,23 @@ converts it back to recipe fields, so a proposed layout can be passed to `lt tra
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from lt_trainer.config.sections import OptimizerOptions, Recipe
 from lt_trainer.errors import RecipeError
+from lt_trainer.optimizers.spec import DTYPE_BYTES
 
-Recomputation = Literal["none", "selective", "full", "memory_budget"]
-ELEMENT_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
-
-ENGINE_FIELDS = (
-    "activation_checkpointing",
-    "activation_memory_budget",
-    "activation_offload",
-    "loss_chunk_tokens",
-    "optimizer_offload",
-    "reduce_each_micro_batch",
-    "reshard_after_forward",
-)
-"""Fields of a layout that are options of the engine under the same name."""
+RECIPE_FIELDS = {
+    "nodes": "parallel.n_nodes",
+    **{name: f"parallel.{name}" for name in ("tp", "cp", "pp", "sequence_parallel", "dp_replicate", "dp_shard")},
+    "micro_batch_size": "batch.micro_batch_size",
+    "activation_checkpointing": "engine.gpu.activation_checkpointing",
+    "reduce_each_micro_batch": "engine.gpu.reduce_each_micro_batch",
+}
+"""Fields of a layout that a search changes, and their names in the recipe."""
 OFFLOAD_RESIDENT_BLOCKS = 2
 """Blocks with activations on the device under activation offload: one computing, one being copied."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannedPass:
-    """Backward pass of a step.
-
-    Attributes:
-        in_flight: forward passes of the device whose backward pass has not ended, its own among them.
-        has_earlier: other backward passes have left gradients.
-        reduces: FSDP reduces gradients in it.
-    """
-
-    in_flight: int
-    has_earlier: bool
-    reduces: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +62,7 @@ class PlannedLayout:
     dp_shard: int
     micro_batch_size: int
     accumulation_steps: int
-    activation_checkpointing: Recomputation = "none"
+    activation_checkpointing: Literal["none", "selective", "full", "memory_budget"] = "none"
     activation_memory_budget: float = 1.0
     compute_dtype: str = "bfloat16"
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
@@ -103,7 +84,7 @@ class PlannedLayout:
     @property
     def element_bytes(self) -> int:
         """Bytes per element in the compute dtype."""
-        return ELEMENT_BYTES[self.compute_dtype]
+        return DTYPE_BYTES[self.compute_dtype]
 
     @property
     def master_bytes(self) -> int:
@@ -138,21 +119,21 @@ class PlannedLayout:
             return min(passes, self.pp - pp_rank)
         return min(passes, 2 * (self.pp - pp_rank - 1) + (self.stages_per_rank - 1) * self.pp + 1)
 
-    def fullest_backward_passes(self, pp_rank: int) -> list[PlannedPass]:
+    def fullest_backward_passes(self, pp_rank: int) -> list[tuple[int, bool, bool]]:
         """Return the backward passes that may need most memory: without a pipeline the last one of a step.
 
         In a pipeline also the first one, with the most passes in flight, and a later one with as many.
+
+        Returns:
+            Of each: the device's forward passes whose backward pass has not ended, its own among them; whether earlier
+            ones have left gradients; whether FSDP reduces gradients in it.
         """
-        passes = self.accumulation_steps * self.stages_per_rank
-        last = PlannedPass(in_flight=1, has_earlier=passes > 1, reduces=True)
-        if self.pp == 1 or passes == 1:
-            return [last]
-        most, reduces = self.max_in_flight(pp_rank), not self.keeps_unsharded
-        return [
-            PlannedPass(in_flight=most, has_earlier=False, reduces=reduces),
-            PlannedPass(in_flight=min(most, passes - 1), has_earlier=True, reduces=reduces),
-            last,
-        ]
+        passes, most = self.accumulation_steps * self.stages_per_rank, self.max_in_flight(pp_rank)
+        found = [(1, passes > 1, True)]
+        if self.pp > 1 and passes > 1:
+            reduces = not self.keeps_unsharded
+            found += [(most, False, reduces), (min(most, passes - 1), True, reduces)]
+        return found
 
     @property
     def keeps_unsharded(self) -> bool:
@@ -167,13 +148,10 @@ class PlannedLayout:
     @property
     def gradient_bytes(self) -> int:
         """Bytes per element of a gradient kept until the optimizer step; not upcast with one micro-batch."""
+        is_single = self.accumulation_steps == 1
         if self.weight_bytes < self.master_bytes:  # FSDP rounds reduced gradients to the weights' dtype
-            return self.weight_bytes if self.uses_fsdp or self.accumulation_steps == 1 else self.master_bytes
-        return (
-            self.element_bytes
-            if self.has_separate_master_weights and self.accumulation_steps == 1
-            else self.master_bytes
-        )
+            return self.weight_bytes if self.uses_fsdp or is_single else self.master_bytes
+        return self.element_bytes if self.has_separate_master_weights and is_single else self.master_bytes
 
     def resident_blocks(self, n_blocks: int) -> int:
         """Return how many of `n_blocks` blocks' saved activations are on the device at a time."""
@@ -181,18 +159,7 @@ class PlannedLayout:
 
     def to_overrides(self) -> dict[str, Any]:
         """Return the recipe fields of this layout, by dotted name."""
-        return {
-            "parallel.n_nodes": self.nodes,
-            "parallel.tp": self.tp,
-            "parallel.cp": self.cp,
-            "parallel.pp": self.pp,
-            "parallel.sequence_parallel": self.sequence_parallel,
-            "parallel.dp_replicate": self.dp_replicate,
-            "parallel.dp_shard": self.dp_shard,
-            "batch.micro_batch_size": self.micro_batch_size,
-            "engine.gpu.activation_checkpointing": self.activation_checkpointing,
-            "engine.gpu.reduce_each_micro_batch": self.reduce_each_micro_batch,
-        }
+        return {name: getattr(self, field) for field, name in RECIPE_FIELDS.items()}
 
 
 def layout_from_recipe(recipe: Recipe, *, devices: int, nodes: int) -> PlannedLayout:
@@ -202,17 +169,13 @@ def layout_from_recipe(recipe: Recipe, *, devices: int, nodes: int) -> PlannedLa
         RecipeError: the degrees do not match the number of devices, the batch is not divisible, or run.engine is not
             "gpu".
     """
-    parallel, options = recipe.parallel, engine_table(recipe)
-    world = devices * nodes
+    parallel, options, world = recipe.parallel, engine_table(recipe), devices * nodes
     dtype, compile = options.get("dtype", "auto"), options.get("compile", "auto")
+    of_engine = {field.name: options[field.name] for field in fields(PlannedLayout) if field.name in options}
     return PlannedLayout(
         devices=devices,
         nodes=nodes,
-        tp=parallel.tp,
-        cp=parallel.cp,
-        pp=parallel.pp,
-        sequence_parallel=parallel.sequence_parallel,
-        dp_replicate=parallel.dp_replicate,
+        **parallel.model_dump(include={"tp", "cp", "pp", "sequence_parallel", "dp_replicate"}),
         dp_shard=parallel.data_parallel_size(world) // parallel.dp_replicate,
         micro_batch_size=recipe.batch.micro_batch_size,
         accumulation_steps=recipe.accumulation_steps(world),
@@ -220,7 +183,7 @@ def layout_from_recipe(recipe: Recipe, *, devices: int, nodes: int) -> PlannedLa
         optimizer=recipe.optimizer,
         is_compiled=options.get("device", "auto") in ("auto", "cuda") if compile == "auto" else compile,
         stages_per_rank=options.get("pipeline_stages_per_rank", 1),
-        **{name: options[name] for name in ENGINE_FIELDS if name in options},
+        **of_engine,
     )
 
 

@@ -24,14 +24,14 @@ computes it keeps the activations of the other passes in flight (`PlannedLayout.
 these are most while there are no gradients yet, so the first backward pass and a later one are planned. The device that
 needs most counts: often the first, which has the most in flight, or the last, which has the loss.
 
-Activations: `memory_activations`; gathered weights and gradients: `memory_weights`; optimizer: `memory_optimizer`.
+Activations: `memory_activations`; gathered weights, gradients and the optimizer: `memory_state`.
 
 Cost: one pass over the parameter table for each pipeline rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from lt_model import LlamaConfig
@@ -43,8 +43,7 @@ from lt_trainer.planning.memory_activations import (
     attention_backward_per_token,
     block_backward_per_token,
 )
-from lt_trainer.planning.memory_optimizer import UPCAST_BYTES, optimizer_state_bytes, optimizer_temporary_bytes
-from lt_trainer.planning.memory_weights import RankWeights, iter_ranks
+from lt_trainer.planning.memory_state import UPCAST_BYTES, RankWeights, slot_bytes, update_bytes
 
 Parts = dict[str, float]
 
@@ -99,18 +98,16 @@ def plan_memory(
         upcast_bytes: what AdamW upcasts at a time; the default is a GPU's.
         workspace_bytes: workspace of matrix products; the default is a GPU's.
     """
-    ranks = list(iter_ranks(config, layout))
-    plans = [_RankPlan(config, seq_len, layout, rank).peak(upcast_bytes, workspace_bytes) for rank in ranks]
-    peak_phase, parts = max(plans, key=_size)
+    ranks = [_RankPlan(config, seq_len, layout, RankWeights(config, layout, rank)) for rank in range(layout.pp)]
+    peak_phase, parts = max((rank.peak(upcast_bytes, workspace_bytes) for rank in ranks), key=_size)
     peak, table = sum(parts.values()), param_specs(config)
-    host_bytes = max(optimizer_state_bytes(rank.rows, layout, layout.tp) for rank in ranks) / layout.fsdp_size
     return PlannedMemory(
         parts=parts,
         peak_phase=peak_phase,
         peak=peak,
         reserve=RESERVE_SHARE * peak + RESERVE_BYTES,
-        state_bytes=layout.weight_bytes * sum(row.numel for row in table) + optimizer_state_bytes(table, layout, 1),
-        host_bytes=host_bytes * layout.optimizer_offload,
+        state_bytes=layout.weight_bytes * sum(row.numel for row in table) + slot_bytes(table, layout, 1),
+        host_bytes=max(rank.optimizer_state for rank in ranks) * layout.optimizer_offload,
     )
 
 
@@ -133,54 +130,60 @@ class _RankPlan:
         self._activations = layout.resident_blocks(weights.n_layers) * self._block_activations + self._outside
         self._sent = weights.block * layout.master_bytes if layout.fsdp_size > 1 else 0.0
         """Input of the reduce-scatter of one block."""
+        self.optimizer_state = slot_bytes(weights.rows, layout, layout.tp) / layout.fsdp_size
 
     def peak(self, upcast_bytes: int, workspace_bytes: int) -> tuple[str, Parts]:
         """Return the phase that needs most, and all parts in it."""
         layout, weights = self._layout, self._weights
-        state = 0.0 if layout.optimizer_offload else optimizer_state_bytes(weights.rows, layout, layout.tp)
         permanent = {
             "weights": weights.all * layout.weight_bytes / layout.fsdp_size,
-            "optimizer state": state / layout.fsdp_size,
+            "optimizer state": 0.0 if layout.optimizer_offload else self.optimizer_state,
             "workspace": float(workspace_bytes),
         }
         update = {
             "gathered weights": weights.gathered_after,
             "gradients": weights.shard_gradients,
-            "optimizer": optimizer_temporary_bytes(weights.rows, layout, upcast_bytes),
+            "optimizer": update_bytes(weights.rows, layout, upcast_bytes),
         }
         phases = [("optimizer step", update)]
-        for planned_pass in layout.fullest_backward_passes(weights.pp_rank):
-            earlier = weights.earlier_gradients * planned_pass.has_earlier
-            found = self._pass_phases(earlier, reduces=planned_pass.reduces)
-            if layout.uses_fsdp and planned_pass.reduces:
-                found |= self._reductions(earlier)
-            phases += self._with_others(found, planned_pass.in_flight)
+        for in_flight, has_earlier, reduces in layout.fullest_backward_passes(weights.pp_rank):
+            others = {"pipeline": self._other_passes(in_flight)} if layout.pp > 1 else {}
+            found = self._pass_phases(weights.earlier_gradients * has_earlier, reduces=reduces)
+            phases += [(name, parts | others) for name, parts in found]
         name, parts = max(phases, key=_size)
         return name, permanent | parts
 
-    def _pass_phases(self, earlier: float, *, reduces: bool) -> dict[str, Parts]:
-        """Return the phases of a pass and its backward pass, beside these gradients of earlier ones."""
-        layout, last = self._layout, self._weights.n_layers - 1
-        loss = loss_bytes(
-            self._config,
-            self._tokens,
-            element_bytes=layout.element_bytes,
-            chunk_tokens=layout.loss_chunk_tokens,
-            tp=layout.tp,
+    def _pass_phases(self, earlier: float, *, reduces: bool) -> Iterator[tuple[str, Parts]]:
+        """Yield the phases of a pass and its backward pass, beside these gradients of earlier ones."""
+        config, layout, weights, last = self._config, self._layout, self._weights, self._weights.n_layers - 1
+        size, chunk = layout.element_bytes, layout.loss_chunk_tokens
+        loss = loss_bytes(config, self._tokens, element_bytes=size, chunk_tokens=chunk, tp=layout.tp)
+        yield (
+            "loss",
+            {
+                "gathered weights": weights.gathered_in_loss,
+                "activations": self._activations,
+                "gradients": earlier,
+                "loss": sum(loss.values()) if weights.has_head else 0.0,
+            },
         )
-        in_loss = {
-            "gathered weights": self._weights.gathered_in_loss,
-            "activations": self._activations,
-            "gradients": earlier,
-            "loss": sum(loss.values()) if self._weights.has_head else 0.0,
-        }
-        ends = {"last block": (last, max(0, last - 1)), "first block": (min(1, last), 0)}
-        return {"loss": in_loss} | {
-            name: max(
-                (self._block_backward(i, earlier, reduces=reduces) for i in blocks), key=lambda p: sum(p.values())
-            )
-            for name, blocks in ends.items()
-        }
+        for name, blocks in {"last block": (last, max(0, last - 1)), "first block": (min(1, last), 0)}.items():
+            for index in blocks:
+                yield name, self._block_backward(index, earlier, reduces=reduces)
+        if not (layout.uses_fsdp and reduces):
+            return
+        ends = {"gathered weights": weights.gathered_outside, "activations": self._stream}
+        in_blocks = weights.head_unsharded + weights.block * size + self._sent
+        yield (
+            "head reduction",
+            {
+                "gathered weights": weights.gathered_at_start,
+                "activations": self._activations,
+                "gradients": earlier + weights.head_reduction,
+            },
+        )
+        yield "block reduction", ends | {"gradients": max(weights.shard_gradients, earlier) + in_blocks}
+        yield "embedding reduction", ends | {"gradients": weights.shard_gradients + weights.embedding_reduction}
 
     def _block_backward(self, index: int, earlier: float, *, reduces: bool) -> Parts:
         """Return the parts while block `index` runs backward, at the larger of its two peaks."""
@@ -206,36 +209,11 @@ class _RankPlan:
             "gradients": gradients + own * layout.element_bytes,
         }
 
-    def _reductions(self, earlier: float) -> dict[str, Parts]:
-        """Return the phases in which FSDP reduces gradients."""
-        weights = self._weights
-        in_blocks = weights.head_unsharded + weights.block * self._layout.element_bytes + self._sent
-        return {
-            "head reduction": {
-                "gathered weights": weights.gathered_at_start,
-                "activations": self._activations,
-                "gradients": earlier + weights.head_reduction,
-            },
-            "block reduction": {
-                "gathered weights": weights.gathered_outside,
-                "activations": self._stream,
-                "gradients": max(weights.shard_gradients, earlier) + in_blocks,
-            },
-            "embedding reduction": {
-                "gathered weights": weights.gathered_outside,
-                "activations": self._stream,
-                "gradients": weights.shard_gradients + weights.embedding_reduction,
-            },
-        }
-
-    def _with_others(self, phases: Mapping[str, Parts], in_flight: int) -> list[tuple[str, Parts]]:
-        """Return the phases with the other passes in flight, and messages on their way, on a pipeline rank."""
+    def _other_passes(self, in_flight: int) -> float:
+        """Return the bytes of the other passes in flight, and of messages on their way, on a pipeline rank."""
         layout = self._layout
-        if layout.pp == 1:
-            return list(phases.items())
         blocks = max(0.0, in_flight / layout.stages_per_rank - 1) * self._weights.n_layers
         if layout.activation_offload:  # the last block of each pass stays
             blocks = in_flight - 1
         message = self._stream / layout.tp if layout.sequence_parallel else self._stream
-        pipeline = blocks * self._block_activations + (in_flight - 1 + MESSAGES) * message
-        return [(name, parts | {"pipeline": pipeline}) for name, parts in phases.items()]
+        return blocks * self._block_activations + (in_flight - 1 + MESSAGES) * message

@@ -7,8 +7,10 @@ short documents need hardly more than a device's own.
 
 from __future__ import annotations
 
+from typing import Any
+
 from lt_model import LlamaConfig
-from lt_model.activation_memory import CheckpointingMode, activation_bytes_per_token, block_backward_bytes_per_token
+from lt_model.activation_memory import activation_bytes_per_token, block_backward_bytes_per_token
 from lt_trainer.planning.layout import PlannedLayout
 
 ATTENTION_TENSORS = 6
@@ -21,14 +23,8 @@ row, and keys that both see are selected twice."""
 def activations_per_token(config: LlamaConfig, layout: PlannedLayout) -> float:
     """Return activation bytes per token and block; "memory_budget" interpolates between "full" and "none"."""
 
-    def saved(mode: CheckpointingMode) -> float:
-        n_bytes = activation_bytes_per_token(
-            config,
-            mode,
-            element_bytes=layout.element_bytes,
-            tp=layout.tp,
-            sequence_parallel=layout.sequence_parallel,
-        )
+    def saved(mode: Any) -> float:
+        n_bytes = activation_bytes_per_token(config, mode, **_sharding(layout))
         return sum(n_bytes.values()) + (_foreign_keys_per_token(config, layout) if mode == "none" else 0.0)
 
     if layout.activation_checkpointing == "memory_budget":
@@ -39,13 +35,7 @@ def activations_per_token(config: LlamaConfig, layout: PlannedLayout) -> float:
 def block_backward_per_token(config: LlamaConfig, layout: PlannedLayout) -> float:
     """Return bytes per token of a block's backward; "memory_budget" may recompute as much as "full"."""
     mode = "full" if layout.activation_checkpointing == "memory_budget" else layout.activation_checkpointing
-    n_bytes = block_backward_bytes_per_token(
-        config,
-        mode,
-        element_bytes=layout.element_bytes,
-        tp=layout.tp,
-        sequence_parallel=layout.sequence_parallel,
-    )
+    n_bytes = block_backward_bytes_per_token(config, mode, **_sharding(layout))
     return n_bytes if mode == "none" else n_bytes + _foreign_keys_per_token(config, layout)
 
 
@@ -61,6 +51,10 @@ def attention_backward_per_token(config: LlamaConfig, layout: PlannedLayout) -> 
     heads, kv, selected = width / layout.tp, _kv_per_token(config, layout), layout.cp + SELECTED_KEYS
     per_head = 2 * heads * selected if config.n_kv_heads < config.n_heads else 0.0
     return 3 * width + 3 * heads + 2 * kv * selected + max(per_head, kv * layout.cp)
+
+
+def _sharding(layout: PlannedLayout) -> dict[str, Any]:
+    return {name: getattr(layout, name) for name in ("element_bytes", "tp", "sequence_parallel")}
 
 
 def _kv_per_token(config: LlamaConfig, layout: PlannedLayout) -> float:

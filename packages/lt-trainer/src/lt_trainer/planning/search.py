@@ -20,61 +20,43 @@ Cost: a few thousand closed-form evaluations, well under a second.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
-from lt_trainer.planning.layout import PlannedLayout, Recomputation
+from lt_trainer.planning.layout import PlannedLayout
 
 MAX_NODES = 1024
 MAX_TP = 8
 """Tensor parallelism stays within a node: its collectives are on the critical path of every block."""
 MAX_CP = 32
 """Context parallelism beyond this gathers more than it computes."""
-MODES: tuple[Recomputation, ...] = ("selective", "full")
-
-
-def find_nearest_layout(
-    layout: PlannedLayout,
-    *,
-    global_batch_size: int,
-    kv_heads: int,
-    fits: Callable[[PlannedLayout], bool],
-    row_lengths: Sequence[int] = (),
-) -> PlannedLayout | None:
-    """Return the first candidate that fits, or None.
-
-    Args:
-        layout: layout that does not fit; the first candidate.
-        global_batch_size: rows per step, equal in every candidate.
-        kv_heads: key/value heads of the model; divisible by every tensor parallel degree.
-        fits: predicate of a layout.
-        row_lengths: lengths of rows, which other context parallel degrees must divide; none are tried without.
-    """
-    options = {"global_batch_size": global_batch_size, "kv_heads": kv_heads, "row_lengths": row_lengths}
-    nodes = layout.nodes
-    while nodes <= max(MAX_NODES, layout.nodes):
-        found = next(filter(fits, candidate_layouts(replace(layout, nodes=nodes), **options)), None)
-        if found is not None:
-            return found
-        nodes *= 2
-    return None
+POWERS = [1 << exponent for exponent in range(11)]
+MODES = ("selective", "full")
 
 
 def candidate_layouts(
     layout: PlannedLayout, *, global_batch_size: int, kv_heads: int, row_lengths: Sequence[int] = ()
 ) -> Iterator[PlannedLayout]:
-    """Yield every layout of these devices in the order of the module docstring."""
-    degrees = [1 << i for i in range(MAX_CP.bit_length())]
-    larger_cp = [cp for cp in degrees if cp > layout.cp and row_lengths]
-    tensor = [tp for tp in degrees if tp <= min(MAX_TP, layout.devices) and kv_heads % tp == 0]
+    """Yield the candidates in the order of the module docstring, beginning with `layout`.
+
+    Args:
+        layout: layout that does not fit.
+        global_batch_size: rows per step, equal in every candidate.
+        kv_heads: key/value heads of the model; divisible by every tensor parallel degree.
+        row_lengths: lengths of rows, which other context parallel degrees must divide; none are tried without.
+    """
+    larger_cp = [cp for cp in POWERS if layout.cp < cp <= MAX_CP and row_lengths]
+    tensor = [tp for tp in POWERS if tp <= min(MAX_TP, layout.devices) and kv_heads % tp == 0]
     other_tp = [tp for tp in tensor if tp > layout.tp] + [tp for tp in reversed(tensor) if tp < layout.tp]
-    for cp, tp in product([layout.cp, *larger_cp], [layout.tp, *other_tp]):
+    nodes = [layout.nodes * n for n in POWERS if n == 1 or layout.nodes * n <= MAX_NODES]
+    for n_nodes, cp, tp in product(nodes, [layout.cp, *larger_cp], [layout.tp, *other_tp]):
         sequence_parallel = layout.sequence_parallel if tp == layout.tp else tp > 1
         chunks = math.lcm(2 if cp > 1 else 1, tp if sequence_parallel else 1) * cp
-        if layout.world_size % (layout.pp * tp * cp) == 0 and all(length % chunks == 0 for length in row_lengths):
-            parallel = replace(layout, tp=tp, cp=cp, sequence_parallel=sequence_parallel)
-            yield from _data_layouts(parallel, layout.world_size // (layout.pp * tp * cp), global_batch_size)
+        data, left = divmod(layout.devices * n_nodes, layout.pp * tp * cp)
+        if not left and all(length % chunks == 0 for length in row_lengths):
+            parallel = replace(layout, nodes=n_nodes, tp=tp, cp=cp, sequence_parallel=sequence_parallel)
+            yield from _data_layouts(parallel, data, global_batch_size)
 
 
 def _data_layouts(layout: PlannedLayout, data: int, global_batch_size: int) -> Iterator[PlannedLayout]:

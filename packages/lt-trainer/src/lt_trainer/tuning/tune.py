@@ -21,8 +21,7 @@ from lt_trainer.errors import RecipeError, TrainerError
 from lt_trainer.files import write_atomic
 from lt_trainer.planning.layout import layout_from_recipe
 from lt_trainer.planning.memory import plan_memory
-from lt_trainer.planning.plan import vocab_size_and_source
-from lt_trainer.planning.result import find_device
+from lt_trainer.planning.plan import find_device, vocab_size_and_source
 from lt_trainer.run_directory.jsonl import JsonlWriter, read_jsonl
 from lt_trainer.tuning.probe import ProbeResult
 from lt_trainer.tuning.search import MODES, SettingGrid, TunedSetting, find_fastest

@@ -1,4 +1,4 @@
-"""Part of the model on each pipeline rank: parameter counts, bytes of gathered weights and of gradients.
+"""Part of the model on each pipeline rank: bytes of gathered weights, of gradients and of the optimizer.
 
 With FSDP a module's weights are gathered while it computes, and in backward the next block's are being gathered
 beside. What an all-gather returns exists twice while it is copied into place, and the forward pass keeps the last such
@@ -11,27 +11,26 @@ master weights.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from lt_model import LlamaConfig
 from lt_model.params import ParamSpec, param_specs
 from lt_model.stages import stage_layers
+from lt_trainer.optimizers import optimizer_spec
+from lt_trainer.optimizers.adamw import ADAMW
+from lt_trainer.optimizers.spec import DTYPE_BYTES
 from lt_trainer.planning.layout import PlannedLayout
 
-
-def iter_ranks(config: LlamaConfig, layout: PlannedLayout) -> Iterator[RankWeights]:
-    """Yield each pipeline rank's part of the model."""
-    layers, rows = stage_layers(config, layout.pp * layout.stages_per_rank), param_specs(config)
-    for pp_rank in range(layout.pp):
-        own = {layer for stage in layers[pp_rank :: layout.pp] for layer in stage}
-        is_first, is_last = pp_rank == 0, pp_rank == layout.pp - 1
-        ends = {"embed": is_first, "final": is_last}
-        found = [row for row in rows if (row.layer in own if row.layer is not None else ends[row.role])]
-        if config.tie_word_embeddings and is_last and not is_first:  # its own copy of the embedding
-            found.append(rows[0])
-        is_tied = config.tie_word_embeddings and is_first and is_last
-        yield RankWeights(config, layout, found, pp_rank=pp_rank, n_layers=len(own), is_tied=is_tied)
+UPCAST_BYTES = 256 * 2**20
+"""Temporaries of AdamW at most, if gradients or moments are narrower than the weights."""
+OFFLOAD_BUFFER_BYTES = 2 * 128 * 2**20
+"""Optimizer state on the device at most, if it is offloaded: AdamW's comes in chunks, two at a time."""
+UPDATE_TEMPORARIES = 4
+"""Temporaries of one parameter, in the master dtype, beside the new slots, of an update without a fused kernel."""
+EXCHANGED_MATRICES = 2
+"""Matrices in slices beside the whole ones, where ranks exchange slices."""
+TRANSFORM_MATRICES, TRANSFORM_SQUARES = 3, 2
+"""Whole matrices, and squares of their smaller side, that the Newton-Schulz iteration of Muon holds."""
 
 
 def local_size(row: ParamSpec, tp: int) -> float:
@@ -45,35 +44,24 @@ class RankWeights:
     Args:
         config: model config.
         layout: parallel layout.
-        rows: the rank's parameters.
         pp_rank: the rank.
-        n_layers: its number of blocks.
-        is_tied: embedding and head are one tensor on this rank.
     """
 
-    def __init__(
-        self,
-        config: LlamaConfig,
-        layout: PlannedLayout,
-        rows: Sequence[ParamSpec],
-        *,
-        pp_rank: int,
-        n_layers: int,
-        is_tied: bool,
-    ) -> None:
-        self.rows, self.pp_rank, self.n_layers, self.is_tied = rows, pp_rank, n_layers, is_tied
-        self.has_head = pp_rank == layout.pp - 1
-        self._layout = layout
-        by_block = Counter[int]()
-        for row in rows:
-            if row.layer is not None:
-                by_block[row.layer] += local_size(row, layout.tp)  # pyright: ignore[reportArgumentType]
+    def __init__(self, config: LlamaConfig, layout: PlannedLayout, pp_rank: int) -> None:
+        table, stages = param_specs(config), stage_layers(config, layout.pp * layout.stages_per_rank)
+        own = {layer for stage in stages[pp_rank :: layout.pp] for layer in stage}
+        is_first, self.has_head = pp_rank == 0, pp_rank == layout.pp - 1
+        ends = {"embed": is_first, "final": self.has_head}
+        self.rows = [row for row in table if (row.layer in own if row.layer is not None else ends[row.role])]
+        if config.tie_word_embeddings and self.has_head and not is_first:  # its own copy of the embedding
+            self.rows.append(table[0])
+        self.pp_rank, self.n_layers, self._layout = pp_rank, len(own), layout
+        self.is_tied = config.tie_word_embeddings and is_first and self.has_head
         end = math.ceil(config.vocab_size / layout.tp) * config.hidden_size
-        self.all = sum(local_size(row, layout.tp) for row in rows)
-        self.block = max(by_block.values())
-        """Parameters of the largest block."""
+        self.all = sum(local_size(row, layout.tp) for row in self.rows)
+        self.block = sum(local_size(row, layout.tp) for row in table if row.layer == 0)
         self.head = end if self.has_head else 0
-        self.embedding = end if pp_rank == 0 else 0
+        self.embedding = end if is_first else 0
         self.shard_gradients = self.all * layout.gradient_bytes / layout.fsdp_size
         self._count_gathered()
         self._count_head_gradients()
@@ -138,3 +126,44 @@ class RankWeights:
             return 0.0
         unsharded = self.all * layout.master_bytes
         return unsharded / layout.fsdp_size if layout.reduce_each_micro_batch or not layout.uses_fsdp else unsharded
+
+
+def slot_bytes(rows: Sequence[ParamSpec], layout: PlannedLayout, tp: int) -> float:
+    """Return bytes of the optimizer's slots after tensor parallelism and before sharding."""
+    spec = optimizer_spec(layout.optimizer.name)
+    return sum(
+        spec.for_params([row]).state_bytes(layout.optimizer, [row.shape], layout.master_bytes)
+        / (1 if row.tp_dim is None else tp)
+        for row in rows
+    )
+
+
+def update_bytes(table: Sequence[ParamSpec], layout: PlannedLayout, upcast_bytes: int) -> float:
+    """Return bytes of temporaries: AdamW upcasts in buckets, others work by parameter or by matrix.
+
+    Offloaded slots on the device are counted too.
+    """
+    shards, master, found = layout.tp * layout.fsdp_size, layout.master_bytes, []
+    optimizer = optimizer_spec(layout.optimizer.name)
+    for spec in {optimizer.for_params([row]).name: optimizer.for_params([row]) for row in table}.values():
+        rows = [row for row in table if optimizer.for_params([row]) is spec]
+        per_element = [slot.n_bytes(layout.optimizer, (1,), master) for slot in spec.slots]
+        largest = max(row.numel for row in rows)
+        if spec is ADAMW:
+            narrower = sum(size < master for size in (layout.weight_bytes, layout.gradient_bytes, *per_element))
+            numel = sum(local_size(row, layout.tp) for row in rows) / layout.fsdp_size
+            buffers = 0.0
+            if layout.optimizer_offload:
+                buffers = min(OFFLOAD_BUFFER_BYTES, sum(per_element) * numel)
+                numel = min(numel, OFFLOAD_BUFFER_BYTES / 2 / sum(per_element))
+            found.append(buffers + min(upcast_bytes, narrower * master * numel))
+            continue
+        copies = sum(per_element) * layout.optimizer_offload
+        element = DTYPE_BYTES.get(spec.transform.dtype(layout.optimizer), master) if spec.transform else master
+        temporaries = UPDATE_TEMPORARIES - (element < master) + len(spec.slots)  # a narrow matrix is no gradient
+        found.append((temporaries * master + copies) * largest / shards)
+        if spec.transform is not None:
+            side = min(min(row.shape) for row in rows if row.numel == largest)
+            exchanged = EXCHANGED_MATRICES if shards > 1 else 0
+            found.append(element * ((exchanged + TRANSFORM_MATRICES) * largest + TRANSFORM_SQUARES * side**2))
+    return max(found)
