@@ -154,7 +154,7 @@ def test_export_loads_in_transformers_with_the_same_logits(uninterrupted_run: Pa
 
 
 def test_sample_and_show(uninterrupted_run: Path, prepared: Path, lt, tmp_path: Path) -> None:
-    options = ("--prompt", "the loss", "--max-new-tokens", "8", "--seed", "3")
+    options = ("the loss", "--max-new-tokens", "8", "--seed", "3")
     text = lt("train", "sample", uninterrupted_run, *options, cwd=tmp_path)
     assert text.startswith("the loss")
     assert lt("train", "sample", uninterrupted_run, *options, cwd=tmp_path) == text
@@ -179,7 +179,7 @@ def test_a_flipped_bit_of_the_weights_is_not_sampled_from(
     data = bytearray(file.read_bytes())
     data[-100] ^= 1
     file.write_bytes(data)
-    lt("train", "sample", path, "--prompt", "the loss", cwd=tmp_path, code=64)
+    lt("train", "sample", path, "the loss", cwd=tmp_path, code=64)
 
 
 def test_the_resolved_recipe_of_a_run_starts_the_same_run(uninterrupted_run: Path, lt, tmp_path: Path) -> None:

@@ -1,12 +1,9 @@
 """Scores of requests against the definition, and tasks of lm-evaluation-harness: scores, metrics, refusals.
 
-The tasks are YAML files of the kinds of HellaSwag (multiple choice), LAMBADA (a target's log-likelihood), wikitext
-(whole texts, longer than a row) and GSM8K (generation up to a stop string). Their documents are made here, without a
-network.
+The documents of tasks are made here, without a network; whole texts are longer than a row.
 """
 
 import datetime
-import json
 import math
 import random
 from contextlib import suppress
@@ -17,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lt_test_helpers.harness_tasks import write_task
 from lt_trainer.engine import StepBatch, Topology
 from lt_trainer.evaluation.position_scores import PositionScores
 from lt_trainer.evaluation.requests import ScoreRequest, score_requests
@@ -28,7 +26,7 @@ pytest.importorskip("lm_eval", reason="LM_EVAL: lm-evaluation-harness is not ins
 from lm_eval import simple_evaluate  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
-from lt_trainer.cli.evaluate import EvaluateOptions, evaluate  # noqa: E402
+from lt_trainer.cli.evaluate import evaluate  # noqa: E402
 from lt_trainer.evaluation.harness import HarnessModel, load_tasks, run_tasks  # noqa: E402
 from lt_trainer.evaluation.local_model import load_model  # noqa: E402
 from lt_trainer.run_directory.jsonl import read_jsonl  # noqa: E402
@@ -36,6 +34,7 @@ from lt_trainer.run_directory.jsonl import read_jsonl  # noqa: E402
 pytestmark = pytest.mark.filterwarnings("default")  # those of the harness and its libraries are theirs
 
 SEQ_LEN, N_ITEMS = 24, 20
+KINDS = ("choice", "cloze", "texts", "generation")
 SHAPES = {
     "packed": BatchShape(micro_batch_size=2, seq_len=SEQ_LEN),
     "one-row": BatchShape(micro_batch_size=1, seq_len=SEQ_LEN),
@@ -75,11 +74,11 @@ def expected(total: int, label: int) -> tuple[float, bool]:
 
 def score_alone(request: ScoreRequest) -> tuple[float, bool]:
     """The score by the definition, of the last SEQ_LEN + 1 tokens."""
-    tokens = (*request.context, *request.continuation)[-(SEQ_LEN + 1) :]
+    tokens = (*request[0], *request[1])[-(SEQ_LEN + 1) :]
     log_prob, greedy, total = 0.0, True, 0
     for i, (token, label) in enumerate(pairwise(tokens)):
         total = total * 3 + token + 1
-        if i >= len(tokens) - 1 - len(request.continuation):
+        if i >= len(tokens) - 1 - len(request[1]):
             one, is_greedy = expected(total, label)
             log_prob, greedy = log_prob + one, greedy and is_greedy
     return log_prob, greedy
@@ -89,13 +88,7 @@ def random_requests(count: int) -> list[ScoreRequest]:
     """Requests of 2 to 40 tokens: some are longer than a row, some fill it."""
     rng = np.random.default_rng(3)
     lengths = [(int(rng.integers(1, 32)), int(rng.integers(1, 8))) for _ in range(count)] + [(1, 24), (20, 5), (1, 1)]
-    return [
-        ScoreRequest(
-            context=tuple(rng.integers(0, 9, n).tolist()),  # numpy's integers are no JSON
-            continuation=tuple(rng.integers(0, 9, k).tolist()),
-        )
-        for n, k in lengths
-    ]
+    return [(rng.integers(0, 9, n).tolist(), rng.integers(0, 9, k).tolist()) for n, k in lengths]
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -110,8 +103,7 @@ def test_requests_have_the_scores_of_each_alone(shape: BatchShape, dp_size: int)
     found = score_requests(PairScorer(0, dp_size, lambda value: sent), requests, shape)
     for request, score in zip(requests, found, strict=True):
         log_prob, is_greedy = score_alone(request)
-        assert score.log_prob == pytest.approx(log_prob, rel=1e-12)
-        assert score.is_greedy == is_greedy
+        assert score == (pytest.approx(log_prob, rel=1e-12), is_greedy)
     assert len({scorer.calls for scorer in scorers}) == 1, "equally many calls on every rank"
     assert len({frozenset(scorer.shapes) for scorer in scorers}) == 1
     assert len(scorers[0].shapes) == 2, "one shape of rows, one of boundaries"
@@ -121,40 +113,8 @@ def test_requests_have_the_scores_of_each_alone(shape: BatchShape, dp_size: int)
 
 @pytest.mark.parametrize("n_tokens", [0, 25])
 def test_a_text_without_tokens_or_longer_than_a_row_is_refused(n_tokens: int) -> None:
-    bad = ScoreRequest(context=(1,), continuation=(1,) * n_tokens)
     with pytest.raises(EvaluationError, match=f"text 1 of a task has 1 tokens to condition on and {n_tokens} to score"):
-        score_requests(PairScorer(), [ScoreRequest(context=(1,), continuation=(2,)), bad], SHAPES["packed"])
-
-
-# ---- tasks ----
-
-YAML = """task: {name}
-dataset_path: json
-dataset_kwargs:
-  data_files:
-    test: {data}
-test_split: test
-output_type: {output_type}
-doc_to_text: "{{{{context}}}}"
-{more}
-"""
-CHOICES = 'doc_to_choice: "{{choices}}"\ndoc_to_target: "{{label}}"\ntarget_delimiter: ""\nmetric_list:\n'
-KINDS: dict[str, tuple[str, str]] = {
-    "choice": ("multiple_choice", CHOICES + "  - metric: acc\n  - metric: acc_norm\n"),
-    "cloze": (
-        "loglikelihood",
-        'doc_to_target: "{{target}}"\ntarget_delimiter: ""\nmetric_list:\n  - metric: acc\n  - metric: perplexity\n',
-    ),
-    "texts": (
-        "loglikelihood_rolling",
-        'doc_to_target: "{{text}}"\nmetric_list:\n  - metric: word_perplexity\n  - metric: bits_per_byte\n',
-    ),
-    "generation": (
-        "generate_until",
-        'doc_to_target: "{{target}}"\ngeneration_kwargs:\n  until: [" a", "\\n"]\n  do_sample: false\n'
-        "  max_gen_toks: 40\nmetric_list:\n  - metric: exact_match\n",
-    ),
-}
+        score_requests(PairScorer(), [([1], [2]), ([1], [1] * n_tokens)], SHAPES["packed"])
 
 
 @pytest.fixture(scope="module")
@@ -163,37 +123,31 @@ def folder(tmp_path_factory: pytest.TempPathFactory, little_data: Path) -> Path:
     folder, rng = tmp_path_factory.mktemp("harness"), random.Random(0)
     texts = [path.read_text() for path in sorted((little_data / "text-validation").iterdir())]
     words = texts[0].split()
-    documents: dict[str, list[dict[str, Any]]] = {
-        "choice": [
-            {
-                "context": " ".join(rng.sample(words, 6)),
-                "choices": [f" {w}" for w in rng.sample(words, 4)],
-                "label": i % 4,
-            }
-            for i in range(N_ITEMS)
-        ],
-        "cloze": [
-            {"context": " ".join(rng.sample(words, 6)), "target": f" {rng.choice(words)}"} for _ in range(N_ITEMS)
-        ],
-        "texts": [{"context": "", "text": text} for text in [*texts, "alpha"]],
-        "generation": [{"context": " ".join(rng.sample(words, 5)), "target": "x"} for _ in range(6)],
-    }
-    for name, (output_type, more) in KINDS.items():
-        data = folder / f"{name}.jsonl"
-        data.write_text("".join(json.dumps(document) + "\n" for document in documents[name]))
-        text = YAML.format(name=name, data=data, output_type=output_type, more=more)
-        (folder / f"{name}.yaml").write_text(text)
+
+    def item(**fields: Any) -> dict[str, Any]:
+        return {"context": " ".join(rng.sample(words, 6)), **fields}
+
+    choices = [[f" {w}" for w in rng.sample(words, 4)] for _ in range(N_ITEMS)]
+    write_task(folder, "choice", [item(choices=given, label=i % 4) for i, given in enumerate(choices)])
+    write_task(folder, "cloze", [item(target=f" {rng.choice(words)}") for _ in range(N_ITEMS)])
+    write_task(folder, "texts", [{"context": "", "text": text} for text in [*texts, "alpha"]])
+    write_task(folder, "generation", [item(answer="x") for _ in range(6)])
     (folder / "all.yaml").write_text(
-        "group: all_of_it\ntask:\n  - choice\n  - cloze\naggregate_metric_list:\n  - metric: acc\n"
+        "group: all_of_it\ntask: [choice, cloze]\naggregate_metric_list: [{metric: acc}]\n"
     )
     return folder
 
 
-def test_metrics_are_those_of_the_items_with_standard_errors(model: Path, folder: Path) -> None:
+@pytest.fixture(scope="module")
+def harness(model: Path) -> HarnessModel:
+    """The model as the harness calls it, in float32."""
     loaded = load_model(model)
-    shape = BatchShape(micro_batch_size=2, seq_len=64)
+    return HarnessModel(loaded, loaded.tokenizer, BatchShape(micro_batch_size=3, seq_len=64), generator=loaded)
+
+
+def test_metrics_are_those_of_the_items_with_standard_errors(harness: HarnessModel, folder: Path) -> None:
     progress: list[tuple[int, int]] = []
-    harness = HarnessModel(loaded, loaded.tokenizer, shape, on_batch=lambda *numbers: progress.append(numbers))
+    harness.on_batch = lambda *numbers: progress.append(numbers)
     choice, cloze, group = run_tasks(harness, load_tasks(["all_of_it"], include_path=folder))
     assert progress == [(i + 1, len(progress)) for i in range(len(progress))]
     assert (choice.task, choice.n_items, len(choice.items)) == ("choice", N_ITEMS, N_ITEMS)
@@ -214,76 +168,59 @@ def test_metrics_are_those_of_the_items_with_standard_errors(model: Path, folder
     assert [one.n_items for one in run_tasks(harness, load_tasks(["cloze"], include_path=folder), limit=7)] == [7]
 
 
-def test_global_random_numbers_are_left_alone(model: Path, folder: Path) -> None:
-    loaded = load_model(model)
-    harness = HarnessModel(loaded, loaded.tokenizer, BatchShape(micro_batch_size=2, seq_len=64))
+def test_global_random_numbers_are_left_alone_and_documents_become_plain_values(
+    harness: HarnessModel, folder: Path
+) -> None:
+    """A data set's columns may be of any kind; what is kept of an item is JSON."""
 
     def states() -> list[Any]:
         return [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
 
-    before = states()
-    run_tasks(harness, load_tasks(["choice"], include_path=folder))
+    before, tasks = states(), load_tasks(["cloze"], include_path=folder)
+    task = tasks["tasks"]["cloze"]
+    task.dataset["test"] = [{**document, "day": datetime.date(2026, 1, 2)} for document in task.test_docs()]
+    (result,) = run_tasks(harness, tasks, limit=3)
+    assert [item["doc"]["day"] for item in result.items] == ["2026-01-02"] * 3
     assert states() == before
 
 
-def test_documents_with_dates_become_plain_values(model: Path, folder: Path) -> None:
-    """A data set's columns may be of any kind; what is kept of an item is JSON."""
-    loaded = load_model(model)
-    tasks = load_tasks(["cloze"], include_path=folder)
-    task = tasks["tasks"]["cloze"]
-    documents = [{**document, "day": datetime.date(2026, 1, 2)} for document in task.test_docs()]
-    task.dataset["test"] = documents
-    harness = HarnessModel(loaded, loaded.tokenizer, BatchShape(micro_batch_size=2, seq_len=64))
-    (result,) = run_tasks(harness, tasks, limit=3)
-    assert [item["doc"]["day"] for item in result.items] == ["2026-01-02"] * 3
-
-
-def test_unknown_tasks_and_those_that_generate_in_a_run_are_refused(folder: Path) -> None:
-    with pytest.raises(EvaluationError, match="task 'nonsense': lm-evaluation-harness has none of that name"):
-        load_tasks(["choice", "nonsense"], include_path=folder)
+def test_a_task_that_generates_is_refused_in_a_run(folder: Path) -> None:
     with pytest.raises(EvaluationError, match="task 'generation' asks for generated text, which a run cannot make"):
         load_tasks(["generation"], include_path=folder)
 
 
 def test_the_command_keeps_metrics_and_items(model: Path, folder: Path, tmp_path: Path) -> None:
     lines: list[str] = []
-    options = EvaluateOptions(
-        tasks=["choice", "generation"], include_path=folder, limit=5, seq_len=64, device="cpu", dtype="float32"
-    )
-    evaluate(model, options, out=tmp_path, echo=lines.append)
+
+    def again() -> int:
+        options: dict[str, Any] = {"tasks": ["choice", "generation"], "include_path": folder, "limit": 5}
+        evaluate(model, **options, seq_len=64, device="cpu", dtype="float32", out=tmp_path, echo=lines.append)
+        return len(read_jsonl(tmp_path / "results.jsonl"))
+
+    assert again() == 3
     first, second = read_jsonl(tmp_path / "results.jsonl")[1:]
     assert (first["kind"], first["name"], first["results"][0]["n_items"]) == ("task", "choice", 5)
     items = read_jsonl(tmp_path / "items" / "choice.jsonl")
     assert first["results"][0]["acc"] == pytest.approx(sum(item["acc"] for item in items) / 5)
     assert second["results"][0]["exact_match"] == 0.0
-    assert lines[0].startswith(f"choice: acc {first['results'][0]['acc']:.4g} +- ")
-    again: list[str] = []
-    evaluate(model, options, out=tmp_path, echo=again.append)
-    assert again == lines
-    assert len(read_jsonl(tmp_path / "results.jsonl")) == 3
-    (folder / "changed.txt").write_text("")
-    changed = json.loads((folder / "choice.jsonl").read_text().splitlines()[0]) | {"label": 0}
-    before = (folder / "choice.jsonl").read_text()
-    (folder / "choice.jsonl").write_text(json.dumps(changed) + "\n" + before)
-    evaluate(model, options, out=tmp_path, echo=again.append)
-    (folder / "choice.jsonl").write_text(before)
-    assert len(read_jsonl(tmp_path / "results.jsonl")) == 5, "results of changed files do not count"
+    assert f"acc {first['results'][0]['acc']:.4g} ± " in lines[0]
+    assert again() == 3
+    assert lines[:2] == lines[2:]
+    with open(folder / "choice.jsonl", "a") as file:
+        file.write((folder / "choice.jsonl").read_text().splitlines()[0] + "\n")
+    assert again() == 5, "results of changed files do not count"
 
 
 @pytest.mark.slow
-def test_scores_and_texts_are_those_of_the_harness_item_by_item(model: Path, folder: Path) -> None:
+def test_scores_and_texts_are_those_of_the_harness_item_by_item(
+    model: Path, harness: HarnessModel, folder: Path
+) -> None:
     """Beside its own model of transformers, on the exported weights."""
     pytest.importorskip("accelerate", reason="ACCELERATE: the harness's own model needs it")
     from lm_eval.models.huggingface import HFLM
 
-    loaded = load_model(model)
-    shape = BatchShape(micro_batch_size=3, seq_len=64)
-    both = [
-        HarnessModel(loaded, loaded.tokenizer, shape, generator=loaded),
-        HFLM(pretrained=str(model), device="cpu", dtype="float32", batch_size=4, max_length=64),
-    ]
     found = []
-    for one in both:
+    for one in (harness, HFLM(pretrained=str(model), device="cpu", dtype="float32", batch_size=4, max_length=64)):
         manager = TaskManager(include_path=str(folder), include_defaults=False)
         found.append(simple_evaluate(model=one, tasks=list(KINDS), task_manager=manager, bootstrap_iters=0))
     for name in KINDS:

@@ -8,17 +8,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-from contextlib import ExitStack
 from importlib.metadata import entry_points
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 from typer.main import get_command
-
-from lt_trainer.constants import EXIT_USER
 
 if TYPE_CHECKING:
     from lt_trainer.config.recipe import ResolvedRecipe
@@ -32,20 +28,13 @@ class TrainGroup(TyperGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return our commands, then the added ones by name, without importing them."""
-        own = super().list_commands(ctx)
-        return own + sorted(entry.name for entry in entry_points(group=COMMAND_ENTRY_POINTS) if entry.name not in own)
+        return super().list_commands(ctx) + sorted(entry.name for entry in entry_points(group=COMMAND_ENTRY_POINTS))
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return one of our commands, or import an added one."""
         own = super().get_command(ctx, cmd_name)
-        if own is not None:
-            return own
-        for entry in entry_points(group=COMMAND_ENTRY_POINTS):
-            if entry.name == cmd_name:
-                added = get_command(entry.load())
-                added.name = cmd_name
-                return added
-        return None
+        added = (entry for entry in entry_points(group=COMMAND_ENTRY_POINTS) if entry.name == cmd_name)
+        return own or next((get_command(entry.load()) for entry in added), None)
 
 
 app = typer.Typer(
@@ -66,6 +55,14 @@ Hyperparameters = Annotated[
     Path | None,
     typer.Option(help="JSON object of upper-case hyperparameters (SageMaker's hyperparameters.json)."),
 ]
+StopAfterStep = Annotated[
+    int, typer.Option(help="Stop after this step as on SIGTERM: save, exit with 75; 0 for never.", min=0)
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Device = Annotated[str, typer.Option(help="Device: auto, cpu, cuda, cuda:N, mps.")]
+Dtype = Annotated[
+    str, typer.Option(help="Dtype: auto (bfloat16 where the device multiplies it), float32, bfloat16, float64.")
+]
 
 
 def echo(text: str) -> None:
@@ -75,13 +72,18 @@ def echo(text: str) -> None:
     echo_escaped(text)
 
 
-def _load(recipe: Path, sets: list[str] | None, hyperparameters: Path | None) -> ResolvedRecipe:
+def _read(sets: list[str] | None, hyperparameters: Path | None) -> dict[str, Any]:
+    """Return the arguments of `load` that these options stand for."""
     from lt_trainer.config.hyperparameters import read_hyperparameters
+
+    values = read_hyperparameters(hyperparameters) if hyperparameters else None
+    return {"overrides": sets or [], "hyperparameters": values}
+
+
+def _load(recipe: Path, sets: list[str] | None, hyperparameters: Path | None) -> ResolvedRecipe:
     from lt_trainer.config.recipe import load
 
-    return load(
-        recipe, hyperparameters=read_hyperparameters(hyperparameters) if hyperparameters else None, overrides=sets or []
-    )
+    return load(recipe, **_read(sets, hyperparameters))
 
 
 @app.command()
@@ -89,10 +91,7 @@ def run(
     recipe: RecipeFile,
     sets: Overrides = None,
     hyperparameters: Hyperparameters = None,
-    stop_after_step: Annotated[
-        int,
-        typer.Option(help="Stop after this step as on SIGTERM: save, exit with 75; 0 for never.", min=0),
-    ] = 0,
+    stop_after_step: StopAfterStep = 0,
     verify_resume_steps: Annotated[
         int,
         typer.Option(
@@ -144,9 +143,7 @@ def torchrun(
     check: Annotated[
         bool, typer.Option("--check", help="Run `lt train check` on all ranks instead of training.")
     ] = False,
-    stop_after_step: Annotated[
-        int, typer.Option(help="Stop after this step as on SIGTERM: save, exit with 75; 0 for never.", min=0)
-    ] = 0,
+    stop_after_step: StopAfterStep = 0,
     options: Annotated[
         list[str] | None,
         typer.Argument(metavar="[-- OPTION...]", help="Options of torchrun, such as --nnodes=2; default --standalone."),
@@ -168,23 +165,15 @@ def show(
     recipe: RecipeFile,
     sets: Overrides = None,
     hyperparameters: Hyperparameters = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print values and origins as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Print the resolved recipe, each value with its origin."""
     from lt_trainer.config.recipe import to_toml
 
     resolved = _load(recipe, sets, hyperparameters)
     if as_json:
-        echo(
-            json.dumps(
-                {
-                    "recipe": resolved.to_dict(),
-                    "origins": dict(resolved.origins),
-                    "unchecked": list(resolved.unchecked),
-                },
-                indent=1,
-            )
-        )
+        values = {"recipe": resolved.to_dict(), "origins": dict(resolved.origins)}
+        echo(json.dumps({**values, "unchecked": list(resolved.unchecked)}, indent=1))
         return
     echo(to_toml(resolved.recipe, resolved.origins).removesuffix("\n"))
     for section in resolved.unchecked:
@@ -202,7 +191,7 @@ def plan(
     ] = 0.0,
     sets: Overrides = None,
     hyperparameters: Hyperparameters = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Print memory by part, time and energy of a run before it is started; needs no device and no torch.
 
@@ -268,15 +257,9 @@ def bench(
 
     In one process or as one rank under torchrun. Writes only the JSON.
     """
-    from lt_trainer.config.hyperparameters import read_hyperparameters
     from lt_trainer.training.benchmark import resolve_bench_recipe, run_benchmark
 
-    resolved = resolve_bench_recipe(
-        str(recipe) if recipe else None,
-        preset,
-        overrides=sets or [],
-        hyperparameters=read_hyperparameters(hyperparameters) if hyperparameters else None,
-    )
+    resolved = resolve_bench_recipe(str(recipe) if recipe else None, preset, **_read(sets, hyperparameters))
     report = run_benchmark(resolved, steps=steps, warmup=warmup)
     if report is not None:
         echo(json.dumps(report, indent=1))
@@ -354,10 +337,8 @@ def evaluate(
             show_default=False,
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help="Device: auto, cpu, cuda, cuda:N, mps.")] = "auto",
-    dtype: Annotated[
-        str, typer.Option(help="Dtype: auto (bfloat16 where the device multiplies it), float32, bfloat16, float64.")
-    ] = "auto",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
     seq_len: Annotated[int, typer.Option(help="Positions per row; 0 for the model's context length.", min=0)] = 0,
     micro_batch_size: Annotated[int, typer.Option(help="Rows per forward pass.", min=1)] = 1,
 ) -> None:
@@ -365,11 +346,10 @@ def evaluate(
 
     Results are printed, and kept as JSON lines: of a run in evaluation/step-N-DTYPE of its directory, else in --out.
     """
-    require_torch("evaluate")
-    from lt_trainer.cli.evaluate import EvaluateOptions
     from lt_trainer.cli.evaluate import evaluate as run_evaluation
 
-    options = EvaluateOptions(
+    run_evaluation(
+        model,
         tasks=[name for name in tasks.split(",") if name],
         include_path=include_path,
         num_fewshot=num_fewshot,
@@ -379,15 +359,9 @@ def evaluate(
         dtype=dtype,
         seq_len=seq_len,
         micro_batch_size=micro_batch_size,
+        out=out,
+        echo=echo,
     )
-    run_evaluation(model, options, out=out, echo=echo)
-
-
-def require_torch(command: str) -> None:
-    """Exit with a message if torch is not installed."""
-    if find_spec("torch") is None:
-        typer.echo(f"lt train {command} needs torch: pip install 'lt-trainer[torch]'", err=True)
-        raise typer.Exit(EXIT_USER)
 
 
 @app.command()
@@ -399,10 +373,7 @@ def sample(
             help="Checkpoint, run directory (its newest checkpoint) or exported Hugging Face folder.",
         ),
     ],
-    text: Annotated[
-        str, typer.Argument(metavar="[PROMPT]", help="Text to continue; also --prompt.", show_default=False)
-    ] = "",
-    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "",
+    prompt: Annotated[str, typer.Argument(help="Text to continue.", show_default=False)] = "",
     max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens to generate.", min=1)] = 100,
     temperature: Annotated[float, typer.Option(help="Temperature; 0 for the most likely token.", min=0.0)] = 0.8,
     top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0 for all.", min=0)] = 50,
@@ -412,31 +383,16 @@ def sample(
     ] = 1.0,
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
     samples: Annotated[int, typer.Option(help="Number of continuations.", min=1)] = 1,
-    device: Annotated[str, typer.Option(help="Device: auto, cpu, cuda, cuda:N, mps.")] = "auto",
-    dtype: Annotated[
-        str, typer.Option(help="Dtype: auto (bfloat16 where the device multiplies it), float32, bfloat16, float64.")
-    ] = "auto",
-    out: Annotated[
-        Path | None,
-        typer.Option(help="File to append the texts to, with all options, as JSON lines.", show_default=False),
-    ] = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
 ) -> None:
     """Generate text from a trained model; ends at the model's context length at the latest."""
-    require_torch("sample")
     from lt_data.display.terminal import escape_controls
-    from lt_trainer.cli.sample import describe_model, generate_text
+    from lt_trainer.cli.sample import generate_text
     from lt_trainer.evaluation.local_model import load_model
-    from lt_trainer.run_directory.jsonl import JsonlWriter
 
-    if text and prompt:
-        raise typer.BadParameter("the prompt is given twice", param_hint="PROMPT and --prompt")
-    prompt, loaded = text or prompt, load_model(checkpoint, device=device, dtype=dtype)
-    with ExitStack() as stack:
-        writer = None if out is None else stack.enter_context(JsonlWriter(out))
-        options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
-        for number in range(seed, seed + samples):
-            new = generate_text(loaded, prompt, seed=number, **options)
-            shown = prompt + new
-            typer.echo(escape_controls(shown) if sys.stdout.isatty() else shown)
-            if writer is not None:
-                writer.write({**describe_model(loaded), "prompt": prompt, "text": new, "seed": number, **options})
+    loaded = load_model(checkpoint, device=device, dtype=dtype)
+    options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+    for number in range(seed, seed + samples):
+        text = prompt + generate_text(loaded, prompt, seed=number, **options)
+        typer.echo(escape_controls(text) if sys.stdout.isatty() else text)

@@ -8,52 +8,51 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from lt_data import RowReader, TokenStore, open_pack
 from lt_data.display.progress_bars import progress_bar
 from lt_trainer.checkpointing.pretrained import tokens_by_id
-from lt_trainer.cli.sample import describe_model
 from lt_trainer.evaluation.local_model import LoadedModel, load_model
 from lt_trainer.evaluation.scorer import BatchShape, EvaluationError
-from lt_trainer.evaluation.store_losses import StoreGroups, evaluate_store
-from lt_trainer.run_directory.evaluation_results import EvaluationResults
+from lt_trainer.evaluation.store_losses import evaluate_store
+from lt_trainer.run_directory.evaluation_results import EvaluationResults, format_metrics
 
-N_SHOWN = 20
-"""Source files shown of a store; the file has all."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluateOptions:
-    """Options of the command that change numbers."""
-
-    tasks: Sequence[str] = ()
-    """Names of tasks, groups or tags of lm-evaluation-harness."""
-    include_path: Path | None = None
-    """Folder of further task files."""
-    num_fewshot: int | None = None
-    """Examples before each question; None: the task's own number."""
-    limit: int = 0
-    """Items of each task, the first ones; 0 for all."""
-    stores: Sequence[Path] = ()
-    device: str = "auto"
-    dtype: str = "auto"
-    seq_len: int = 0
-    """Positions per row; 0: the model's context length."""
-    micro_batch_size: int = 1
+N_SHOWN = 40
+"""Groups of documents shown of a store; the file has all."""
 
 
-def evaluate(model: Path, options: EvaluateOptions, *, out: Path | None, echo: Any) -> None:
+def evaluate(
+    model: Path,
+    *,
+    tasks: Sequence[str] = (),
+    include_path: Path | None = None,
+    num_fewshot: int | None = None,
+    limit: int = 0,
+    stores: Sequence[Path] = (),
+    device: str = "auto",
+    dtype: str = "auto",
+    seq_len: int = 0,
+    micro_batch_size: int = 1,
+    out: Path | None,
+    echo: Any,
+) -> None:
     """Evaluate a model and print the results.
 
     Args:
         model: checkpoint, run directory or model of another format.
-        options: what to evaluate, and how.
+        tasks: names of tasks, groups or tags of lm-evaluation-harness.
+        include_path: folder of further task files.
+        num_fewshot: examples before each question; None: the task's own number.
+        limit: items of each task, the first ones; 0 for all.
+        stores: token stores.
+        device: as of `load_model`; dtype likewise.
+        dtype: see there.
+        seq_len: positions per row; 0: the model's context length.
+        micro_batch_size: rows of a batch.
         out: folder of the results; None for that of the checkpoint's run, or for none.
         echo: prints a line.
 
@@ -63,57 +62,59 @@ def evaluate(model: Path, options: EvaluateOptions, *, out: Path | None, echo: A
         CheckpointError: the model cannot be loaded.
         DataError: a store cannot be read, or has no pack of this row length.
     """
-    if not (options.stores or options.tasks):
+    if not (stores or tasks):
         raise EvaluationError("nothing to evaluate; pass --tasks NAMES or --store STORE")
-    if options.tasks:
-        require_harness("--tasks")
-    loaded = load_model(model, device=options.device, dtype=options.dtype)
-    shape = _shape(loaded, options)
-    readers = {str(path): _open_reader(loaded, path, shape) for path in options.stores}
-    description = {**describe_model(loaded), "seq_len": shape.seq_len}
+    loaded = load_model(model, device=device, dtype=dtype)
+    context_length = loaded.model.config.max_position_embeddings
+    if seq_len > context_length:
+        raise EvaluationError(f"--seq-len {seq_len}: the context of {loaded.source} has {context_length} tokens")
+    shape = BatchShape(micro_batch_size=micro_batch_size, seq_len=seq_len or context_length)
+    readers = {str(path): _open_reader(loaded, path, shape) for path in stores}
+    description = {
+        "model": os.path.realpath(loaded.source),
+        "step": loaded.step,
+        "weights": loaded.weights_sha256,
+        "dtype": str(loaded.dtype).removeprefix("torch."),
+        "device": loaded.device.type,
+        "seq_len": shape.seq_len,
+    }
     results = EvaluationResults.open(out or _run_results_folder(loaded, description["dtype"]), description)
-    if options.tasks:
-        _evaluate_tasks(loaded, shape, options, results, echo)
+    if tasks:
+        kept = {"limit": limit, "num_fewshot": num_fewshot, "sha256": _hash_task_files(include_path)}
+        _evaluate_tasks(loaded, shape, tasks, include_path, kept, results, echo)
     for name, reader in readers.items():
         kept = {"fingerprint": reader.store.manifest.fingerprint, "pack": reader.pack.fingerprint}
         losses = results.find("store", name, kept)
         if losses is None:
-            groups = StoreGroups(reader.store, 0, 1)
             with progress_bar(name) as bar:
-                found = evaluate_store(
-                    loaded, reader, groups, shape, name=name, on_batch=lambda done, total: bar(done, total, "batches")
+                losses = evaluate_store(
+                    loaded, reader, shape, name=name, on_batch=lambda done, total: bar(done, total, "batches")
                 )
-            losses = [loss.to_dict() for loss in found]
             results.add("store", name, kept, losses)
-        for line in _store_lines(losses):
-            echo(line)
+        for loss in losses[:N_SHOWN]:
+            echo(f"{loss['name'] or name}: {format_metrics(loss)}")
     if out is None and results.folder is not None:
         echo(f"results: {results.folder}")
 
 
-def require_harness(option: str) -> None:
-    """Raise EvaluationError unless lm-evaluation-harness is installed, naming the option that needs it."""
-    if find_spec("lm_eval") is None:
-        raise EvaluationError(f"{option} needs lm-evaluation-harness; pip install 'lt-trainer[eval]'")
-
-
 def _evaluate_tasks(
-    loaded: LoadedModel, shape: BatchShape, options: EvaluateOptions, results: EvaluationResults, echo: Any
+    loaded: LoadedModel,
+    shape: BatchShape,
+    names: Sequence[str],
+    include_path: Path | None,
+    options: dict[str, Any],
+    results: EvaluationResults,
+    echo: Any,
 ) -> None:
     """Run the tasks one by one, and print and keep their results."""
     from lt_trainer.evaluation.harness import HarnessModel, load_tasks, run_tasks
 
-    kept = {"limit": options.limit, "num_fewshot": options.num_fewshot, "lm_eval": version("lm-eval")}
-    kept["sha256"] = _hash_task_files(options.include_path)
-    for name in options.tasks:
+    kept = {**options, "lm_eval": version("lm-eval")}
+    for name in names:
         summaries = results.find("task", name, kept)
         if summaries is None:
-            tasks = load_tasks(
-                [name],
-                include_path=options.include_path or "",
-                num_fewshot=options.num_fewshot,
-                may_generate=True,
-            )
+            shots = options["num_fewshot"]
+            tasks = load_tasks([name], include_path=include_path or "", num_fewshot=shots, may_generate=True)
             with progress_bar(name) as bar:
                 model = HarnessModel(
                     loaded,
@@ -122,14 +123,14 @@ def _evaluate_tasks(
                     generator=loaded,
                     on_batch=lambda done, total: bar(done, total, "batches"),
                 )
-                found = run_tasks(model, tasks, limit=options.limit)
+                found = run_tasks(model, tasks, limit=options["limit"])
             for result in found:
                 if result.items:
                     results.write_items(result.file_stem, result.items)
             summaries = [{"task": one.task, "n_items": one.n_items, **one.metrics} for one in found]
             results.add("task", name, kept, summaries)
         for summary in summaries:
-            echo(_task_line(summary))
+            echo(f"{summary['task']}: {format_metrics(summary)}")
 
 
 def _run_results_folder(loaded: LoadedModel, dtype: str) -> Path | None:
@@ -149,51 +150,12 @@ def _hash_task_files(folder: Path | None) -> str:
     return digest.hexdigest()
 
 
-def _shape(loaded: LoadedModel, options: EvaluateOptions) -> BatchShape:
-    context_length = loaded.model.config.max_position_embeddings
-    seq_len = options.seq_len or context_length
-    if seq_len > context_length:
-        raise EvaluationError(
-            f"--seq-len {seq_len}: {loaded.source} has a context of {context_length} tokens; pass at most that"
-        )
-    return BatchShape(micro_batch_size=options.micro_batch_size, seq_len=seq_len)
-
-
 def _open_reader(loaded: LoadedModel, path: Path, shape: BatchShape) -> RowReader:
     store = TokenStore.open(path)
     ours, theirs = (tokens_by_id(one.files["tokenizer.json"]) for one in (loaded.tokenizer, store.tokenizer()))
-    if differing := [i for i in sorted(theirs) if ours.get(i) != theirs[i]]:
-        i = differing[0]
+    if any(ours.get(i) != token for i, token in theirs.items()):
         raise EvaluationError(
-            f"store {path} was prepared with another tokenizer than that of {loaded.source}: id {i} is {theirs[i]!r} "
-            f"in the store and {ours.get(i)!r} in the model; prepare the text with the model's tokenizer"
+            f"store {path} was prepared with another tokenizer than that of {loaded.source}; prepare the text with the "
+            "model's"
         )
     return RowReader(store, open_pack(store, seq_len=shape.seq_len))
-
-
-def _task_line(summary: Mapping[str, Any]) -> str:
-    """Return the metrics of a task as a line."""
-    metrics = [
-        f"{name} {value:.4g}" + (f" +- {summary[f'{name}_stderr']:.2g}" if f"{name}_stderr" in summary else "")
-        for name, value in summary.items()
-        if name not in ("task", "n_items") and not name.endswith("_stderr")
-    ]
-    items = f" ({summary['n_items']:,} items)" if summary["n_items"] else ""
-    return f"{summary['task']}: {', '.join(metrics)}{items}"
-
-
-def _store_lines(losses: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the losses of a store as a table."""
-    lines = [f"{'documents':>10} {'tokens':>12} {'loss':>9} {'perplexity':>11} {'bits/byte':>9}"]
-    sources = [loss for loss in losses if loss["group"] == "source"]
-    for loss in losses:
-        if loss in sources[N_SHOWN:]:
-            continue
-        label = {"all": loss["store"], "source": f"  {loss['name']}", "length": f"  {loss['name']} tokens"}
-        lines.append(
-            f"{loss['documents']:>10,} {loss['tokens']:>12,} {loss['loss']:>9.4f} {loss['perplexity']:>11.4g} "
-            f"{loss['bits_per_byte']:>9.4f}  {label[loss['group']]}"
-        )
-    if len(sources) > N_SHOWN:
-        lines.append(f"  and {len(sources) - N_SHOWN} further source files")
-    return lines

@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
-import torch
-
 from lt_ckpt import CheckpointError
-from lt_model import generate
 from lt_trainer.evaluation.local_model import LoadedModel
 
 
-def describe_model(loaded: LoadedModel) -> dict[str, Any]:
-    """Return which model it is, and in which dtype and on which device it computes."""
-    return {
-        "model": os.path.realpath(loaded.source),
-        "step": loaded.step,
-        "weights": loaded.weights_sha256,
-        "dtype": str(loaded.dtype).removeprefix("torch."),
-        "device": loaded.device.type,
-    }
-
-
-def generate_text(
-    loaded: LoadedModel, prompt: str, *, max_new_tokens: int, temperature: float, top_k: int, top_p: float, seed: int
-) -> str:
+def generate_text(loaded: LoadedModel, prompt: str, *, max_new_tokens: int, **options: Any) -> str:
     """Continue `prompt`; stop at the end-of-text id or at the model's context length.
+
+    Args:
+        loaded: The model.
+        prompt: The text to continue.
+        max_new_tokens: Largest number of tokens to add.
+        options: temperature, top_k, top_p and seed of `lt_model.generate`.
 
     Returns:
         The continuation, without the prompt.
@@ -34,28 +23,20 @@ def generate_text(
     Raises:
         CheckpointError: an empty prompt, or one that leaves no room in the model's context.
     """
+    from lt_model import generate
+
     tokenizer = loaded.tokenizer
     ids = [int(i) for i in tokenizer.encode_batch([prompt])[0]]
     if tokenizer.bos_id is not None:
         ids = [tokenizer.bos_id, *ids]
     if not ids:
         raise CheckpointError("the prompt is empty and the tokenizer has no beginning-of-text id; pass a prompt")
-    context_length = loaded.model.config.max_position_embeddings
-    if len(ids) >= context_length:
+    room = loaded.model.config.max_position_embeddings - len(ids)
+    if room < 1:
         raise CheckpointError(
-            f"the prompt has {len(ids)} tokens and {loaded.source} a context of {context_length}; "
-            f"shorten it to at most {context_length - 1} tokens"
+            f"the prompt leaves no room in the context of {loaded.source}: shorten it to at most "
+            f"{len(ids) + room - 1} tokens, from {len(ids)}"
         )
     stops = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
-    with torch.no_grad():
-        new_ids = generate(
-            loaded.model,
-            ids,
-            max_new_tokens=min(max_new_tokens, context_length - len(ids)),
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-            stop_token_ids=stops,
-        )
+    new_ids = generate(loaded.model, ids, max_new_tokens=min(max_new_tokens, room), stop_token_ids=stops, **options)
     return tokenizer.decode([i for i in new_ids if i not in stops])

@@ -6,16 +6,15 @@ Tasks and their data are read before a device is opened. All ranks make the same
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from lt_data import Tokenizer
 from lt_trainer.config.sections import WHOLE_VALIDATION
 from lt_trainer.errors import RecipeError
 from lt_trainer.evaluation.scorer import BatchShape, EvaluationError, TaskResult
-from lt_trainer.evaluation.store_losses import StoreGroups, evaluate_store, store_result
+from lt_trainer.evaluation.store_losses import evaluate_store
 
 if TYPE_CHECKING:
     from lt_trainer.config.sections import Recipe
@@ -33,8 +32,6 @@ class RunEvaluation:
     """Loaded tasks of lm-evaluation-harness; empty without evaluation.tasks."""
     limit: int
     stores: bool
-    _groups: dict[str, StoreGroups] = field(default_factory=dict)
-    """Groups of each validation set's documents, and the bytes of their text, read once."""
 
     def __bool__(self) -> bool:
         """Return True if there is anything to evaluate."""
@@ -50,15 +47,9 @@ class RunEvaluation:
         options, batch, tasks = recipe.evaluation, recipe.batch.micro_batch_size, {}
         shape = BatchShape(micro_batch_size=batch, seq_len=recipe.data.seq_len, document_mask=recipe.data.document_mask)
         if options.tasks:
-            if find_spec("lm_eval") is None:
-                raise RecipeError(
-                    "tasks need lm-evaluation-harness, which is not installed",
-                    values={"evaluation.tasks": options.tasks},
-                    remedy="pip install 'lt-trainer[eval]', or remove evaluation.tasks",
-                )
-            from lt_trainer.evaluation.harness import load_tasks
-
             try:
+                from lt_trainer.evaluation.harness import load_tasks
+
                 tasks = load_tasks(options.tasks, include_path=options.include_path)
             except EvaluationError as exc:
                 raise RecipeError(str(exc), values={"evaluation.tasks": options.tasks}) from exc
@@ -81,11 +72,7 @@ class RunEvaluation:
             model = HarnessModel(engine, tokenizer, self.shape, on_batch=partial(report, "tasks"))
             yield from run_tasks(model, self.tasks, limit=self.limit)
         for dataset in data.validation if self.stores else ():
-            name, store, topology = dataset.name or WHOLE_VALIDATION, dataset.reader.store, engine.topology
-            if name not in self._groups:
-                self._groups[name] = StoreGroups(store, topology.rank, topology.world_size)
-            on_batch = partial(report, name)
-            yield store_result(
-                name,
-                evaluate_store(engine, dataset.reader, self._groups[name], self.shape, name=name, on_batch=on_batch),
-            )
+            name = dataset.name or WHOLE_VALIDATION
+            items = evaluate_store(engine, dataset.reader, self.shape, name=name, on_batch=partial(report, name))
+            metrics = {metric: items[0][metric] for metric in ("loss", "perplexity", "bits_per_byte")}
+            yield TaskResult(task=name, n_items=items[0]["documents"], metrics=metrics, items=items)

@@ -26,15 +26,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tokenizers
-from lm_eval import utils
-from lm_eval.api.model import TemplateLM
-from lm_eval.evaluator import evaluate
-from lm_eval.models.utils import normalize_gen_kwargs
-from lm_eval.tasks import TaskManager
 
 from lt_data import Tokenizer
-from lt_trainer.evaluation.requests import Score, ScoreRequest, score_requests
+from lt_trainer.evaluation.requests import ScoreRequest, score_requests
 from lt_trainer.evaluation.scorer import BatchShape, EvaluationError, Scorer, TaskResult
+
+try:
+    from lm_eval import utils
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.evaluator import evaluate
+    from lm_eval.models.utils import Collator, normalize_gen_kwargs
+    from lm_eval.tasks import TaskManager
+except ModuleNotFoundError as exc:
+    raise EvaluationError("tasks need lm-evaluation-harness; pip install 'lt-trainer[eval]'") from exc
 
 if TYPE_CHECKING:
     from lt_trainer.evaluation.local_model import LoadedModel
@@ -73,29 +77,20 @@ def load_tasks(
         EvaluationError: no such task, or one that asks for generated text.
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of every default of a task
-    known, manager = set[str](), None
-    if include_path:
-        manager = TaskManager(include_path=str(include_path), include_defaults=False)
-        known = set(manager.all_tasks)
-    if manager is None or not known.issuperset(names):
-        manager = TaskManager(include_path=str(include_path) if include_path else None)
-        known = set(manager.all_tasks)
-    if unknown := [name for name in names if name not in known]:
-        raise EvaluationError(
-            f"task {unknown[0]!r}: lm-evaluation-harness has none of that name; lm-eval ls tasks lists them, and "
-            "include_path is for a folder of your own"
-        )
-    loaded = manager.load(list(names))
+    manager = TaskManager(include_path=str(include_path), include_defaults=False)
+    if not set(manager.all_tasks).issuperset(names):
+        manager = TaskManager(include_path=str(include_path) or None)
+    try:
+        loaded = manager.load(list(names))
+    except KeyError as exc:
+        raise EvaluationError(f"{exc.args[0]}; lm-eval ls tasks lists them") from exc
     for name, task in loaded["tasks"].items():
         if task.OUTPUT_TYPE == "generate_until" and not may_generate:
             raise EvaluationError(
                 f"task {name!r} asks for generated text, which a run cannot make; evaluate it with lt train evaluate"
             )
-        configured = task.get_config("num_fewshot")
-        if num_fewshot is not None and configured != 0:
+        if num_fewshot is not None and task.get_config("num_fewshot") != 0:  # whose own 0 stays, as in the harness
             task.set_config(key="num_fewshot", value=num_fewshot)
-        elif configured is None:
-            task.set_config(key="num_fewshot", value=0)
         task.set_fewshot_seed(seed=FEWSHOT_SEED)
     return loaded
 
@@ -115,16 +110,14 @@ def run_tasks(model: HarnessModel, tasks: Mapping[str, Any], *, limit: int = 0) 
     results = []
     for name, metrics in found["results"].items():
         samples = found["samples"].get(name, [])
-        n_items = found["n-samples"].get(name, {}).get("effective", 0)
         items = [{key: value for key, value in one.items() if key not in LEFT_OUT} for one in samples]
-        results.append(
-            TaskResult(
-                task=name,
-                n_items=n_items,
-                metrics=_numbers(metrics, samples),
-                items=tuple(json.loads(json.dumps(items, default=str))),  # documents have values of any kind
-            )
+        result = TaskResult(
+            task=name,
+            n_items=found["n-samples"].get(name, {}).get("effective", 0),
+            metrics=_numbers(metrics, samples),
+            items=json.loads(json.dumps(items, default=str)),  # documents have values of any kind
         )
+        results.append(result)
     return results
 
 
@@ -201,85 +194,59 @@ class HarnessModel(TemplateLM):
         return super().loglikelihood(requests, disable_tqdm=True)
 
     def _loglikelihood_tokens(self, requests: Any, **kwargs: Any) -> list[tuple[float, bool]]:
-        encoded = [ScoreRequest(context=tuple(context), continuation=tuple(ids)) for _, context, ids in requests]
-        return [(score.log_prob, score.is_greedy) for score in self._score(encoded)]
-
-    def _score(self, requests: list[ScoreRequest]) -> list[Score]:
         self.quiet.close()
-        return score_requests(self._scorer, requests, self._shape, on_batch=self.on_batch)
+        encoded: list[ScoreRequest] = [(context, continuation) for _, context, continuation in requests]
+        return score_requests(self._scorer, encoded, self._shape, on_batch=self.on_batch)
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
         """Return the log-probability of each whole text, in windows that do not overlap."""
-        windows: list[ScoreRequest] = []
-        owners: list[int] = []
-        for index, instance in enumerate(requests):
-            for pair in utils.get_rolling_token_windows(
-                token_list=self.tok_encode(instance.args[0]),
+        texts = [
+            utils.get_rolling_token_windows(
+                token_list=self.tok_encode(one.args[0]),
                 prefix_token=self._prefix_id,
                 max_seq_len=self._shape.seq_len,
                 context_len=1,
-            ):
-                context, continuation = utils.make_disjoint_window(pair)
-                windows.append(ScoreRequest(context=tuple(context), continuation=tuple(continuation)))
-                owners.append(index)
-        totals = [0.0] * len(requests)
-        for owner, score in zip(owners, self._score(windows), strict=True):
-            totals[owner] += score.log_prob
-        return totals
+            )
+            for one in requests
+        ]
+        windows = [[("", *utils.make_disjoint_window(pair)) for pair in text] for text in texts]
+        scores = iter(self._loglikelihood_tokens([one for text in windows for one in text]))
+        return [sum(next(scores)[0] for _ in text) for text in windows]
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
         """Return the text generated after each context, up to its first stop string; longest contexts first."""
+        from lt_model import generate_batch
+
+        assert self._generator is not None, "load_tasks refuses tasks that generate where nothing can"
         self.quiet.close()
-        found = [""] * len(requests)
-        groups: dict[str, list[tuple[int, list[int], dict[str, Any]]]] = {}
-        for index, instance in enumerate(requests):
-            context, given = instance.args
-            options: dict[str, Any] = {**normalize_gen_kwargs(given, DEFAULT_MAX_NEW_TOKENS)}
-            room = self._shape.seq_len - options["max_gen_toks"]
+        numbered = [(index, self.tok_encode(one.args[0]), one.args[1]) for index, one in enumerate(requests)]
+        order = Collator(numbered, lambda one: -len(one[1]), group_by="gen_kwargs", group_fn=lambda one: one[2])
+        texts: list[str] = []
+        for batch in order.get_batched(self._shape.micro_batch_size):
+            options: dict[str, Any] = {**normalize_gen_kwargs(batch[0][2], DEFAULT_MAX_NEW_TOKENS)}
+            room, stops = self._shape.seq_len - options["max_gen_toks"], [s for s in options.get("until") or [] if s]
             if room < 1:
                 raise EvaluationError(
                     f"a task asks for {options['max_gen_toks']} new tokens, and the model has a length of "
                     f"{self._shape.seq_len}; raise --seq-len, or leave the task out"
                 )
-            ids = (self.tok_encode(context) or [self._prefix_id])[-room:]
-            groups.setdefault(repr(sorted(options.items(), key=str)), []).append((index, ids, options))
-        done = 0
-        for group in groups.values():
-            group.sort(key=lambda one: len(one[1]), reverse=True)
-            for first in range(0, len(group), self._shape.micro_batch_size):
-                batch = group[first : first + self._shape.micro_batch_size]
-                texts = self._generate([index for index, _, _ in batch], [ids for _, ids, _ in batch], batch[0][2])
-                for (index, _, _), text in zip(batch, texts, strict=True):
-                    found[index] = text
-                done += len(batch)
-                self.on_batch(done, len(requests))
-        return found
 
-    def _generate(self, seeds: list[int], prompts: list[list[int]], options: Mapping[str, Any]) -> list[str]:
-        """Return the texts of prompts with the same options."""
-        from lt_model import generate_batch
+            def is_finished(row: int, new_ids: list[int], stops: Sequence[str] = stops) -> bool:
+                if new_ids[-1] == self._eos_id or len(new_ids) % TOKENS_BETWEEN_STOPS:
+                    return new_ids[-1] == self._eos_id
+                return any(stop in self._encoder.decode(new_ids) for stop in stops)
 
-        assert self._generator is not None, "load_tasks refuses tasks that generate where nothing can"
-        stops = [stop for stop in options.get("until") or [] if stop]
-
-        def is_finished(row: int, new_ids: list[int]) -> bool:
-            if new_ids[-1] == self._eos_id or len(new_ids) % TOKENS_BETWEEN_STOPS:
-                return new_ids[-1] == self._eos_id
-            return any(stop in self._encoder.decode(new_ids) for stop in stops)
-
-        texts = []
-        for new_ids in generate_batch(
-            self._generator.model,
-            prompts,
-            max_new_tokens=options["max_gen_toks"],
-            temperature=float(options.get("temperature") or 0.0) if options.get("do_sample") else 0.0,
-            top_k=int(options.get("top_k") or 0),
-            top_p=float(options.get("top_p") or 1.0),
-            seeds=seeds,
-            is_finished=is_finished,
-        ):
-            text = self._encoder.decode(new_ids)
-            for stop in stops:
-                text = text.split(stop)[0]
-            texts.append(text)
-        return texts
+            for new_ids in generate_batch(
+                self._generator.model,
+                [(ids or [self._prefix_id])[-room:] for _, ids, _ in batch],
+                max_new_tokens=options["max_gen_toks"],
+                temperature=float(options.get("temperature") or 0.0) if options.get("do_sample") else 0.0,
+                top_k=int(options.get("top_k") or 0),
+                top_p=float(options.get("top_p") or 1.0),
+                seeds=[index for index, _, _ in batch],
+                is_finished=is_finished,
+            ):
+                text = self._encoder.decode(new_ids)
+                texts.append(min((text.split(stop)[0] for stop in stops), key=len, default=text))
+            self.on_batch(len(texts), len(requests))
+        return order.get_original(texts)

@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -27,20 +25,8 @@ from lt_trainer.data.training_data import to_micro_batches, validation_rows
 from lt_trainer.engine import StepBatch
 from lt_trainer.evaluation.scorer import BatchShape, EvaluationError, Scorer
 
-
-@dataclass(frozen=True, kw_only=True)
-class ScoreRequest:
-    """Context and continuation as token ids, at least one each."""
-
-    context: tuple[int, ...]
-    continuation: tuple[int, ...]
-
-
-class Score(NamedTuple):
-    """Score of a continuation: log-probability in nats, and whether greedy decoding gives it."""
-
-    log_prob: float
-    is_greedy: bool
+ScoreRequest = tuple[Sequence[int], Sequence[int]]
+"""Context and continuation as token ids, at least one each."""
 
 
 def score_requests(
@@ -49,8 +35,8 @@ def score_requests(
     shape: BatchShape,
     *,
     on_batch: Callable[[int, int], None] = lambda done, total: None,
-) -> list[Score]:
-    """Return the score of each request, equal on all ranks; collective.
+) -> list[tuple[float, bool]]:
+    """Return log-probability in nats, and whether greedy decoding gives it, of each continuation; collective.
 
     Args:
         scorer: the model.
@@ -61,10 +47,10 @@ def score_requests(
     Raises:
         EvaluationError: a continuation has no token, or does not fit a row.
     """
-    for number, one in enumerate(requests):
-        if not 0 < len(one.continuation) <= shape.seq_len or not one.context:
+    for number, (context, continuation) in enumerate(requests):
+        if not 0 < len(continuation) <= shape.seq_len or not context:
             raise EvaluationError(
-                f"text {number} of a task has {len(one.context)} tokens to condition on and {len(one.continuation)} to "
+                f"text {number} of a task has {len(context)} tokens to condition on and {len(continuation)} to "
                 f"score; rows have {shape.seq_len} tokens: shorten it, or raise the row length"
             )
     rows = _pack(requests, shape)
@@ -75,29 +61,23 @@ def score_requests(
         batch, spans = _batch(requests, [rows[number] for number in numbers], shape, n_segments)
         scores = scorer.score(batch)
         for row, begin, end, request in spans:
-            reported = scores.is_reported[0, row, begin:end]
-            if reported.any():
-                log_prob = math.fsum(scores.log_probs[0, row, begin:end][reported])
-                n_greedy = int(scores.is_greedy[0, row, begin:end].sum())
-                found.append([request, log_prob, n_greedy, int(reported.sum())])
+            log_probs = scores.log_probs[0, row, begin:end][scores.is_reported[0, row, begin:end]]
+            n_greedy = int(scores.is_greedy[0, row, begin:end].sum())
+            found.append((request, math.fsum(log_probs), n_greedy, log_probs.size))
         on_batch(done, n_batches)
-    parts: list[list[list[float]]] = [[] for _ in requests]
+    sums = np.zeros((len(requests), 3))
     for request, *numbers in (one for rank in scorer.control.all_gather(found) for one in rank):
-        parts[request].append(numbers)
-    return [_join(given, len(request.continuation)) for given, request in zip(parts, requests, strict=True)]
-
-
-def _join(parts: list[list[float]], n_labels: int) -> Score:
-    """Return the score that the parts of several ranks make up."""
-    assert sum(n for _, _, n in parts) == n_labels, "a label that no rank or more than one has reported"
-    return Score(math.fsum(log_prob for log_prob, _, _ in parts), sum(n for _, n, _ in parts) == n_labels)
+        sums[request] += numbers
+    n_labels = np.array([len(continuation) for _, continuation in requests])
+    assert (sums[:, 2] == n_labels).all(), "a label that no rank or more than one has reported"
+    return list(zip(sums[:, 0].tolist(), (sums[:, 1] == n_labels).tolist(), strict=True))
 
 
 def _pack(requests: Sequence[ScoreRequest], shape: BatchShape) -> list[list[int]]:
     """Return the requests of each row, long ones first."""
     if not requests:
         return []
-    lengths = [min(len(one.context) + len(one.continuation) - 1, shape.seq_len) for one in requests]
+    lengths = [min(len(context) + len(continuation) - 1, shape.seq_len) for context, continuation in requests]
     order, bins = best_fit(np.array(lengths), shape.seq_len)
     if not shape.document_mask:
         return [[int(request)] for request in order]
@@ -111,22 +91,18 @@ def _batch(
     requests: Sequence[ScoreRequest], rows: Sequence[Sequence[int]], shape: BatchShape, n_segments: int
 ) -> tuple[StepBatch, list[tuple[int, int, int, int]]]:
     """Return rows of requests as a batch, and row, begin, end and request of each run of labels."""
-    size = (shape.micro_batch_size, shape.seq_len)
-    ids, labels = np.zeros(size, np.int32), np.full(size, IGNORE_INDEX, np.int32)
-    positions, doc_ids = np.zeros(size, np.int32), np.full(size, -1, np.int32)
+    values = np.array([0, IGNORE_INDEX, 0, -1], np.int32)[:, None, None]
+    ids, labels, positions, doc_ids = np.tile(values, (1, shape.micro_batch_size, shape.seq_len))
     starts: list[int] = []
     spans: list[tuple[int, int, int, int]] = []
     for row in range(shape.micro_batch_size):
         begin = 0
         for number, request in enumerate(rows[row] if row < len(rows) else ()):
-            one = requests[request]
-            tokens = np.array((one.context + one.continuation)[-(shape.seq_len + 1) :], np.int32)
-            end, n_labels = begin + tokens.size - 1, len(one.continuation)
-            ids[row, begin:end], positions[row, begin:end], doc_ids[row, begin:end] = (
-                tokens[:-1],
-                np.arange(tokens.size - 1),
-                number,
-            )
+            context, continuation = requests[request]
+            tokens = np.array([*context, *continuation][-(shape.seq_len + 1) :], np.int32)
+            n_labels, end = len(continuation), begin + tokens.size - 1
+            ids[row, begin:end], positions[row, begin:end] = tokens[:-1], np.arange(tokens.size - 1)
+            doc_ids[row, begin:end] = number
             labels[row, end - n_labels : end] = tokens[-n_labels:]
             starts.append(row * shape.seq_len + begin)
             spans.append((row, end - n_labels, end, request))

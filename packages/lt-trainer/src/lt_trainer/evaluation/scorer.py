@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -50,7 +51,7 @@ class TaskResult:
     n_items: int
     metrics: dict[str, float]
     """By name, with NAME_stderr where a standard error is known."""
-    items: tuple[dict[str, Any], ...] = ()
+    items: Sequence[dict[str, Any]] = ()
 
     @property
     def file_stem(self) -> str:

@@ -59,7 +59,7 @@ def main(*, out: Path, source: str, preset: str, steps: int, overwrite: bool) ->
     if not (out / "model").exists():
         _run(seconds, "ckpt", "export", out / "run", "--out", out / "model")
     _run(seconds, "ckpt", "verify", out / "model", "--against", out / "run")
-    _run(seconds, "train", "sample", out / "model", "--prompt", "def ")
+    _run(seconds, "train", "sample", out / "model", "def ")
     _run(seconds, "train", "report", out / "run", "--out", out / "report.html", "--overwrite")
     records = read_jsonl(out / "run" / "metrics.jsonl")
     last = [record for record in records if "loss" in record][-1]
