@@ -2,7 +2,6 @@
 
 import fcntl
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -18,7 +17,6 @@ from lt_launch.job import Job, Pipeline
 from lt_launch.launch_dir import create, load_launch
 from lt_launch.process_start import identify_process, process_start
 from lt_launch.profile import Profile
-from lt_launch.sagemaker.local import SageMakerLocalTarget
 from lt_launch.sagemaker.target import SageMakerTarget
 from lt_launch.slurm.target import SlurmTarget
 from lt_launch.spec import stage_spec
@@ -91,26 +89,6 @@ def test_cancel_signals_no_process_that_a_file_names(
         with pytest.raises(LaunchError, match="not a launch that you made" if case == "stranger" else "no longer runs"):
             list(cancel(made))
     assert victim.poll() is None
-
-
-def test_the_emulators_process_is_the_one_that_was_started(
-    own_home: Path, tmp_path: Path, victim: subprocess.Popen
-) -> None:
-    made = make(tmp_path / "run", "sagemaker-local", {})
-    folder = made.directory / "sagemaker" / "job-000"
-    folder.mkdir(parents=True)
-    target = SageMakerLocalTarget()
-    for text in (str(victim.pid), f"{victim.pid} 1", "-1", "1", "0", "abc", "9" * 30, "\xff", ""):
-        (folder / "pid").write_bytes(text.encode("latin-1"))
-        assert list(target.cancel(made)) == ["it is not running"]
-    (folder / "pid").write_text(f"{victim.pid} {process_start(victim.pid)}")
-    forget(own_home)
-    with pytest.raises(LaunchError, match="not a launch that you made"):
-        target.cancel(made)
-    assert victim.poll() is None
-    make(tmp_path / "run", "sagemaker-local", {})
-    target.cancel(made)
-    assert victim.wait(10) == -signal.SIGTERM
 
 
 def test_a_process_is_known_by_its_start() -> None:

@@ -40,12 +40,16 @@ class Stop:
 
     def __init__(self) -> None:
         self.number = 0
-        self.kill = False
+        self._interrupts = 0
+
+    @property
+    def kill(self) -> bool:
+        """Whether Ctrl-C was pressed twice. Another signal is none: two that come together have no order in Python."""
+        return self._interrupts > 1
 
     def note(self, number: int, frame: object = None) -> None:
         """Note a stop signal; the second Ctrl-C ends everything at once."""
-        if self.number and number == signal.SIGINT:
-            self.kill = True
+        self._interrupts += number == signal.SIGINT
         self.number = self.number or number
 
 

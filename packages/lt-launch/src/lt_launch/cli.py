@@ -22,9 +22,7 @@ app = typer.Typer(
 )
 
 RunFileArgument = Annotated[Path, typer.Argument(metavar="RUN.toml", help="A recipe, a job or a pipeline.")]
-TargetOption = Annotated[
-    str, typer.Option("--on", help="local, ssh, slurm, sagemaker, sagemaker-local, or k8s (render only).")
-]
+TargetOption = Annotated[str, typer.Option("--on", help="local, ssh, slurm, sagemaker, or k8s (render only).")]
 ProfileFile = Annotated[
     Path | None, typer.Option("--profile", help="Facts about your machines; else ~/.config/lt/launch.toml.")
 ]

@@ -26,7 +26,7 @@ from lt_launch.target import Finding, Launch, RenderedLaunch, StageStatus, Targe
 from lt_trainer.config.section import Section, option
 from lt_trainer.errors import RecipeError
 
-__all__ = ["LocalOptions", "LocalTarget", "LocalTransport", "count_devices", "make_target"]
+__all__ = ["LocalOptions", "LocalTarget", "LocalTransport", "count_devices"]
 
 
 class LocalOptions(Section):
@@ -168,8 +168,3 @@ def count_devices(root: Path = Path("/dev"), environ: Mapping[str, str] | None =
     if visible is not None:
         return len([word for word in visible.split(",") if word.strip() and not word.strip().startswith("-")])
     return sum(1 for path in root.glob("nvidia*") if path.name[len("nvidia") :].isdigit())
-
-
-def make_target() -> LocalTarget:
-    """Return the target."""
-    return LocalTarget()

@@ -26,7 +26,7 @@ from lt_launch.ssh_transport import SshOptions, SshTransport, resolve_hosts
 from lt_launch.target import Finding, Launch, RenderedLaunch, StageStatus, TargetNode
 from lt_trainer.errors import RecipeError
 
-__all__ = ["SshOptions", "SshTarget", "SshTransport", "make_target", "resolve_hosts"]
+__all__ = ["SshOptions", "SshTarget", "SshTransport", "resolve_hosts"]
 
 
 class SshTarget:
@@ -147,8 +147,3 @@ class SshTarget:
 
         _, hosts, transport = self._connection(profile)
         yield from doctor(hosts, transport, pipeline)
-
-
-def make_target() -> SshTarget:
-    """Return the target."""
-    return SshTarget()

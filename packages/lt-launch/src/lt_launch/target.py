@@ -8,7 +8,7 @@ on first use; a new one is a line in `target_registry.TARGETS`.
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -158,5 +158,4 @@ def get_target(name: str) -> LaunchTarget:
     """
     if name not in TARGETS:
         raise LaunchError(f"--on {name}: no such target; the targets are {', '.join(TARGETS)}")
-    module, _, function = TARGETS[name].factory.partition(":")
-    return getattr(importlib.import_module(module), function)()
+    return pkgutil.resolve_name(TARGETS[name].factory)()

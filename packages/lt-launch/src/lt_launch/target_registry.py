@@ -1,4 +1,4 @@
-"""Table of targets with their factories and requirements; imports no target."""
+"""Table of targets with their classes and requirements; imports no target."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["TARGETS", "TargetInfo"]
 
 @dataclass(frozen=True, kw_only=True)
 class TargetInfo:
-    """Factory and profile table of a target."""
+    """Class and profile table of a target."""
 
     factory: str
-    """`module:function`; the function has no parameters."""
+    """`module:class`; the class is made without arguments."""
     profile_table: str
     help: str
     install: str = ""
@@ -21,22 +21,19 @@ class TargetInfo:
 
 
 TARGETS: Mapping[str, TargetInfo] = {
-    "local": TargetInfo(factory="lt_launch.local:make_target", profile_table="local", help="processes on this machine"),
-    "ssh": TargetInfo(factory="lt_launch.ssh:make_target", profile_table="ssh", help="hosts that ssh reaches"),
-    "slurm": TargetInfo(factory="lt_launch.slurm:make_target", profile_table="slurm", help="sbatch on a Slurm cluster"),
+    "local": TargetInfo(factory="lt_launch.local:LocalTarget", profile_table="local", help="processes on this machine"),
+    "ssh": TargetInfo(factory="lt_launch.ssh:SshTarget", profile_table="ssh", help="hosts that ssh reaches"),
+    "slurm": TargetInfo(
+        factory="lt_launch.slurm.target:SlurmTarget", profile_table="slurm", help="sbatch on a Slurm cluster"
+    ),
     "sagemaker": TargetInfo(
-        factory="lt_launch.sagemaker:make_target",
+        factory="lt_launch.sagemaker.target:SageMakerTarget",
         profile_table="sagemaker",
         help="a SageMaker training job",
         install="lt-launch[sagemaker]",
     ),
-    "sagemaker-local": TargetInfo(
-        factory="lt_launch.sagemaker:make_local_target",
-        profile_table="sagemaker",
-        help="SageMaker's contract on this machine, without docker",
-    ),
     "k8s": TargetInfo(
-        factory="lt_launch.k8s:make_target",
+        factory="lt_launch.k8s.target:KubernetesTarget",
         profile_table="k8s",
         help="Kubernetes YAML (render only)",
         install="lt-launch[k8s]",

@@ -1,4 +1,4 @@
-"""Golden files of this folder."""
+"""Golden files of this folder, a store, and what boto3 needs to call a service of this machine."""
 
 import os
 from collections.abc import Callable
@@ -31,3 +31,15 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("data")
     make_stores(root, {"store": 60})
     return root
+
+
+@pytest.fixture
+def credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Credentials that no service knows, and `tmp_path` as working directory."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "testing")
+    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        monkeypatch.setenv(name, os.devnull)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv("LT_LAUNCH_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from lt_launch.job import Job, Pipeline, Resources
 from lt_launch.profile import Profile
 from lt_launch.sagemaker.errors import SageMakerError
-from lt_launch.sagemaker.local import SageMakerLocalTarget
 from lt_launch.sagemaker.options import SageMakerOptions
 from lt_launch.sagemaker.recipe_rules import OVERRIDE_PREFIX
 from lt_launch.sagemaker.request import create_training_job_request
@@ -227,18 +226,16 @@ def test_golden(golden: Any) -> None:
 
 
 def test_variables_of_the_profile_travel_and_those_by_name_are_refused() -> None:
-    """Here, and in what is run on this machine in its place."""
     table = {f"sagemaker.{name}": value for name, value in OPTIONS.items()}
-    table["sagemaker.local_folders"] = ("s3://bucket=/data",)
     profile = Profile().with_values({**table, "env.A": "profile", "env.B": "profile"}, "test")
-    for target in (SageMakerTarget(), SageMakerLocalTarget()):
-        text = target.render(Pipeline.from_job(job(env={"B": "job"})), profile).files[REQUEST_FILE]
-        assert json.loads(text)["Environment"] == {"A": "profile", "B": "job"}
-        with pytest.raises(RecipeError, match=r"job.pass_env = \['HF_TOKEN'\]: SageMaker passes no variables"):
-            target.render(Pipeline.from_job(job(pass_env=("HF_TOKEN",))), profile)
-        assert target.render(Pipeline.from_job(job()), profile).notes == ()
-        told = target.render(Pipeline.from_job(job()), profile.with_values({"setup": ["module load x"]}, "test")).notes
-        assert told == ("setup of the profile is not run in containers; put it into the image",)
+    target = SageMakerTarget()
+    text = target.render(Pipeline.from_job(job(env={"B": "job"})), profile).files[REQUEST_FILE]
+    assert json.loads(text)["Environment"] == {"A": "profile", "B": "job"}
+    with pytest.raises(RecipeError, match=r"job.pass_env = \['HF_TOKEN'\]: SageMaker passes no variables"):
+        target.render(Pipeline.from_job(job(pass_env=("HF_TOKEN",))), profile)
+    assert target.render(Pipeline.from_job(job()), profile).notes == ()
+    told = target.render(Pipeline.from_job(job()), profile.with_values({"setup": ["module load x"]}, "test")).notes
+    assert told == ("setup of the profile is not run in containers; put it into the image",)
 
 
 def test_the_same_job_is_the_same_request(tmp_path: Path) -> None:

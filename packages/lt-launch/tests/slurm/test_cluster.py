@@ -230,11 +230,11 @@ echo $LT_ATTEMPT >>seen
 while [ $LT_ATTEMPT = 0 ]; do sleep 99 & wait; done # the sleep may die of the signal before bash hears of it
 """]
 grace_period_s = 5
-time_limit = "1m"
+time_limit = "2m"
 [profile]
 python = "PYTHON"
 [profile.slurm]
-signal_lead_time_s = 50
+signal_lead_time_s = 75 # Slurm looks every 30 s and rounds up by one look: the signal comes 15 to 45 s after the start
 '''
 
 

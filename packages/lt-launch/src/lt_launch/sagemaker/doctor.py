@@ -1,4 +1,4 @@
-"""Checks of `lt launch doctor` for SageMaker: request limits, rights in S3, network isolation."""
+"""Checks of `lt launch doctor` for SageMaker: request limits and rights in S3."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from lt_launch.errors import LaunchError
 from lt_launch.job import Pipeline, with_container_env
 from lt_launch.profile import Profile
 from lt_launch.sagemaker.options import SageMakerOptions, parse_pairs
-from lt_launch.target import Finding, LaunchTarget
+from lt_launch.target import Finding
 from lt_trainer.errors import RecipeError
 
-__all__ = ["local_findings", "sagemaker_findings"]
+__all__ = ["sagemaker_findings"]
 
 PERMISSIONS_REMEDY = (
     "see containers/iam/sagemaker-client.json and sagemaker-job.json; the job's own role needs the same"
@@ -68,21 +68,6 @@ def _remedy(problem: str, default: str) -> str:
     if not problem:
         return ""
     return "log in, or see aws configure" if "credentials" in problem.lower() else default
-
-
-def local_findings(target: LaunchTarget, profile: Profile, pipeline: Pipeline | None) -> Iterator[Finding]:
-    """Check the request, and the support for isolating containers from the network."""
-    from lt_launch.sagemaker.emulator import network_isolation_prefix
-
-    if pipeline is not None:
-        yield _check_request(lambda: target.render(pipeline, profile))
-    if network_isolation_prefix():
-        yield Finding(
-            level="ok", check="network isolation", detail="a single host runs in a network namespace of its own"
-        )
-    else:
-        text = "no network namespace can be created; libraries run in offline mode"
-        yield Finding(level="warning", check="network isolation", detail=text, remedy="run as root with iproute2")
 
 
 def _check_request(make: Any) -> Finding:

@@ -44,9 +44,6 @@ class SageMakerOptions(Section):
     input_mode: Literal["File", "FastFile"] = option("File", "copy S3 channels to disk first, or stream them")
     max_retry_attempts: int = option(0, "restarts by SageMaker after internal failures")
     tags: tuple[Line, ...] = option((), "tags of the job, as KEY=VALUE")
-    local_folders: tuple[Line, ...] = option(
-        (), "sagemaker-local: local folder of an address and all below it, as s3://BUCKET/FOLDER=/path"
-    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -54,7 +51,7 @@ class SageMakerOptions(Section):
             raise RecipeError("is not a region", values={"region": self.region}, remedy=problem.remedy)
         if self.image and self.algorithm:
             raise self.wrong("image algorithm", "a job has either an image or an algorithm", "leave one of them out")
-        for name in ("channels", "tags", "local_folders"):
+        for name in ("channels", "tags"):
             parse_pairs(getattr(self, name), f"sagemaker.{name}")
         return self
 

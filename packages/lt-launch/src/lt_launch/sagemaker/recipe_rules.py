@@ -33,12 +33,7 @@ RUN_REMEDY = 'add a writable file system, "run=fsx://FILE_SYSTEM_ID/FOLDER?rw", 
 
 
 def check_compatible(
-    recipe: Mapping[str, Any],
-    job: Job,
-    options: SageMakerOptions,
-    request: Mapping[str, Any],
-    *,
-    emulated: bool = False,
+    recipe: Mapping[str, Any], job: Job, options: SageMakerOptions, request: Mapping[str, Any]
 ) -> None:
     """Reject a request that the container could not run.
 
@@ -47,7 +42,6 @@ def check_compatible(
         job: the job.
         options: options of the profile.
         request: the request made of them.
-        emulated: whether addresses are folders of this machine, all of them writable.
 
     Raises:
         SageMakerError: names field, value and remedy.
@@ -58,7 +52,7 @@ def check_compatible(
     _check_grace_period(values)
     _check_variables(job)
     _check_input_mode(options, request)
-    _check_run_channel(request, emulated=emulated)
+    _check_run_channel(request)
     _check_checkpoints(options, request)
 
 
@@ -139,7 +133,7 @@ def _check_input_mode(options: SageMakerOptions, request: Mapping[str, Any]) -> 
         )
 
 
-def _check_run_channel(request: Mapping[str, Any], *, emulated: bool) -> None:
+def _check_run_channel(request: Mapping[str, Any]) -> None:
     """Check the folder that all instances write checkpoints to."""
     count = request["ResourceConfig"]["InstanceCount"]
     run = next((one for one in request["InputDataConfig"] if one["ChannelName"] == RUN_CHANNEL), None)
@@ -148,8 +142,6 @@ def _check_run_channel(request: Mapping[str, Any], *, emulated: bool) -> None:
             raise SageMakerError(
                 f"{count} instances need one folder that all of them write checkpoints to; {RUN_REMEDY}"
             )
-        return
-    if emulated:
         return
     system = run["DataSource"].get("FileSystemDataSource")
     if system is None:

@@ -15,7 +15,6 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from lt_launch.job import Job
-from lt_launch.sagemaker.addresses import FILE_SYSTEMS
 from lt_launch.sagemaker.constraints import check_request
 from lt_launch.sagemaker.errors import SageMakerError
 from lt_launch.sagemaker.options import SageMakerOptions, parse_pairs
@@ -41,16 +40,17 @@ FIELD_CHANNELS = {"data.store": "train", "data.validation": "validation", "model
 VALIDATION_CHANNEL_PREFIX = "validation-"
 VALIDATION_STORE_FIELD = re.compile(r"data\.validation_sets\.([A-Za-z0-9._-]+)\.store")
 WAIT_FACTOR = 2
+FILE_SYSTEMS = {"fsx": "FSxLustre", "efs": "EFS"}
+"""Type of a file system, by the scheme of its addresses."""
 
 
-def create_training_job_request(job: Job, options: SageMakerOptions, *, emulated: bool = False) -> dict[str, Any]:
+def create_training_job_request(job: Job, options: SageMakerOptions) -> dict[str, Any]:
     """Return the request of one training job.
 
     Args:
         job: the job; used are its recipe, nodes (instances), resources.instance_type and volume_gib, time limit and
             environment.
         options: options of the profile.
-        emulated: whether the addresses are folders of this machine, all of them writable.
 
     Raises:
         SageMakerError: a value is missing, or the service would reject it; names field, value and limit.
@@ -96,7 +96,7 @@ def create_training_job_request(job: Job, options: SageMakerOptions, *, emulated
     if options.max_retry_attempts:
         request["RetryStrategy"] = {"MaximumRetryAttempts": options.max_retry_attempts}
     check_request("CreateTrainingJobRequest", request, region=options.region)
-    check_compatible(recipe, job, options, request, emulated=emulated)
+    check_compatible(recipe, job, options, request)
     return request
 
 

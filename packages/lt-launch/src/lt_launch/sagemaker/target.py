@@ -9,7 +9,6 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
-from lt_launch.answers import is_int, is_number
 from lt_launch.job import Pipeline, with_container_env
 from lt_launch.launch_dir import check_own
 from lt_launch.profile import Profile
@@ -35,8 +34,6 @@ RESTART_STATUSES = ("Interrupted", "Restarting")
 POLL_S, NO_OUTPUT_NOTICE_S = 5.0, 30.0
 FIRST_HOST = "algo-1"
 """Host of rank 0."""
-MAX_INSTANCES = 10_000
-"""Most instances of which a job's description is believed."""
 MAX_NAME_PREFIX = 63 - len("-20260101-000000")
 
 
@@ -151,52 +148,31 @@ def unique_job_name(name: str) -> str:
 
 
 def to_stage_status(stage: str, description: Mapping[str, Any]) -> StageStatus:
-    """Convert a response of DescribeTrainingJob to a StageStatus; what is not of its form is left out."""
-    secondary = _as_text(description.get("SecondaryStatus"))
-    state = STATES.get(_as_text(description.get("TrainingJobStatus")), "unknown")
+    """Convert a response of DescribeTrainingJob to a StageStatus."""
+    secondary = description.get("SecondaryStatus", "")
+    state = STATES.get(description["TrainingJobStatus"], "unknown")
     if secondary in PENDING_STATUSES and state == "running":
         state = "pending"
     elif secondary in RESTART_STATUSES:
         state = "requeued"
     elif secondary in ("MaxRuntimeExceeded", "MaxWaitTimeExceeded"):
         state = "requeued"  # saved; a restart resumes it
-    transitions = _as_tables(description.get("SecondaryStatusTransitions"))
-    message = _as_text(transitions[-1].get("StatusMessage")) if transitions else ""
-    metrics = [
-        f"{one.get('MetricName')}={one.get('Value')}" for one in _as_tables(description.get("FinalMetricDataList"))
-    ]
-    reason = _as_text(description.get("FailureReason")) or ", ".join(
-        word for word in (secondary, message, *metrics) if word
-    )
+    transitions = description.get("SecondaryStatusTransitions", [])
+    message = transitions[-1].get("StatusMessage", "") if transitions else ""
+    metrics = [f"{one['MetricName']}={one['Value']}" for one in description.get("FinalMetricDataList", [])]
+    reason = description.get("FailureReason") or ", ".join(word for word in (secondary, message, *metrics) if word)
     return StageStatus(
         stage=stage,
         state=state,
-        job_id=_as_text(description.get("TrainingJobName")),
+        job_id=description["TrainingJobName"],
         attempt=sum(1 for one in transitions if one.get("Status") in RESTART_STATUSES),
         exit_code=0 if state == "completed" else None,
         reason=reason,
-        nodes=tuple(f"algo-{i + 1}" for i in range(_instance_count(description))),
+        nodes=tuple(f"algo-{i + 1}" for i in range(description["ResourceConfig"]["InstanceCount"])),
         since=_to_timestamp(transitions[-1].get("StartTime") if transitions else description.get("CreationTime")),
     )
 
 
-def _as_text(value: Any) -> str:
-    return value if isinstance(value, str) else ""
-
-
-def _as_tables(value: Any) -> list[Mapping[str, Any]]:
-    """Return the tables in a list; empty for anything else."""
-    return [one for one in value if isinstance(one, Mapping)] if isinstance(value, list | tuple) else []
-
-
-def _instance_count(description: Mapping[str, Any]) -> int:
-    resources = description.get("ResourceConfig")
-    count = resources.get("InstanceCount", 0) if isinstance(resources, Mapping) else 0
-    return count if is_int(count) and 0 <= count <= MAX_INSTANCES else 0
-
-
 def _to_timestamp(value: Any) -> float:
     """Return seconds since 1970; 0 where there is no time."""
-    if isinstance(value, datetime):
-        return value.timestamp()
-    return max(0.0, float(value)) if is_number(value) else 0.0
+    return value.timestamp() if isinstance(value, datetime) else float(value or 0)
