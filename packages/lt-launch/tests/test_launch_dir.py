@@ -225,10 +225,10 @@ def test_records_are_for_their_owner_alone(made) -> None:
 def test_a_launch_that_one_may_not_read_is_its_owners(made, monkeypatch: pytest.MonkeyPatch) -> None:
     launch = made()
 
-    def refuse(_path: Path) -> dict[str, object]:
+    def refuse(_path: Path) -> bytes:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("lt_launch.launch_dir.read_json", refuse)
+    monkeypatch.setattr(Path, "read_bytes", refuse)
     with pytest.raises(LaunchError, match="may be read by its owner alone"):
         load_launch(launch.directory)
 

@@ -19,7 +19,6 @@ from pathlib import Path
 
 from lt_launch.errors import LaunchError
 from lt_launch.job import check_env
-from lt_trainer.files import read_text
 
 __all__ = ["Host", "parse_hostfile", "read_hostfile", "slots_per_host"]
 
@@ -99,7 +98,7 @@ def read_hostfile(path: str | Path) -> tuple[Host, ...]:
         LaunchError: it cannot be read, or `parse_hostfile` rejects it.
     """
     try:
-        text = read_text(path)
+        text = Path(path).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as exc:
         why = getattr(exc, "strerror", None) or exc
         raise LaunchError(f"hostfile {str(path)!r}: cannot be read ({why}); give the path of a hostfile") from exc

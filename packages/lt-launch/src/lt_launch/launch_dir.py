@@ -41,7 +41,6 @@ from lt_launch.secrets import find_secret
 from lt_launch.spec import launch_files
 from lt_launch.target import Launch, RenderedLaunch
 from lt_trainer.config.section import Given
-from lt_trainer.files import open_for_appending, open_lock_file, open_regular, read_json, read_text
 
 __all__ = [
     "acquire_lock",
@@ -119,7 +118,7 @@ def save_job_ids(launch: Launch, ids: Mapping[str, str]) -> Launch:
     """Save the target's job ids by stage."""
     launch = replace(launch, job_ids={**launch.job_ids, **ids})
     file = launch.directory / "launch.json"
-    values = read_json(file) | {"job_ids": dict(launch.job_ids)}
+    values = json.loads(file.read_bytes()) | {"job_ids": dict(launch.job_ids)}
     _write(file, json.dumps(values, indent=1, ensure_ascii=False) + "\n")
     log_event(launch, "submitted", job_ids=dict(ids))
     return launch
@@ -136,7 +135,7 @@ def load_launch(path: str | Path) -> Launch:
     directory = find_launch_dir(path)
     file = directory / "launch.json"
     try:
-        values = read_json(file)
+        values = json.loads(file.read_bytes())
         if values["format"] != FORMAT or values["version"] != VERSION:
             raise LaunchError(f"{file} has version {values.get('version')!r}; use the lt-launch that made it")
         texts = [values["target"], *values["job_ids"], *values["job_ids"].values()]
@@ -185,7 +184,7 @@ def find_launch_dir(path: str | Path) -> Path:
 def _job_names(directory: Path) -> set[str]:
     """Return the ids and names that a target knows the jobs of a launch by."""
     try:
-        values = read_json(directory / "launch.json")
+        values = json.loads((directory / "launch.json").read_bytes())
         name, ids = values["pipeline"]["name"], dict(values["job_ids"])
         return {name, *ids.values(), *(f"{name}-{stage}" for stage in ids)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -195,7 +194,7 @@ def _job_names(directory: Path) -> set[str]:
 def list_launch_dirs() -> list[Path]:
     """Return the existing launch directories of this user, oldest first."""
     try:
-        lines = read_text(state_dir() / "launches", errors="surrogateescape").splitlines()
+        lines = (state_dir() / "launches").read_text("utf-8", "surrogateescape").splitlines()
     except OSError:
         return []
     paths = [Path(line) for line in dict.fromkeys(lines)]
@@ -248,7 +247,7 @@ def read_log(path: Path, offset: int) -> bytes:
         LaunchError: it cannot be read.
     """
     try:
-        with open_regular(path) as file:
+        with open(path, "rb") as file:
             file.seek(offset)
             return file.read()
     except FileNotFoundError:
@@ -272,7 +271,7 @@ def acquire_lock(launch: Launch) -> Iterator[None]:
         LaunchError: another process holds it.
     """
     try:
-        descriptor = open_lock_file(launch.directory / "launch.lock")
+        descriptor = os.open(launch.directory / "launch.lock", os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as exc:
         raise LaunchError(f"cannot use {exc.filename}: {exc.strerror}; choose another folder with --out") from exc
     try:
@@ -294,7 +293,7 @@ def acquire_lock(launch: Launch) -> Iterator[None]:
 def lock_owner(directory: Path) -> str:
     """Return the process that runs a launch ("process 12 on host since START"), or "" if none does."""
     try:
-        with open_regular(directory / "launch.lock") as file:
+        with open(directory / "launch.lock", "rb") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -352,7 +351,7 @@ def _register_launch(directory: Path) -> None:
     file = state_dir() / "launches"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with os.fdopen(open_for_appending(file), "a", encoding="utf-8", errors="surrogateescape") as listed:
+        with open(file, "a", encoding="utf-8", errors="surrogateescape") as listed:
             listed.write(f"{directory}\n")
     except OSError as exc:
         raise LaunchError(

@@ -5,6 +5,7 @@ Step, loss, speed, remaining time. Cost: the last 64 KiB of two files, or the gi
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -16,7 +17,6 @@ from typing import Any
 
 from lt_launch.answers import is_int, is_number
 from lt_launch.job import Job
-from lt_trainer.files import open_regular, parse_json, read_json
 
 __all__ = ["Progress", "parse_progress", "read_progress"]
 
@@ -106,7 +106,7 @@ def parse_progress(lines: Sequence[str], job: Job) -> Progress | None:
 def _read_run_size(folder: Path) -> tuple[int, int]:
     """Return the run's number of steps and its tokens per step."""
     try:
-        recipe = read_json(folder / "recipe.json")["recipe"]
+        recipe = json.loads((folder / "recipe.json").read_bytes())["recipe"]
         sizes = recipe["schedule"]["max_steps"], recipe["batch"]["global_batch_size"], recipe["data"]["seq_len"]
     except (OSError, ValueError, KeyError, TypeError):
         return 0, 0
@@ -129,7 +129,7 @@ def _to_float(value: Any) -> float:
 
 def _read_jsonl_tail(path: Path) -> list[Mapping[str, Any]]:
     try:
-        with open_regular(path) as file:
+        with open(path, "rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - TAIL_BYTES))
             data = file.read()
@@ -139,7 +139,7 @@ def _read_jsonl_tail(path: Path) -> list[Mapping[str, Any]]:
     records = []
     for row in rows:
         try:
-            values = parse_json(row)
+            values = json.loads(row)
         except ValueError:
             continue
         if isinstance(values, dict):

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Literal
 
 from lt_trainer.errors import TrainerError
-from lt_trainer.files import open_regular
 
 __all__ = [
     "DEFAULT_CACHE",
@@ -150,7 +149,7 @@ def _entry_state(path: Path, sizes: Mapping[str, int]) -> EntryState:
 
 def _is_locked(lock: Path) -> bool:
     """Return True if a process holds the lock file."""
-    with open_regular(lock) as file:
+    with open(lock, "rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -159,7 +158,7 @@ def _is_locked(lock: Path) -> bool:
 
 
 def _first_line(log: Path) -> str:
-    with open_regular(log) as file:
+    with open(log, "rb") as file:
         return file.readline(4096).decode(errors="replace").strip()[:400]
 
 

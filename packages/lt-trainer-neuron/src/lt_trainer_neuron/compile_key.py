@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from lt_trainer.config.recipe import engine_options
 from lt_trainer.config.sections import Recipe
-from lt_trainer.files import read_json, write_atomic
+from lt_trainer.files import write_atomic
 from lt_trainer_neuron.compile_cache import CompileCacheError, cache_url
 from lt_trainer_neuron.options import NeuronOptions
 
@@ -137,7 +137,7 @@ def read_keys(folder: Path) -> list[dict[str, Any]]:
     found = []
     for path in sorted(folder.glob("*.json")):
         try:
-            record = read_json(path)
+            record = json.loads(path.read_bytes())
         except (OSError, ValueError) as exc:
             raise CompileCacheError(
                 f"cannot read the compile key {path}: {exc}; remove it and precompile again"

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from lt_trainer.config.recipe import engine_options
 from lt_trainer.config.sections import Recipe
 from lt_trainer.errors import RecipeError
-from lt_trainer.files import parse_json
 from lt_trainer_neuron.options import SECTION, NeuronOptions
 from lt_trainer_neuron.sdk import LATEST_SDK_RELEASE, SDK_RELEASES
 
@@ -208,7 +207,7 @@ def _user_env(environ: Mapping[str, str]) -> dict[str, str]:
 
 def _read_env_record(environ: Mapping[str, str]) -> dict[str, str]:
     try:
-        record = parse_json(environ.get(ENV_RECORD_VARIABLE, "{}"))
+        record = json.loads(environ.get(ENV_RECORD_VARIABLE, "{}"))
     except ValueError:
         return {}
     return record if isinstance(record, dict) else {}

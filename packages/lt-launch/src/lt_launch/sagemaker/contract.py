@@ -13,6 +13,7 @@ The service sorts hosts as strings (algo-10 before algo-2); `Cluster.hosts` is s
 ranks have adjacent names. All paths are below one root, which tests and the emulator can relocate.
 """
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from lt_launch.sagemaker.errors import SageMakerError
-from lt_trainer.files import read_json
 
 __all__ = [
     "GRACE_PERIOD_S",
@@ -142,7 +142,7 @@ def resolve_path(root: Path, path: str) -> Path:
 
 def _read_json_object(path: Path, *, default: dict[str, Any] | None = None) -> dict[str, Any]:
     try:
-        content = read_json(path)
+        content = json.loads(path.read_bytes())
     except FileNotFoundError:
         if default is not None:
             return default

@@ -25,7 +25,6 @@ from pathlib import Path
 
 from lt_trainer.config.sections import Recipe
 from lt_trainer.constants import EXIT_INTERNAL, EXIT_REQUEUE, EXIT_USER
-from lt_trainer.files import open_for_appending
 from lt_trainer.resilience.stop_signals import STOP_SIGNALS, install_handlers, process_stop_signals, restore_handlers
 
 EXIT_CODES_VARIABLE = "LT_EXIT_CODES"
@@ -78,7 +77,7 @@ def redirect_output(environ: Mapping[str, str]) -> None:
     """Append a rank's output to its own file, if the launcher wants that; before anything is written."""
     if RANK_LOGS_VARIABLE in environ and "RANK" in environ:
         path = Path(environ[RANK_LOGS_VARIABLE]) / f"rank-{int(environ['RANK']):05}.log"
-        log = open_for_appending(path)
+        log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         for stream in (1, 2):
             os.dup2(log, stream)
         os.close(log)

@@ -5,6 +5,7 @@ are dropped. Every other key must be in `hyperparameter_fields()`, or known to a
 its spec): names of the training scripts that it replaces.
 """
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,6 @@ from typing import Any
 from lt_trainer.config.section import extra_of, leaves, suggest
 from lt_trainer.config.sections import Recipe
 from lt_trainer.errors import RecipeError
-from lt_trainer.files import read_json
 
 
 def hyperparameter_fields() -> dict[str, str]:
@@ -64,7 +64,7 @@ def read_hyperparameters(path: str | Path) -> dict[str, Any]:
         RecipeError: the file cannot be read or has other content.
     """
     try:
-        content = read_json(path)
+        content = json.loads(Path(path).read_bytes())
         if not isinstance(content, dict) or not all(isinstance(v, str | int | float) for v in content.values()):
             raise ValueError("not one object of strings")
     except OSError as exc:

@@ -37,7 +37,6 @@ from lt_trainer.config.sections import (
 )
 from lt_trainer.config.toml import dump
 from lt_trainer.errors import RecipeError
-from lt_trainer.files import parse_toml, read_bytes
 
 if TYPE_CHECKING:
     from lt_model import LlamaConfig
@@ -126,7 +125,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         RecipeError: the file cannot be read, or is not TOML.
     """
     try:
-        return parse_toml(read_bytes(path).decode())
+        return tomllib.loads(Path(path).read_bytes().decode())
     except OSError as exc:
         raise RecipeError(f"cannot read {path}: {exc.strerror}", remedy="give the path of a TOML file") from exc
     except ValueError as exc:

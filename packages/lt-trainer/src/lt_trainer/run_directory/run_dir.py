@@ -34,7 +34,7 @@ from typing import Any
 from lt_trainer.config.recipe import ResolvedRecipe, to_dict, to_toml
 from lt_trainer.config.section import flatten
 from lt_trainer.errors import RunDirError
-from lt_trainer.files import open_lock_file, read_json, write_atomic
+from lt_trainer.files import write_atomic
 from lt_trainer.run_directory.environment import describe_environment
 from lt_trainer.run_directory.jsonl import JsonlWriter
 
@@ -76,7 +76,7 @@ class RunDir:
         path.mkdir(parents=True, exist_ok=True)
         if not _is_run_dir(path):
             write_atomic(path / MARKER_FILE, _json({"format": FORMAT, "version": VERSION}))
-        lock = open_lock_file(path / LOCK_FILE)
+        lock = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
         self._resources.callback(os.close, lock)
         _lock(path, lock)
         os.ftruncate(lock, 0)
@@ -133,7 +133,7 @@ def read_mirror_name(path: str | Path) -> str:
     """
     file = Path(path) / MIRROR_FILE
     try:
-        return str(read_json(file)["run"]) if file.exists() else ""
+        return str(json.loads(file.read_bytes())["run"]) if file.exists() else ""
     except (OSError, ValueError, KeyError, TypeError) as exc:
         raise RunDirError(f"{file} is damaged ({exc}); remove it to compare the run with its mirror again") from exc
 
@@ -149,7 +149,7 @@ def _is_run_dir(path: Path) -> bool:
             "empty folder"
         )
     try:
-        values = read_json(marker)
+        values = json.loads(marker.read_bytes())
     except ValueError:
         values = None
     if not isinstance(values, dict) or values.get("format") != FORMAT:
@@ -190,7 +190,7 @@ def _recipe_changes(path: Path, values: Mapping[str, Any]) -> dict[str, tuple[An
     if not path.exists():
         return {}
     try:
-        before, now = flatten(read_json(path)["recipe"]), flatten(values)
+        before, now = flatten(json.loads(path.read_bytes())["recipe"]), flatten(values)
     except (ValueError, KeyError, TypeError, AttributeError) as exc:
         raise RunDirError(f"{path} is damaged ({exc}); set run.dir to a new folder, or remove the file") from exc
     names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
