@@ -5,7 +5,6 @@ Each reader runs in an environment of its own made by uv, because its pins confl
 sample. Its writer writes the same documents; they are imported, and its files are compared with ours byte for byte
 where the format determines them.
 
-    mds        mosaicml-streaming: StreamingDataset with its hash check, MDSWriter
     megatron   megatron-core: IndexedDataset, IndexedDatasetBuilder
     hf         datasets 2.19, an old version with other names of column types (the package's tests read the newest)
 
@@ -31,14 +30,12 @@ SEQ_LEN = 128
 MAX_FILE_BYTES = 40_000  # several files each
 STORES = {"narrow": 5_000, "wide": 70_000}  # vocabularies
 REQUIREMENTS = {
-    "mds": ("mosaicml-streaming==0.13.0", "torch"),
     "megatron": ("megatron-core==0.16.1", "torch"),
     "hf": ("datasets==2.19.2",),
 }
 EXIT_NOT_INSTALLED = 3
 """Exit code if a reader could not be installed and the others found no difference."""
 EXPORTS: dict[str, dict[str, dict[str, Any]]] = {
-    "mds": {"documents": {}, "rows": {"seq_len": SEQ_LEN, "packing": "bfd"}},
     "megatron": {"documents": {}},
     "hf": {"documents": {}, "rows": {"seq_len": SEQ_LEN, "packing": "bfd"}},
 }
@@ -112,8 +109,8 @@ def compare_imports(folder: Path, peer: str) -> list[str]:
         if peer == "hf":
             continue  # its files are split differently and have another version
         ours = folder / name / "documents"
-        theirs = sorted(path for path in (folder / name / "theirs").iterdir() if path.name != "index.json")
-        files = [path for path in sorted(ours.iterdir()) if path.suffix in (".mds", ".bin", ".idx")]
+        theirs = sorted((folder / name / "theirs").iterdir())
+        files = [path for path in sorted(ours.iterdir()) if path.suffix in (".bin", ".idx")]
         assert [path.name for path in files] == [path.name for path in theirs], f"{name}: file names differ"
         for ours_file, theirs_file in zip(files, theirs, strict=True):
             assert ours_file.read_bytes() == theirs_file.read_bytes(), f"{name}: {ours_file.name} differs"
@@ -177,40 +174,6 @@ def load_expected(folder: Path) -> tuple[dict[str, np.ndarray], list[np.ndarray]
     return expected, np.split(expected["tokens"], np.cumsum(expected["lengths"])[:-1])
 
 
-def child_mds(folder: Path) -> tuple[str, list[str]]:
-    streaming = importlib.import_module("streaming")
-    checks: list[str] = []
-    for name in STORES:
-        expected, documents = load_expected(folder / name)
-
-        def opened(shape: str, name: str = name) -> Any:
-            remote, local = str(folder / name / shape), str(folder / name / f"{shape}-local")
-            return streaming.StreamingDataset(
-                remote=remote, local=local, shuffle=False, batch_size=1, validate_hash="sha256"
-            )
-
-        read = opened("documents")
-        assert len(read) == len(documents)
-        for i, ids in enumerate(documents):
-            found = read[i]["tokens"]
-            assert found.dtype == ids.dtype
-            assert np.array_equal(found, ids), f"document {i}"
-        checks.append(f"{name}: {len(read)} documents read")
-        rows = opened("rows")
-        assert len(rows) == len(expected["input_ids"])
-        for i, (ids, mask) in enumerate(zip(expected["input_ids"], expected["mask"], strict=True)):
-            found = rows[i]
-            assert np.array_equal(found["attention_mask"], mask), f"row {i}"
-            assert np.array_equal(found["tokens"], np.where(mask, ids, expected["pad"])), f"row {i}"
-        checks.append(f"{name}: {len(rows)} rows read")
-        columns = {"tokens": f"ndarray:{expected['tokens'].dtype.name}"}
-        out = str(folder / name / "theirs")
-        with streaming.MDSWriter(columns=columns, out=out, hashes=["sha256"], size_limit=MAX_FILE_BYTES) as writer:
-            for ids in documents:
-                writer.write({"tokens": ids})
-    return f"mosaicml-streaming {streaming.__version__}", checks
-
-
 def child_megatron(folder: Path) -> tuple[str, list[str]]:
     torch: Any = importlib.import_module("torch")
     module = importlib.import_module("megatron.core.datasets.indexed_dataset")
@@ -257,7 +220,7 @@ def child_hf(folder: Path) -> tuple[str, list[str]]:
 
 def run_child(peer: str, folder: Path) -> None:
     """Compare in the environment of the peer; print the result as JSON on the last line."""
-    version, checks = {"mds": child_mds, "megatron": child_megatron, "hf": child_hf}[peer](folder)
+    version, checks = {"megatron": child_megatron, "hf": child_hf}[peer](folder)
     print(json.dumps({"version": version, "checks": checks}), flush=True)
 
 

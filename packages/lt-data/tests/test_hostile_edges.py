@@ -62,11 +62,6 @@ COMMANDS: dict[str, list[str]] = {
             "megatron": (),
             "smp": ("--pad-id", "0"),
             "litespark": ("--seq-len", "16", "--token-bytes", "4", "--pad-id", "0"),
-            "litpkds": (
-                "--token-bytes",
-                "4",
-            ),
-            "mds": (),
         }.items()
     },
 }
@@ -202,15 +197,14 @@ def test_a_file_of_a_store_of_another_kind(name: str, places: dict[str, Path], t
         shutil.rmtree(store)
 
 
-@pytest.mark.parametrize("form", ["hf", "megatron", "smp", "litespark", "litpkds", "mds"])
+@pytest.mark.parametrize("form", ["hf", "megatron", "smp", "litespark"])
 def test_a_file_of_another_programs_folder(form: str, places: dict[str, Path], tmp_path: Path) -> None:
-    words = [] if form in ("hf", "megatron", "mds") else ["--pad-id", "0", "--seq-len", "16"]
+    words = [] if form in ("hf", "megatron") else ["--pad-id", "0", "--seq-len", "16"]
     assert run_command(main, "export", places["store"], "--to", form, "--out", tmp_path / "made", *words).code == 0
     names = [path.relative_to(tmp_path / "made") for path in files_of(tmp_path / "made")]
     more = {
         "litespark": ["--seq-len", "16", "--token-bytes", "4", "--pad-id", "0"],
         "smp": ["--pad-id", "0"],
-        "litpkds": ["--token-bytes", "4"],
     }
     for name in names:
         for kind, make in {kind: FEW[kind] for kind in ("fifo", "link to a device", "binary", "nested lists")}.items():

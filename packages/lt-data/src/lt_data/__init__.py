@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lt_data.analysis.inspection import DocumentSpan, InspectedRow, inspect_batch, inspect_document, inspect_rows
-    from lt_data.analysis.ngram import NgramCounts
     from lt_data.analysis.run_inspection import StepReport, inspect_step
     from lt_data.analysis.stats import StoreStats, stats
     from lt_data.analysis.steps import EpochSteps, steps_per_epoch
@@ -63,7 +62,6 @@ _MODULES = {
     "LeftOut": "preparation.record_map",
     "StoreManifest": "store.manifest",
     "Mixture": "streaming.mixture",
-    "NgramCounts": "analysis.ngram",
     "PackIndex": "packing.pack_index",
     "Phase": "streaming.phases",
     "DocumentSpan": "analysis.inspection",
@@ -126,7 +124,6 @@ __all__ = [
     "KeyedPermutation",
     "LeftOut",
     "Mixture",
-    "NgramCounts",
     "PackIndex",
     "Phase",
     "Prefetcher",

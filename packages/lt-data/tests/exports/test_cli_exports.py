@@ -81,7 +81,7 @@ def test_documents_as_plain_json(store: TokenStore, tmp_path: Path, run: Run) ->
         (("export", "{store}", "--to", "hf", "--out", "{store}"), "exists and is not an empty folder"),
         (("import", "{new}", "--from", "csv", "--tokenizer", "{tok}", "--out", "{new}"), "format = 'csv': one of hf"),
         (("import", "{new}", "--from", "hf", "--tokenizer", "{tok}", "--out", "{new}"), "cannot read the dataset's"),
-        (("import", "{new}", "--from", "mds", "--tokenizer", "{new}", "--out", "{new}"), "no tokenizer at"),
+        (("import", "{new}", "--from", "hf", "--tokenizer", "{new}", "--out", "{new}"), "no tokenizer at"),
         (("import", "{new}", "--from", "smp", "--tokenizer", "{tok}", "--out", "{store}"), "holds a token store"),
     ],
 )

@@ -26,32 +26,28 @@ SHAPES: list[dict[str, Any]] = [
     {"to": "megatron"},
     {"to": "smp"},
     {"to": "litespark", "seq_len": 64},
-    {"to": "litpkds", "seq_len": 64},
-    {"to": "mds"},
-    {"to": "mds", "seq_len": 64},
 ]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"to": "parquet"}, "to = 'parquet': one of hf, megatron, smp, litespark, litpkds, mds"),
+        ({"to": "parquet"}, "to = 'parquet': one of hf, megatron, smp, litespark"),
         ({"to": "litespark"}, "to = litespark: its rows have a fixed length; give seq_len"),
-        ({"to": "litpkds"}, "to = litpkds: its rows have a fixed length; give seq_len"),
         ({"to": "megatron", "seq_len": 4}, "seq_len: has no effect with to = megatron"),
         ({"to": "hf", "seq_len": 0}, "seq_len = 0: from 1 to"),
         ({"to": "hf", "seq_len": 4, "packing": "ffd"}, "packing = 'ffd': one of concat, bfd"),
         ({"to": "hf", "packing": "bfd"}, "apply to rows; give seq_len"),
         ({"to": "smp", "last_row": "drop"}, "apply to rows; give seq_len"),
-        ({"to": "litpkds", "seq_len": 4, "packing": "bfd"}, "packing = bfd: litpkds has no mask; choose concat"),
+        ({"to": "litespark", "seq_len": 4, "packing": "bfd"}, "packing = bfd: litespark has no mask; choose concat"),
         (
-            {"to": "mds", "seq_len": 4, "packing": "bfd", "last_row": "drop"},
+            {"to": "smp", "seq_len": 4, "packing": "bfd", "last_row": "drop"},
             "last_row = drop: any row of packing = bfd",
         ),
         ({"to": "smp", "seq_len": 4, "labels": "copy"}, "labels = copy: smp has no labels"),
         ({"to": "hf", "seq_len": 4, "labels": "copy"}, "would train on padding"),
         (
-            {"to": "mds", "seq_len": 4, "packing": "bfd", "document_boundaries": "seq_lengths"},
+            {"to": "smp", "seq_len": 4, "packing": "bfd", "document_boundaries": "seq_lengths"},
             "document_boundaries: applies to to = hf with packing = bfd",
         ),
         (
@@ -72,13 +68,13 @@ def test_options_that_make_no_sense(options: dict[str, Any], message: str) -> No
     [
         ({"format": "parquet"}, "format = 'parquet': one of hf"),
         ({"format": "litespark"}, "has no document boundaries; give boundaries"),
-        ({"format": "litpkds", "boundaries": "lines"}, "boundaries = 'lines': one of bos, eos, rows, files"),
+        ({"format": "litespark", "boundaries": "lines"}, "boundaries = 'lines': one of bos, eos, rows, files"),
         ({"format": "hf", "boundaries": "eos"}, "boundaries = 'eos': has no effect with format = hf"),
         ({"format": "megatron", "field": "ids"}, "field = 'ids': has no effect with format = megatron"),
-        ({"format": "litpkds", "boundaries": "eos", "seq_len": 4}, "seq_len = 4: has no effect"),
-        ({"format": "litpkds", "boundaries": "eos", "token_bytes": 2}, "token_bytes = 2: has no effect"),
-        ({"format": "mds", "pad_id": 0}, "pad_id = 0: has no effect"),
-        ({"format": "litpkds", "boundaries": "rows", "seq_len": 0}, "seq_len = 0: at least 1"),
+        ({"format": "litespark", "boundaries": "eos", "seq_len": 4}, "seq_len = 4: has no effect"),
+        ({"format": "hf", "token_bytes": 2}, "token_bytes = 2: has no effect"),
+        ({"format": "smp", "pad_id": 0}, "pad_id = 0: has no effect"),
+        ({"format": "litespark", "boundaries": "rows", "seq_len": 0}, "seq_len = 0: at least 1"),
     ],
 )
 def test_options_of_an_import_that_make_no_sense(options: dict[str, Any], message: str) -> None:
@@ -201,13 +197,13 @@ def test_an_import_asks_the_note(
     export(store, out=tmp_path / "out", options=ExportOptions(to="litespark", seq_len=64))
 
     def refused(message: str, format: str = "litespark", with_: Tokenizer = tokenizer) -> None:
-        boundaries = "eos" if format.startswith("lit") else None
+        boundaries = "eos" if format == "litespark" else None
         options = ImportOptions(format=format, boundaries=boundaries)
         with pytest.raises(DataError, match=message):
             import_tokens(tmp_path / "out", options=options, tokenizer=with_, out=tmp_path / "back")
         assert not (tmp_path / "back").exists()
 
-    refused("this is litespark, not litpkds", format="litpkds")
+    refused("this is litespark, not megatron", format="megatron")
     refused("made with another tokenizer than wide", with_=wide_tokenizer)
     note = tmp_path / "out" / "lt-export.json"
     content = note.read_text()
@@ -231,7 +227,7 @@ def test_one_split_of_an_export_is_the_export(store: TokenStore, tmp_path: Path,
     assert (done.padding, TokenStore.open(tmp_path / "back").n_tokens) == (report.padding, store.n_tokens)
 
 
-@pytest.mark.parametrize("to", ["hf", "megatron", "mds"])
+@pytest.mark.parametrize("to", ["hf", "megatron"])
 def test_a_missing_sample_is_noticed(to: str, store: TokenStore, tmp_path: Path, tokenizer: Tokenizer) -> None:
     """Its files are complete, but its manifest counts one token more."""
     export(store, out=tmp_path / "out", options=ExportOptions(to=to))

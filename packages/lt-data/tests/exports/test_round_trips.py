@@ -18,7 +18,7 @@ from lt_data.exports.samples import block_batches, document_batches, split_by_si
 
 BOS, EOS = 0, 1  # of the tokenizer of these tests
 DOCUMENTS = st.lists(st.lists(st.integers(2, 299), min_size=1, max_size=40), min_size=1, max_size=12)
-FORMATS = ["hf", "megatron", "smp", "mds", "litespark", "litpkds"]
+FORMATS = ["hf", "megatron", "smp", "litespark"]
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +53,7 @@ def shards(store: TokenStore) -> list[bytes]:
 def test_the_store_comes_back(
     tokenizer: Tokenizer, to: str, documents: list[list[int]], marked: bool, seq_len: int, file_bytes: int | None
 ) -> None:
-    blocks = to.startswith("lit")
+    blocks = to == "litespark"
     marked = marked or blocks  # what has no boundaries needs a mark of them
     options = ExportOptions(to=to, seq_len=seq_len if blocks else None, file_bytes=file_bytes)
     with tempfile.TemporaryDirectory() as name:
@@ -75,7 +75,7 @@ def test_the_store_comes_back(
                 assert TokenStore.open(back).manifest.fingerprint == store.manifest.fingerprint
 
 
-@pytest.mark.parametrize("to", ["hf", "smp", "mds"])
+@pytest.mark.parametrize("to", ["hf", "smp"])
 @settings(max_examples=5)
 @given(documents=DOCUMENTS, seq_len=st.integers(1, 50), mode=st.sampled_from(["concat", "bfd"]))
 def test_rows_come_back(tokenizer: Tokenizer, to: str, documents: list[list[int]], seq_len: int, mode: str) -> None:
@@ -96,7 +96,7 @@ def test_rows_come_back(tokenizer: Tokenizer, to: str, documents: list[list[int]
             np.testing.assert_array_equal(np.sort(tokens), np.sort(expected))
 
 
-@pytest.mark.parametrize("to", ["hf", "smp", "mds"])
+@pytest.mark.parametrize("to", ["hf", "smp"])
 def test_both_ways_twice(to: str, wide_store: TokenStore, wide_tokenizer: Tokenizer, tmp_path: Path) -> None:
     """An export of an import of an export is the export."""
     for number in range(2):

@@ -11,9 +11,7 @@ from lt_data import DataError, ExportOptions, ImportOptions, Tokenizer, TokenSto
 
 DESCRIPTIONS = {
     "hf": "state.json",
-    "mds": "index.json",
     "litespark": "metadata.json",
-    "litpkds": "lt-export.json",
     "megatron": "lt-export.json",
 }
 DEEP = b"[" * 100_000, b'{"a":' * 900 + b"1" + b"}" * 900
@@ -25,9 +23,9 @@ def exported(store: TokenStore, tmp_path: Path, tokenizer: Tokenizer) -> Any:
 
     def make(to: Any) -> Any:
         folder = tmp_path / to
-        seq_len = 64 if to in ("litespark", "litpkds", "smp") else None
+        seq_len = 64 if to in ("litespark", "smp") else None
         export(store, out=folder, options=ExportOptions(to=to, seq_len=seq_len))
-        boundaries = "eos" if to.startswith("lit") else None
+        boundaries = "eos" if to == "litespark" else None
         options = ImportOptions(format=to, boundaries=boundaries)
 
         def load() -> Any:
@@ -83,9 +81,6 @@ def test_a_pipe(tmp_path: Path, tokenizer: Tokenizer, to: Any, name: str) -> Non
         ("hf", {"_data_files": [{"filename": ".."}]}, "'..' is not a file of this folder"),
         ("hf", {"_data_files": [{"filename": "/etc/passwd"}]}, "'/etc/passwd' is not a file of this folder"),
         ("hf", {"_data_files": "x"}, "not the state of a saved dataset"),
-        ("mds", {"shards": [3]}, "not the index of MDS shards"),
-        ("mds", {"shards": {"a": 1}}, "not the index of MDS shards"),
-        ("mds", {"shards": 3}, "not the index of MDS shards"),
     ],
 )
 def test_other_descriptions(exported: Any, to: str, change: dict[str, Any], message: str) -> None:
@@ -93,26 +88,6 @@ def test_other_descriptions(exported: Any, to: str, change: dict[str, Any], mess
     path = folder / DESCRIPTIONS[to]
     path.write_text(json.dumps(json.loads(path.read_bytes()) | change), encoding="utf-8")
     (folder / "lt-export.json").unlink(missing_ok=True)
-    with pytest.raises(DataError, match=message):
-        load()
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("samples", "3", "samples is a string, not an integer"),
-        ("column_names", ["tokens", 3], r"names\[1\] is an integer"),
-        ("column_sizes", "4", "sizes is a string, not a list"),
-        ("raw_data", {"basename": "..", "bytes": 3}, r"'\.\.' is not a file of this folder"),
-        ("raw_data", [], "not the index of MDS shards"),
-    ],
-)
-def test_other_mds_shards(exported: Any, name: str, value: object, message: str) -> None:
-    folder, load = exported("mds")
-    index = json.loads((folder / "index.json").read_bytes())
-    index["shards"][0][name] = value
-    (folder / "index.json").write_text(json.dumps(index), encoding="utf-8")
-    (folder / "lt-export.json").unlink()
     with pytest.raises(DataError, match=message):
         load()
 

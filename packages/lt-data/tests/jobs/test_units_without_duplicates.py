@@ -147,8 +147,6 @@ def test_packs_and_rows_are_those_of_one_process(store: TokenStore, flat: TokenS
 EXPORTS: list[dict[str, Any]] = [
     {"to": "megatron"},
     {"to": "hf", "seq_len": 32},
-    {"to": "mds"},
-    {"to": "mds", "seq_len": 32, "packing": "bfd"},
     {"to": "smp"},
     {"to": "litespark", "seq_len": 32},
 ]

@@ -9,7 +9,7 @@ from lt_data import ExportOptions, TokenStore, export
 from lt_data.remote.sending import upload
 
 
-@pytest.mark.parametrize("to", ["hf", "smp", "megatron", "litespark", "litpkds", "mds"])
+@pytest.mark.parametrize("to", ["hf", "smp", "megatron", "litespark"])
 def test_an_export_from_s3(to: str, store: TokenStore, bucket: Any, tmp_path: Path) -> None:
     upload(store.path, bucket.url)
     remote = TokenStore.open(bucket.url, cache=tmp_path / "cache")

@@ -5,7 +5,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
-_Format = Annotated[str, typer.Option(metavar="FORMAT", help="hf, megatron, smp, litespark, litpkds or mds.")]
+_Format = Annotated[str, typer.Option(metavar="FORMAT", help="hf, megatron, smp or litespark.")]
 
 
 def export(
@@ -25,7 +25,7 @@ def export(
         str, typer.Option(help="hf with bfd: position_ids (transformers, batches of one row) or seq_lengths (TRL).")
     ] = "position_ids",
     gz: Annotated[bool, typer.Option("--gz/--no-gz", help="smp: .json.gz or .json.")] = True,
-    split: Annotated[str, typer.Option(help="hf, litespark, litpkds: train, validation or test.")] = "train",
+    split: Annotated[str, typer.Option(help="hf, litespark: train, validation or test.")] = "train",
     file_bytes: Annotated[
         int | None, typer.Option(help="Target size of a file.", show_default="that of the format's own tools")
     ] = None,
@@ -33,7 +33,7 @@ def export(
     """Export a store in the format of another program, atomically.
 
     hf: for datasets.load_from_disk. megatron: one .bin and .idx. smp: JSON lines of SageMaker model parallel.
-    litespark: .ds and metadata.json. litpkds: chunks of lit-gpt and TinyLlama. mds: shards of MosaicML's streaming.
+    litespark: .ds and metadata.json.
     """
     from lt_data.display.progress_bars import progress_bar
     from lt_data.display.terminal import echo
@@ -64,26 +64,20 @@ def export(
 
 def import_(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="Folder or file that another program prepared.")],
-    format: Annotated[
-        str, typer.Option("--from", metavar="FORMAT", help="hf, megatron, smp, litespark, litpkds, mds.")
-    ],
+    format: Annotated[str, typer.Option("--from", metavar="FORMAT", help="hf, megatron, smp or litespark.")],
     tokenizer: Annotated[str, typer.Option(help="Tokenizer that made the ids: folder, model of the hub, or URL.")],
     out: Annotated[Path, typer.Option(help="Folder of the new store.")],
     boundaries: Annotated[
         str | None,
-        typer.Option(
-            help="litespark, litpkds: a document begins at each bos, after each eos, at each of rows or files."
-        ),
+        typer.Option(help="litespark: a document begins at each bos, after each eos, at each of rows or files."),
     ] = None,
     seq_len: Annotated[int | None, typer.Option(help="With --boundaries rows: their length minus one.")] = None,
-    field: Annotated[
-        str | None, typer.Option(help="hf, smp, mds: column of the ids.", show_default="input_ids; mds: tokens")
-    ] = None,
+    field: Annotated[str | None, typer.Option(help="hf, smp: column of the ids.", show_default="input_ids")] = None,
     token_bytes: Annotated[
         int | None, typer.Option(help="litespark: bytes of a token.", show_default="from metadata.json")
     ] = None,
     pad_id: Annotated[
-        int | None, typer.Option(help="litespark, litpkds: a run of this id at the end of a file is padding.")
+        int | None, typer.Option(help="litespark: a run of this id at the end of a file is padding.")
     ] = None,
     bos: Annotated[
         bool | None, typer.Option("--bos/--no-bos", help="Begin each document with BOS.", show_default=False)

@@ -1,28 +1,18 @@
-"""Token blocks without document boundaries (Litespark, LITPKDS), and their splitting into documents.
+"""Token blocks without document boundaries (Litespark), and their splitting into documents.
 
 Such a format concatenates its documents, so an import needs a rule: a document begins at each BOS, after each EOS, at
-each row, or at each file. Documents continue across files of the same series. Memory: one document.
+each row, or at each file. Memory: one document.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
 BoundaryKind = Literal["bos", "eos", "rows", "files"]
 _CHUNK_IDS = 1 << 22  # ids searched for boundaries at a time
-
-
-@dataclass(frozen=True, eq=False)
-class TokenBlock:
-    """Ids of one file (integers [n]), its path, and the name of its series of files."""
-
-    ids: np.ndarray
-    source: str
-    series: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,31 +24,32 @@ class BoundaryRule:
     row_tokens: int = 0
 
 
-def sort_by_name(files: Iterable[Path]) -> list[Path]:
-    """Return the files sorted by name."""
-    return sorted(files, key=lambda file: file.name)
-
-
-def split_documents(blocks: Iterable[TokenBlock], rule: BoundaryRule) -> Iterator[tuple[np.ndarray, str]]:
+def split_documents(
+    blocks: Iterable[tuple[np.ndarray, str]], rule: BoundaryRule, *, continued: bool
+) -> Iterator[tuple[np.ndarray, str]]:
     """Split blocks into documents.
+
+    Args:
+        blocks: the ids of each file (integers [n]), and its path.
+        rule: where documents begin.
+        continued: whether the last document of a file goes on in the next one (unless each file is a document).
 
     Yields:
         The ids of a document, and the file and position at which it begins.
     """
     step = _CHUNK_IDS if rule.kind != "rows" else max(1, _CHUNK_IDS // rule.row_tokens) * rule.row_tokens
     parts: list[np.ndarray] = []
-    source = series = ""
-    for block in blocks:
-        if parts and (rule.kind == "files" or block.series != series):
+    source = ""
+    for block, path in blocks:
+        if parts and (rule.kind == "files" or not continued):
             yield _join(parts), source
             parts = []
-        series = block.series
-        for begin in range(0, block.ids.size, step):
-            ids = block.ids[begin : begin + step]
+        for begin in range(0, block.size, step):
+            ids = block[begin : begin + step]
             boundaries = _find_boundaries(ids, rule)
             for number, (first, last) in enumerate(pairwise([0, *boundaries, ids.size])):
                 if last > first:
-                    source = source if parts else f"{block.source} from id {begin + first}"
+                    source = source if parts else f"{path} from id {begin + first}"
                     parts.append(ids[first:last])
                 if parts and number < len(boundaries):
                     yield _join(parts), source

@@ -1,21 +1,21 @@
 """Import of ids that another program prepared, in every format of `export`, as a token store.
 
-Documents keep their boundaries where the format has them: a sequence of Megatron, a sample of hf, smp and mds.
-Litespark and LITPKDS have none, so `boundaries` gives the rule. Padding that is marked (by an attention_mask or our
+Documents keep their boundaries where the format has them: a sequence of Megatron, a sample of hf and smp. Litespark
+has none, so `boundaries` gives the rule. Padding that is marked (by an attention_mask or our
 export manifest) or given (`pad_id`) is left out and counted. No format records its tokenizer, so it must be given, and
 each id is checked against it. `prepare_documents` writes the store, atomically.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
 import numpy as np
 
 from lt_data.errors import DataError
-from lt_data.exports import hf, litespark, litpkds, mds, megatron, smp
-from lt_data.exports.blocks import BoundaryKind, BoundaryRule, TokenBlock, split_documents
+from lt_data.exports import hf, litespark, megatron, smp
+from lt_data.exports.blocks import BoundaryKind, BoundaryRule, split_documents
 from lt_data.exports.export_manifest import EXPORT_MANIFEST_FILE, ExportManifest, read_export_manifest
 from lt_data.exports.input_files import check_input
 from lt_data.exports.options import FORMATS, Format
@@ -25,13 +25,10 @@ from lt_data.sources.document import Document
 from lt_data.store.manifest import StoreManifest
 from lt_data.tokenizing.tokenizer import Tokenizer
 
-_FIELDS: dict[Format, str] = {"hf": "input_ids", "smp": "input_ids", "mds": "tokens"}
 _READ_SAMPLES: dict[Format, Callable[[Path, str], Iterator[tuple[np.ndarray, int, str]]]] = {
     "hf": hf.read,
     "smp": smp.read,
-    "mds": mds.read,
 }
-_BLOCKS = ("litespark", "litpkds")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,12 +37,12 @@ class ImportOptions:
 
     Attributes:
         format: the format.
-        boundaries: litespark, litpkds: a document begins at each `bos`, after each `eos`, at each of the `rows`, or at
+        boundaries: litespark: a document begins at each `bos`, after each `eos`, at each of the `rows`, or at
             each of the `files`.
         seq_len: for `rows`: their length minus one. None: from Litespark's metadata.json or our export manifest.
-        field: hf, smp, mds: column of the ids. None: `input_ids`, for mds `tokens`.
+        field: hf, smp: column of the ids. None: `input_ids`.
         token_bytes: litespark: bytes of a token. None: from metadata.json.
-        pad_id: litespark, litpkds: a run of this id at the end of a file is padding. If it is the EOS id, one of the
+        pad_id: litespark: a run of this id at the end of a file is padding. If it is the EOS id, one of the
             run is kept.
         bos: whether each document begins with the BOS id, which is added if missing. None: from our export manifest,
             else no.
@@ -69,18 +66,17 @@ class ImportOptions:
             raise DataError(f"format = {self.format!r}: one of {', '.join(FORMATS)}")
         if self.boundaries is not None and self.boundaries not in get_args(BoundaryKind):
             raise DataError(f"boundaries = {self.boundaries!r}: one of {', '.join(get_args(BoundaryKind))}")
-        blocks = self.format in _BLOCKS
+        blocks = self.format == "litespark"
         if blocks and self.boundaries is None:
             raise DataError(
-                f"format = {self.format}: has no document boundaries; give boundaries (--boundaries): bos, eos, rows "
-                "or files"
+                "format = litespark: has no document boundaries; give boundaries (--boundaries): bos, eos, rows, files"
             )
         allowed = {
             "boundaries": blocks,
             "pad_id": blocks,
             "seq_len": self.boundaries == "rows",
-            "field": self.format in _FIELDS,
-            "token_bytes": self.format == "litespark",
+            "field": self.format in _READ_SAMPLES,
+            "token_bytes": blocks,
         }
         for name, is_allowed in allowed.items():
             if not is_allowed and (value := getattr(self, name)) is not None:
@@ -178,32 +174,28 @@ class _ImportedDocuments:
         if options.format == "megatron":
             yield from megatron.read(self._path)
         elif options.format in _READ_SAMPLES:
-            yield from _READ_SAMPLES[options.format](self._path, options.field or _FIELDS[options.format])
+            yield from _READ_SAMPLES[options.format](self._path, options.field or "input_ids")
         else:
             assert self._rule is not None
-            for ids, location in split_documents(self._blocks(), self._rule):
+            for ids, location in split_documents(self._blocks(), self._rule, continued=self._exported is not None):
                 yield ids, 0, location
 
-    def _blocks(self) -> Iterator[TokenBlock]:
-        blocks = (
-            litespark.read(self._path, self._options.token_bytes)
-            if self._options.format == "litespark"
-            else litpkds.read(self._path)
-        )
+    def _blocks(self) -> Iterator[tuple[np.ndarray, str]]:
+        blocks = litespark.read(self._path, self._options.token_bytes)
         if self._rule is not None and self._rule.kind == "rows":
             blocks = _check_whole_rows(blocks, self._rule.row_tokens)
         if self._exported is not None:
             left = self._exported.tokens
-            for block in blocks:
-                ids = block.ids[:left]
-                self.padding += block.ids.size - ids.size
-                left -= ids.size
-                yield replace(block, ids=ids, series="")  # documents continue in the next file
+            for ids, source in blocks:
+                kept = ids[:left]
+                self.padding += ids.size - kept.size
+                left -= kept.size
+                yield kept, source
             return
-        for block in blocks:
-            end = self._padding_begin(block.ids)
-            self.padding += block.ids.size - end
-            yield replace(block, ids=block.ids[:end])
+        for ids, source in blocks:
+            end = self._padding_begin(ids)
+            self.padding += ids.size - end
+            yield ids[:end], source
 
     def _padding_begin(self, ids: np.ndarray) -> int:
         """Return the begin of the padding at the end of a file."""
@@ -235,20 +227,18 @@ def _boundary_rule(
     row_tokens = options.seq_len + 1 if options.seq_len is not None else None
     if row_tokens is None and exported is not None and exported.seq_len is not None:
         row_tokens = exported.seq_len + 1
-    if row_tokens is None and options.format == "litespark":
+    if row_tokens is None:
         row_tokens = litespark.read_row_tokens(path)
     if row_tokens is None:
         raise DataError("boundaries = 'rows': unknown row length; give seq_len (--seq-len)")
     return BoundaryRule(kind="rows", row_tokens=row_tokens)
 
 
-def _check_whole_rows(blocks: Iterable[TokenBlock], row_tokens: int) -> Iterator[TokenBlock]:
-    for block in blocks:
-        if block.ids.size % row_tokens:
-            raise DataError(
-                f"{block.source}: {block.ids.size} ids, not a multiple of the row length {row_tokens}; check seq_len"
-            )
-        yield block
+def _check_whole_rows(blocks: Iterable[tuple[np.ndarray, str]], row_tokens: int) -> Iterator[tuple[np.ndarray, str]]:
+    for ids, source in blocks:
+        if ids.size % row_tokens:
+            raise DataError(f"{source}: {ids.size} ids, not a multiple of the row length {row_tokens}; check seq_len")
+        yield ids, source
 
 
 def _find_export_manifest(path: Path) -> ExportManifest | None:

@@ -16,7 +16,6 @@ import numpy as np
 from lt_data import strict_json
 from lt_data.display.progress_bars import format_si
 from lt_data.errors import DataError
-from lt_data.exports.blocks import TokenBlock, sort_by_name
 from lt_data.exports.export_job import ExportJob, WriteResult
 from lt_data.exports.files import OutputFiles
 from lt_data.exports.input_files import MAX_DESCRIPTION_BYTES
@@ -75,7 +74,7 @@ def _metadata(job: ExportJob, files: OutputFiles) -> dict[str, Any]:
     }
 
 
-def read(path: Path, token_bytes: int | None) -> Iterator[TokenBlock]:
+def read(path: Path, token_bytes: int | None) -> Iterator[tuple[np.ndarray, str]]:
     """Yield the files of prepared data in the order of their names.
 
     Args:
@@ -83,13 +82,13 @@ def read(path: Path, token_bytes: int | None) -> Iterator[TokenBlock]:
         token_bytes: 2 or 4; None: from metadata.json, in the folder or its parent.
 
     Yields:
-        The ids of each file.
+        The ids of each file, and its path.
 
     Raises:
         DataError: no file, an unknown token size, or a file that is not a whole number of tokens.
     """
     with translate_os_errors("read", path):
-        files = [path] if path.is_file() else sort_by_name(path.glob("*.ds")) or _split_files(path)
+        files = [path] if path.is_file() else sorted(path.glob("*.ds")) or _split_files(path)
     if not files:
         raise DataError(f"{path}: no .ds file; give a folder that Litespark's preparation wrote")
     dtype = _dtype(path, token_bytes)
@@ -100,7 +99,7 @@ def read(path: Path, token_bytes: int | None) -> Iterator[TokenBlock]:
                 raise DataError(
                     f"{file}: {size} bytes, not a multiple of {dtype.itemsize}-byte tokens; check token_bytes"
                 )
-            yield TokenBlock(np.memmap(file, dtype, "r") if size else np.zeros(0, dtype), str(file), str(file))
+            yield np.memmap(file, dtype, "r") if size else np.zeros(0, dtype), str(file)
 
 
 def read_row_tokens(path: Path) -> int | None:
@@ -114,7 +113,7 @@ def _split_files(path: Path) -> list[Path]:
     splits = [split for split in SPLITS if any((path / split).glob("*.ds"))]
     if len(splits) > 1:
         raise DataError(f"{path}: holds the splits {', '.join(splits)}; give one, such as {path / splits[0]}")
-    return sort_by_name((path / splits[0]).glob("*.ds")) if splits else []
+    return sorted((path / splits[0]).glob("*.ds")) if splits else []
 
 
 def _dtype(path: Path, token_bytes: int | None) -> np.dtype:

@@ -5,15 +5,13 @@ from typing import Literal, get_args
 
 from lt_data.errors import DataError
 
-Format = Literal["hf", "megatron", "smp", "litespark", "litpkds", "mds"]
+Format = Literal["hf", "megatron", "smp", "litespark"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 PackingMode = Literal["concat", "bfd"]
 LastRow = Literal["pad", "drop"]
 Labels = Literal["masked", "copy"]
 Split = Literal["train", "validation", "test"]
 DocumentBoundaries = Literal["position_ids", "seq_lengths"]
-
-_BLOCKS = ("litespark", "litpkds")  # concatenated tokens, cut into blocks of seq_len + 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,9 +20,9 @@ class ExportOptions:
 
     Attributes:
         to: the format.
-        seq_len: tokens in a row. None: whole documents (hf, smp, mds, megatron, which has only these). Required by
-            litespark and litpkds, whose rows have one more token, as their trainers shift the labels.
-        packing: packing mode of the rows: `concat`, or `bfd` (hf, smp, mds).
+        seq_len: tokens in a row. None: whole documents (hf, smp, megatron, which has only these). Required by
+            litespark, whose rows have one more token, as its trainer shifts the labels.
+        packing: packing mode of the rows: `concat`, or `bfd` (hf, smp).
         last_row: `pad` an incomplete last row, or `drop` its tokens (`concat`).
         pad_id: id of padding. None: the tokenizer's PAD, else its EOS, else 0.
         labels: hf rows: `masked` has -100 at positions without a label; `copy` repeats the ids, for trainers that do
@@ -32,7 +30,7 @@ class ExportOptions:
         document_boundaries: hf rows of `bfd`: the column that says where documents begin: `position_ids`, which the
             flash attention of transformers reads, or `seq_lengths`, for TRL's collator.
         gz: smp: whether the files are `.json.gz`.
-        split: hf, litespark, litpkds: name of the split.
+        split: hf, litespark: name of the split.
         file_bytes: target size of a file. None: the format's default.
 
     Raises:
@@ -78,19 +76,19 @@ class ExportOptions:
         """
         if self.seq_len is None:
             raise DataError("seq_len = None: documents are exported, not rows; give seq_len")
-        return self.seq_len + (self.to in _BLOCKS)
+        return self.seq_len + (self.to == "litespark")
 
     def _check_rows(self) -> None:
-        if self.to in _BLOCKS and self.seq_len is None:
-            raise DataError(f"to = {self.to}: its rows have a fixed length; give seq_len (--seq-len)")
+        if self.to == "litespark" and self.seq_len is None:
+            raise DataError("to = litespark: its rows have a fixed length; give seq_len (--seq-len)")
         if self.to == "megatron" and self.seq_len is not None:
             raise DataError("seq_len: has no effect with to = megatron, which exports documents; leave it out")
         if self.seq_len is None and (self.packing, self.last_row, self.labels) != ("concat", "pad", "masked"):
             raise DataError("packing, last_row and labels apply to rows; give seq_len too (--seq-len)")
         if self.document_boundaries != "position_ids" and (self.to, self.packing) != ("hf", "bfd"):
             raise DataError("document_boundaries: applies to to = hf with packing = bfd; leave it out")
-        if self.packing == "bfd" and self.to in _BLOCKS:
-            raise DataError(f"packing = bfd: {self.to} has no mask; choose concat")
+        if self.packing == "bfd" and self.to == "litespark":
+            raise DataError("packing = bfd: litespark has no mask; choose concat")
         if self.packing == "bfd" and self.last_row == "drop":
             raise DataError("last_row = drop: any row of packing = bfd may have padding; choose pad")
         if self.labels == "copy":
@@ -110,7 +108,7 @@ class ExportReport:
         to: the format.
         files: number of files.
         bytes: total bytes of the files.
-        samples: documents or rows (of `seq_len` + 1 tokens in litespark and litpkds).
+        samples: documents or rows (of `seq_len` + 1 tokens in litespark).
         tokens: exported tokens of the store.
         padding: padding positions.
         dropped_tokens: tokens dropped with the last row, on request.
