@@ -1,16 +1,16 @@
-"""PyTorch adapter: batches as tensors, an `IterableDataset` for workers, and a stateful loader.
+"""PyTorch adapter: batches as tensors, and a loader with a state that owns its worker processes.
 
 Ids are transferred to the device in the store's dtype (2 or 4 bytes each) and converted there; labels, positions and
 document numbers are computed there too, so a batch of 2-byte ids costs an eighth of the transfer of four int32 arrays.
 This is the only module of lt-data that imports torch (`pip install "lt-data[torch]"`).
 
 With N workers, worker w makes the batches w, w + N, ... and torch's DataLoader takes them in turn, so the sequence is
-that of one process for any N. The state counts the batches that were yielded, not those that workers prefetched: in a
-`StreamLoader` of all workers together, in a `StreamDataset` of its own process, where torchdata's `StatefulDataLoader`
-saves and restores it.
+that of one process for any N. A worker's position is unknown to the process that saves the state, so the loader counts
+the batches that it yields itself, and no dataset is offered that another loader could iterate.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -20,26 +20,12 @@ try:
 except ModuleNotFoundError as exc:
     raise ModuleNotFoundError('lt_data.torch needs torch: pip install "lt-data[torch]"', name="torch") from exc
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
-from torch.utils.data._utils.collate import default_collate_fn_map  # where torch documents it for types of others
 
 from lt_data.errors import DataError
 from lt_data.streaming.rows import IGNORE_INDEX, TokenRows
-from lt_data.streaming.stream import RowSource, Stream, StreamBatch, StreamState
+from lt_data.streaming.stream import Stream, StreamBatch, StreamState
 
 TensorBatch = dict[str, torch.Tensor]
-
-
-class _WholeBatch(dict[str, Any]):
-    """Batch that is complete already: a loader that would make batches of batches is refused."""
-
-
-def _refuse_collation(batch: Any, *, collate_fn_map: Any = None) -> Any:
-    raise DataError(
-        "batch_size of the DataLoader: a StreamDataset yields whole batches; give DataLoader(..., batch_size=None)"
-    )
-
-
-default_collate_fn_map[_WholeBatch] = _refuse_collation
 
 
 def to_tensors(rows: TokenRows, device: torch.device | str = "cpu", *, dtype: torch.dtype = torch.int64) -> TensorBatch:
@@ -90,135 +76,85 @@ def to_cpu_tensors(batch: StreamBatch) -> TensorBatch:
     return {**to_tensors(batch.tokens), "valid_tokens": torch.tensor(batch.valid_tokens)}
 
 
-class StreamDataset(IterableDataset[Any]):
-    """Batches of one data-parallel rank, for `DataLoader(dataset, batch_size=None, num_workers=N)`.
+class _WorkerBatches(IterableDataset[Any]):
+    """Batches of a stream from its state on; in a worker process every `num_workers`-th, on a copy of the stream."""
 
-    Has the protocol of torchdata's `StatefulDataLoader`: `state_dict` and `load_state_dict`.
-
-    Args:
-        source: a `RowReader`, a `Mixture` or `Buckets`.
-        global_batch_size: as for `Stream`, like the other options.
-        dp_rank: data-parallel rank.
-        dp_size: number of data-parallel ranks.
-        seed: seed of the shuffle.
-        shuffle: False: the order of the pack.
-        transform: function from a batch to the yielded item; worker processes must be able to import it.
-
-    Attributes:
-        state: where the next iteration begins: after the last batch that this process has yielded.
-
-    Raises:
-        DataError: as `Stream` does.
-    """
-
-    def __init__(
-        self,
-        source: RowSource,
-        *,
-        global_batch_size: int,
-        dp_rank: int = 0,
-        dp_size: int = 1,
-        seed: int = 0,
-        shuffle: bool = True,
-        transform: Callable[[StreamBatch], Any] = to_cpu_tensors,
-    ) -> None:
+    def __init__(self, stream: Stream, transform: Callable[[StreamBatch], Any]) -> None:
         super().__init__()
-        self._source = source
-        self._options: dict[str, Any] = {
-            "global_batch_size": global_batch_size,
-            "dp_rank": dp_rank,
-            "dp_size": dp_size,
-            "seed": seed,
-            "shuffle": shuffle,
-        }
+        self.stream = stream
         self._transform = transform
-        self.state = Stream(source, **self._options).state
-
-    def stream(self) -> Stream:
-        """Return a stream at `state`."""
-        return Stream(self._source, **self._options, state=self.state)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the batches from `state` on, without end; in a worker process every `num_workers`-th."""
         worker = get_worker_info()
         worker_id, num_workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        everyones, own = self.stream(), self.stream()
-        own.state = own.state_after(worker_id)
+        stream = copy(self.stream)
+        stream.state = stream.state_after(worker_id)
         while True:
-            item = self._transform(own.next())
-            own.state = own.state_after(num_workers - 1)
-            # That of worker 0, for each worker: the next iteration adds the worker's number again.
-            self.state = everyones.state = everyones.state_after(num_workers)
-            yield _WholeBatch(item) if type(item) is dict else item
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as JSON values."""
-        return self.state.to_dict()
-
-    def load_state_dict(self, values: Mapping[str, Any]) -> None:
-        """Restore a state for the next iteration, also one of another dp_size.
-
-        Raises:
-            DataError: not a state, or the state of another sequence.
-        """
-        before = self.state
-        self.state = StreamState.from_dict(values)
-        try:
-            self.stream()
-        except BaseException:
-            self.state = before
-            raise
+            yield self._transform(stream.next())
+            stream.state = stream.state_after(num_workers - 1)
 
 
 class StreamLoader:
-    """Stateful DataLoader over a `StreamDataset`.
+    """Loader of a stream's batches as tensors, from worker processes of its own; endless.
 
-    A new iteration (`iter`) continues after the last batch that was yielded.
+    The stream's state is that after the last batch yielded, whatever the workers have made ahead, and a new iteration
+    continues there.
+
+        loader = StreamLoader(Stream(rows, global_batch_size=8, seed=1), num_workers=2)
+        for batch in loader:
+            ...
+            json.dump(loader.state_dict(), file)
 
     Args:
-        dataset: the batches.
+        stream: the batches; do not call its `next` while the loader is iterated.
         num_workers: worker processes; 0: this process. The sequence is the same.
+        transform: function from a batch to the yielded item; worker processes must be able to import it.
         options: options of `torch.utils.data.DataLoader`, such as `pin_memory` and `prefetch_factor`.
+
+    Attributes:
+        stream: as given.
 
     Raises:
         DataError: `persistent_workers=True` or `in_order=False`.
     """
 
-    def __init__(self, dataset: StreamDataset, *, num_workers: int = 0, **options: Any) -> None:
+    def __init__(
+        self,
+        stream: Stream,
+        *,
+        num_workers: int = 0,
+        transform: Callable[[StreamBatch], Any] = to_cpu_tensors,
+        **options: Any,
+    ) -> None:
         if options.get("persistent_workers"):
             raise DataError(
-                "persistent_workers=True: such workers keep the dataset of the first iteration, so the next one would "
+                "persistent_workers=True: such workers keep the stream of the first iteration, so the next one would "
                 "repeat its rows; leave it out"
             )
         if not options.get("in_order", True):
             raise DataError(
                 "in_order=False: the order of the batches, and so the state, would be undefined; leave it out"
             )
-        self._dataset = dataset
-        self._loader: DataLoader[Any] = DataLoader(dataset, batch_size=None, num_workers=num_workers, **options)
-
-    @property
-    def state(self) -> StreamState:
-        """State after the last batch that was yielded."""
-        return self._dataset.state
+        self.stream = stream
+        batches = _WorkerBatches(stream, transform)
+        self._loader: DataLoader[Any] = DataLoader(batches, batch_size=None, num_workers=num_workers, **options)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield batches without end."""
-        stream = self._dataset.stream()
+        """Yield batches without end.
+
+        Raises:
+            DataError: the stream was moved since the last batch: by `load_state_dict`, `skip` or another iteration.
+        """
+        state = self.stream.state
         for batch in self._loader:
-            stream.state = stream.state_after(1)
-            self._dataset.state = stream.state
+            if self.stream.state is not state:
+                raise DataError("the stream was moved during this iteration; begin a new one: iter(loader)")
+            self.stream.state = state = self.stream.state_after(1)
             yield batch
 
-    def skip(self, n_rows: int) -> None:
-        """Skip rows in the next iteration, as `Stream.skip` does."""
-        stream = self._dataset.stream()
-        stream.skip(n_rows)
-        self._dataset.state = stream.state
-
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as JSON values."""
-        return self._dataset.state_dict()
+        """Return the state after the last batch yielded, as JSON values."""
+        return self.stream.state.to_dict()
 
     def load_state_dict(self, values: Mapping[str, Any]) -> None:
         """Restore a state for the next iteration, also one of another dp_size or number of workers.
@@ -226,4 +162,4 @@ class StreamLoader:
         Raises:
             DataError: not a state, or the state of another sequence.
         """
-        self._dataset.load_state_dict(values)
+        self.stream.restore(StreamState.from_dict(values))

@@ -162,8 +162,6 @@ class Stream:
         state: StreamState | None = None,
         ramp: BatchRamp | None = None,
     ) -> None:
-        if state is not None and not isinstance(state, StreamState):
-            raise DataError(f"state = {state!r}: not a StreamState; StreamState.from_dict makes one of saved values")
         global_batch_size = _integer("global_batch_size", global_batch_size)
         dp_rank, dp_size, seed = (
             _integer(name, value) for name, value in (("dp_rank", dp_rank), ("dp_size", dp_size), ("seed", seed))
@@ -189,11 +187,9 @@ class Stream:
         self.dp_size = dp_size
         self.seed = seed
         self.shuffle = shuffle
-        row = state.row if state else 0
-        fingerprint = sequence_fingerprint(reader, shuffle=shuffle, position=row)
-        self.state = state or StreamState(step=0, row=0, seed=seed, fingerprint=fingerprint)
-        _check_state(self.state, seed, fingerprint)
-        self.global_rows(self.state, self.batch_size_at(self.state.step))  # raise errors of the first batch early
+        if state is None:
+            state = StreamState(step=0, row=0, seed=seed, fingerprint=sequence_fingerprint(reader, shuffle=shuffle))
+        self.restore(state)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -246,6 +242,18 @@ class Stream:
                 moved, self.batch_size_at(moved.step)
             )  # raises, and skips nothing, where no batch can begin
             self.state = moved
+
+    def restore(self, state: StreamState) -> None:
+        """Continue at a state, also one of another batch size or number of ranks.
+
+        Raises:
+            DataError: the state belongs to another sequence, or no batch can begin there; the stream stays where it is.
+        """
+        if not isinstance(state, StreamState):
+            raise DataError(f"state = {state!r}: not a StreamState; StreamState.from_dict makes one of saved values")
+        _check_state(state, self.seed, sequence_fingerprint(self.reader, shuffle=self.shuffle, position=state.row))
+        self.global_rows(state, self.batch_size_at(state.step))
+        self.state = state
 
     def state_after(self, n_batches: int) -> StreamState:
         """Return the state `n_batches` later; reads nothing and does not advance the stream."""
