@@ -125,7 +125,6 @@ CASES = [
     Case("data.mixture.NAME.phase_weights", "[5]", "losses", (*PHASES, "data.phase_steps=[2]")),
     Case("data.mixture.NAME.max_epochs", "1", "error", (*MIX, "data.mixture.NAME.weight=99")),
     Case("data.phase_steps", "[2]", "losses", PHASES, base_value="[1]"),
-    Case("data.phase_rows", "[8]", "losses", PHASES, base_value="[4]"),
     Case("data.min_seq_len", "8", "losses", ("data.packing=buckets", "batch.micro_batch_size=4"), base_value="16"),
     Case("data.bucket_weights.LENGTH.weight", "9.0", "losses", BUCKET_WEIGHTS, base_value="1.0"),
     Case("data.bucket_weights.LENGTH.phase_weights", "[9.0]", "losses", (*BUCKET_PHASES, "data.phase_steps=[1]")),

@@ -147,7 +147,7 @@ def test_a_pipeline_shares_what_stands_in_job(write) -> None:
     ("text", "says"),
     [
         ("[job]\nargv = ['a']\nndes = 2\n", "job.ndes = 2 (x.toml): unknown field; did you mean job.nodes?"),
-        ("[job]\nargv = ['a']\nnodes = 'two'\n", "job.nodes = 'two' (x.toml): expected an integer"),
+        ("[job]\nargv = ['a']\nnodes = 'two'\n", "job.nodes = 'two' (x.toml): must be a valid integer"),
         ("[job]\nargv = ['a']\nnodes = 0\n", "job.nodes = 0 (x.toml): must be at least 1"),
         ("[job]\nargv = 'a b'\n", "job.argv = 'a b' (x.toml): must be a list"),
         ("[job]\nargv = ['a']\ntime_limit = 'soon'\n", "job.time_limit = 'soon' (x.toml): is not a duration"),
@@ -194,7 +194,7 @@ def test_profiles_are_found_checked_and_typed_by_their_backend(write, tmp_path: 
     for text, says in [
         ("pyton = 'x'\n", "pyton = 'x' (bad.toml): unknown field; did you mean python?"),
         ("[ssh]\nhotsfile = 'x'\n", r"ssh.hotsfile = 'x' (bad.toml): unknown field; did you mean ssh.hostfile?"),
-        ("[ssh]\nlink_timeout_s = 'x'\n", "ssh.link_timeout_s = 'x' (bad.toml): expected a number"),
+        ("[ssh]\nlink_timeout_s = 'x'\n", "ssh.link_timeout_s = 'x' (bad.toml): must be a valid number"),
         ("[ssh]\nhosts = ['a']\nhostfile = 'h'\n", "ssh.hostfile = 'h' (bad.toml), ssh.hosts = ('a',) (bad.toml)"),
         ("[env]\nHF_TOKEN = 'hush'\n", "looks like a secret"),
         ("python = 3\n", "python = 3 (bad.toml): expected text"),

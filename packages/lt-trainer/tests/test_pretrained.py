@@ -21,8 +21,8 @@ from lt_data import TokenStore
 from lt_model import LlamaConfig, RopeScaling, config_to_hf, param_specs
 from lt_test_helpers.runs import run
 from lt_trainer.checkpointing.pretrained import open_pretrained
+from lt_trainer.config.model_section import ModelOptions
 from lt_trainer.config.recipe import complete, load, to_toml
-from lt_trainer.config.sections import ModelOptions
 from lt_trainer.engine import SoloControl
 from lt_trainer.errors import RecipeError
 from lt_trainer.run_directory.jsonl import read_jsonl

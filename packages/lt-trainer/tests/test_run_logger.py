@@ -416,15 +416,7 @@ def test_the_newest_way_only_goes_forward_and_has_the_last_word_on_each_step(ste
             ["metrics.profile_start_step=3"],
             r"profile_start_step = 3.*has no effect with profile_steps = 0; set profile_steps",
         ),
-        (
-            ["metrics.profile_steps=2", "metrics.profile_ranks=1,1"],
-            r"profile_ranks = \(1, 1\).*must be distinct",
-        ),
-        (
-            ["metrics.profile_steps=2", "metrics.profile_ranks="],
-            r"profile_ranks = \(\).*must be distinct",
-        ),
-        (["metrics.sinks=wandb,wandb"], r"duplicate sink"),
+        (["metrics.profile_steps=2", "metrics.profile_ranks="], r"profile_ranks = .*at least 1 item"),
         (["metrics.sinks=neptune"], r"metrics.sinks = .*must be 'tensorboard', 'wandb' or 'trackio'"),
         (["metrics.monitor_interval_s=-1"], r"metrics.monitor_interval_s = .*must be at least 0"),
     ],

@@ -60,7 +60,7 @@ def weighted_buckets(base: Base, little_data: Path) -> None:
     buckets(base, little_data)
     base["data"] |= {
         "bucket_weights": {"8": {"weight": 2, "phase_weights": [0]}, "32": {"weight": 1}},
-        "phase_rows": [80],
+        "phase_steps": [10],
     }
 
 

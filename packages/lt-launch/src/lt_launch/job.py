@@ -96,10 +96,8 @@ def check_command(source: str, argv: Sequence[str]) -> None:
         raise _field_error(source, f"{found} ...", problem, remedy)
 
 
-class Resources(Section):
+class Resources(Section, table="resources"):
     """Requirements on one node; 0 and "" use the default of the target."""
-
-    table = "resources"
 
     cpus_per_proc: int = option(0, "cores per process", ge=0)
     memory_gib: int = option(0, "memory per node", unit="GiB", ge=0)
@@ -112,10 +110,9 @@ class Resources(Section):
     constraint: Word = option("", "required node features (Slurm --constraint)")
 
 
-class ContainerImage(Section):
+class ContainerImage(Section, table="container"):
     """Container image of the processes; an empty image means none."""
 
-    table = "container"
     needs = (("mounts workdir", "image"),)
 
     image: Line = option("", "image name, or path of a .sqsh file (enroot)")
@@ -131,14 +128,12 @@ class ContainerImage(Section):
         return self
 
 
-class RestartPolicy(Section):
+class RestartPolicy(Section, table="restart"):
     """Conditions for restarting an attempt that did not complete.
 
     Attempts are restarted after exit code 75 and after a loss (process killed by a signal, lost node or connection),
     never after any other exit code, since the failure would repeat.
     """
-
-    table = "restart"
 
     max_restarts: int = option(10, "restarts after the first attempt; 0 = none", ge=0)
     max_without_progress: int = option(
@@ -147,10 +142,8 @@ class RestartPolicy(Section):
     exclude_bad_nodes: bool = option(True, "exclude lost nodes from restarts, if the target supports it (Slurm)")
 
 
-class Job(Section):
+class Job(Section, table="job"):
     """One command on some nodes; built by `lt_launch.run_file` from a run file, or in Python."""
-
-    table = "job"
 
     name: str = option("job", "name of the job: letters, digits, '.', '_' and '-', at most 63")
     argv: tuple[str, ...] = option((), "command of each process; a leading 'python' is the profile's python")
@@ -207,10 +200,8 @@ class Job(Section):
         return self.completion == "run_dir"
 
 
-class Stage(Section):
+class Stage(Section, table="stage"):
     """A job with its position in a pipeline."""
-
-    table = "stage"
 
     job: Job
     after: tuple[Line, ...] = option((), "names of the stages that must succeed first")

@@ -29,10 +29,8 @@ from lt_trainer.errors import RecipeError
 __all__ = ["LocalOptions", "LocalTarget", "LocalTransport", "count_devices"]
 
 
-class LocalOptions(Section):
+class LocalOptions(Section, table="local"):
     """Options in the table [local] of a profile."""
-
-    table = "local"
 
     slots: int = option(0, "processes that may run in parallel; 0 = one per core", ge=0)
 

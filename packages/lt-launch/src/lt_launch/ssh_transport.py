@@ -18,10 +18,8 @@ from lt_trainer.config.section import Section, option
 __all__ = ["SshOptions", "SshTransport", "resolve_hosts"]
 
 
-class SshOptions(Section):
+class SshOptions(Section, table="ssh"):
     """Options in the table [ssh] of a profile."""
-
-    table = "ssh"
 
     hostfile: str = option("", "path of a hostfile")
     hosts: tuple[str, ...] = option((), "lines of a hostfile, in place of a file")

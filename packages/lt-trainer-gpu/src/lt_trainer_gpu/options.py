@@ -7,10 +7,9 @@ from pydantic import model_validator
 from lt_trainer.config.section import Section, option
 
 
-class GpuOptions(Section):
+class GpuOptions(Section, table="engine.gpu"):
     """Options of the torch-native engine."""
 
-    table = "engine.gpu"
     needs = (("activation_memory_budget", "activation_checkpointing", "memory_budget"), ("fp8_skipped_blocks", "fp8"))
 
     device: Literal["auto", "cuda", "mps", "neuron", "cpu"] = option(

@@ -15,10 +15,9 @@ __all__ = ["SECTION", "NeuronOptions"]
 SECTION = "engine.neuron"
 
 
-class NeuronOptions(Section):
+class NeuronOptions(Section, table=SECTION):
     """Options of the Trainium engine; the parallel degrees are in `[parallel]`."""
 
-    table = SECTION
     needs = (("kv_size_multiplier fuse_qkv", "qkv_linear"), ("cpu_dtype", "backend", "cpu"))
 
     backend: Literal["nxd", "xla", "cpu"] = option(

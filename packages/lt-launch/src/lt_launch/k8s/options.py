@@ -14,10 +14,8 @@ Name = Annotated[str, StringConstraints(pattern=f"^{SUBDOMAIN}$", max_length=253
 OptionalName = Annotated[str, StringConstraints(pattern=f"^({SUBDOMAIN})?$", max_length=253)]
 
 
-class KubernetesOptions(Section):
+class KubernetesOptions(Section, table="k8s"):
     """Options of a manifest beyond the job itself."""
-
-    table = "k8s"
 
     kind: Literal["trainjob", "jobset", "hyperpod"] = option(
         "trainjob",

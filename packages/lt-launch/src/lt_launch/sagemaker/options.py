@@ -11,10 +11,8 @@ from lt_trainer.config.section import Section, option
 from lt_trainer.errors import RecipeError
 
 
-class SageMakerOptions(Section):
+class SageMakerOptions(Section, table="sagemaker"):
     """Options of a request beyond the job itself; single-field limits are checked by the service model."""
-
-    table = "sagemaker"
 
     region: Line = option("", "AWS region; empty = boto3's default")
     endpoint_url: Line = option("", "URL of another SageMaker endpoint, for tests; empty = AWS")

@@ -19,10 +19,8 @@ def _long_option(word: str) -> str:
 LongOption = Annotated[Word, AfterValidator(_long_option)]
 
 
-class SlurmOptions(Section):
+class SlurmOptions(Section, table="slurm"):
     """Options of sbatch and srun beyond the job itself; empty uses the default of the cluster."""
-
-    table = "slurm"
 
     partition: Word = option("", "partition of stages that name none")
     account: Word = option("", "account to charge")

@@ -31,8 +31,8 @@ from lt_ckpt.hub.model import Address
 from lt_ckpt.lt_format import hf_model_files
 from lt_ckpt.source import TensorReader
 from lt_model import LlamaConfig, config_from_hf
+from lt_trainer.config.model_section import ModelOptions
 from lt_trainer.config.recipe import as_recipe_error
-from lt_trainer.config.sections import ModelOptions
 from lt_trainer.engine import Control
 from lt_trainer.errors import RecipeError
 from lt_trainer.resilience.rank_sync import run_on_all_ranks, run_with_keepalive

@@ -5,10 +5,11 @@ are dropped. Every other key must be in `hyperparameter_fields()`, or known to a
 its spec): names of the training scripts that it replaces.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from lt_trainer.config.section import extra_of, leaves, suggest
 from lt_trainer.config.sections import Recipe
@@ -51,8 +52,7 @@ def _engine_hyperparameter(name: str, value: Any) -> Mapping[str, Any] | None:
 
     for engine in engine_names():
         to_fields = getattr(engine_spec(engine), "hyperparameter", None)
-        fields = to_fields(name, value) if to_fields is not None else None
-        if fields is not None:
+        if to_fields is not None and (fields := to_fields(name, value)) is not None:
             return fields
     return None
 
@@ -64,12 +64,9 @@ def read_hyperparameters(path: str | Path) -> dict[str, Any]:
         RecipeError: the file cannot be read or has other content.
     """
     try:
-        content = json.loads(Path(path).read_bytes())
-        if not isinstance(content, dict) or not all(isinstance(v, str | int | float) for v in content.values()):
-            raise ValueError("not one object of strings")
+        return TypeAdapter(dict[str, str | int | float]).validate_json(Path(path).read_bytes())
     except OSError as exc:
         raise RecipeError(f"cannot read the hyperparameters {path}: {exc.strerror}") from exc
     except ValueError as exc:
         remedy = """write {"LEARNING_RATE": "1e-3"}"""
-        raise RecipeError(f"the hyperparameters {path} are not valid JSON: {exc}", remedy=remedy) from exc
-    return content
+        raise RecipeError(f"the hyperparameters {path} are not one JSON object of strings", remedy=remedy) from exc

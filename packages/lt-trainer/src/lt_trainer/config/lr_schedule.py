@@ -26,25 +26,12 @@ from collections.abc import Callable
 
 from lt_trainer.config.sections import ScheduleOptions
 
-
-def _cosine(progress: float, peak: float, floor: float) -> float:
-    return floor + (peak - floor) * (1.0 + math.cos(math.pi * progress)) / 2.0
-
-
-def _linear(progress: float, peak: float, floor: float) -> float:
-    return floor + (peak - floor) * (1.0 - progress)
-
-
-def _one_minus_sqrt(progress: float, peak: float, floor: float) -> float:
-    return floor + (peak - floor) * (1.0 - math.sqrt(progress))
-
-
-DECAYS: dict[str, Callable[[float, float, float], float]] = {
-    "cosine": _cosine,
-    "linear": _linear,
-    "1-sqrt": _one_minus_sqrt,
+DECAYS: dict[str, Callable[[float], float]] = {
+    "cosine": lambda progress: (1.0 + math.cos(math.pi * progress)) / 2.0,
+    "linear": lambda progress: 1.0 - progress,
+    "1-sqrt": lambda progress: 1.0 - math.sqrt(progress),
 }
-"""Decay functions by schedule kind, for wsd by shape."""
+"""Part of the way from the peak to min_lr that is left, by schedule kind, for wsd by shape."""
 
 
 def learning_rate(step: int, schedule: ScheduleOptions, peak: float) -> float:
@@ -64,12 +51,12 @@ def learning_rate(step: int, schedule: ScheduleOptions, peak: float) -> float:
     number = step + 1
     if number <= schedule.warmup_steps:
         return peak * number / schedule.warmup_steps
-    after_warmup = schedule.max_steps - schedule.warmup_steps
-    decay_steps = after_warmup
+    decay_steps = after_warmup = schedule.max_steps - schedule.warmup_steps
     if schedule.kind == "wsd":
         decay_steps = schedule.decay_steps or min(after_warmup, -(-schedule.max_steps // 10))
     decayed_steps = number - (schedule.max_steps - decay_steps)
     if schedule.kind == "constant" or decayed_steps <= 0:
         return peak
-    progress = min(1.0, decayed_steps / decay_steps) if decay_steps else 1.0
-    return DECAYS[schedule.decay_shape if schedule.kind == "wsd" else schedule.kind](progress, peak, schedule.min_lr)
+    progress = min(1.0, decayed_steps / max(1, decay_steps))
+    left = DECAYS[schedule.decay_shape if schedule.kind == "wsd" else schedule.kind](progress)
+    return schedule.min_lr + (peak - schedule.min_lr) * left

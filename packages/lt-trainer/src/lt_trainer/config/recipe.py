@@ -18,23 +18,27 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lt_trainer.config.data_section import DataOptions
 from lt_trainer.config.hyperparameters import hyperparameter_values
-from lt_trainer.config.run_length import parse_run_length, steps_from_epochs, steps_from_fraction
-from lt_trainer.config.section import Given, Section, Text, build, default_of, flatten, leaves, parse_text, unflatten
-from lt_trainer.config.sections import (
-    CheckpointOptions,
-    ModelOptions,
-    Recipe,
-    RunOptions,
-    architecture_values,
-    preset_values,
+from lt_trainer.config.model_section import ModelOptions, architecture_values, preset_values
+from lt_trainer.config.run_length import steps_from_words
+from lt_trainer.config.section import (
+    Given,
+    Section,
+    Text,
+    build,
+    default_of,
+    flatten,
+    inside,
+    leaves,
+    parse_text,
+    unflatten,
 )
+from lt_trainer.config.sections import CheckpointOptions, Recipe, RunOptions
 from lt_trainer.config.toml import dump
 from lt_trainer.errors import RecipeError
 
@@ -58,8 +62,11 @@ class ResolvedRecipe:
     origins: Mapping[str, str]
     """By dotted name: "default", "preset tiny-2m", "init_from PATH", "from hf://...", "run.toml",
     "hyperparameter LEARNING_RATE", "--set"."""
-    unchecked: tuple[str, ...] = ()
-    """Engine sections ("engine.neuron") left raw, because the engine's package is not installed."""
+
+    @property
+    def unchecked(self) -> tuple[str, ...]:
+        """Engine sections ("engine.neuron") left raw, because the engine's package is not installed."""
+        return tuple(f"engine.{name}" for name, table in self.recipe.engine.items() if not isinstance(table, Section))
 
     def is_given(self, name: str) -> bool:
         """Return True if a source gave this field, rather than a default, a preset or a pretrained model."""
@@ -109,12 +116,8 @@ def load(
         given[name.strip()] = Given(parse_text(value), "--set")
     resolved = _resolve(given)
     if not resolved.recipe.data.source_kind:
-        raise RecipeError(
-            "a run needs data",
-            values={"data.store": ""},
-            remedy="set data.store to a token store (create one: lt data prepare SOURCE... --tokenizer PATH --out "
-            "STORE), or data.synthetic to true for random ids",
-        )
+        remedy = "set data.store to a token store (lt data prepare makes one), or data.synthetic to true for random ids"
+        raise RecipeError("a run needs data", values={"data.store": ""}, remedy=remedy)
     return resolved
 
 
@@ -132,97 +135,48 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise RecipeError(f"{path} is not valid TOML: {exc}", remedy="strings need quotes") from exc
 
 
-def _resolve(given: dict[str, Given]) -> ResolvedRecipe:
+def _resolve(given: Mapping[str, Given]) -> ResolvedRecipe:
     """Check the merged values and make the recipe."""
-    of_engines = {name.partition(".")[2]: given.pop(name) for name in list(given) if name.split(".")[0] == "engine"}
-    lengths = {}
-    for name in ("schedule.max_steps", "schedule.warmup_steps"):
-        length = parse_run_length(name, given[name].value) if name in given else None
-        if length is not None:
-            lengths[name] = (length, given.pop(name).source)
-    given |= _architecture(given)
-    if lengths:
-        given |= _steps(given, lengths)
-    engine = str(given["run.engine"].value) if "run.engine" in given else default_of(RunOptions, "engine")
-    engines = _engines(of_engines, engine, given)
-    unchecked = tuple(f"engine.{name}" for name, options in engines.items() if not isinstance(options, Section))
-    origins = {name: source for name, (_, source) in given.items()}
-    origins |= {f"engine.{name}": source for name, (_, source) in of_engines.items()}
-    pending = {name for name, source in origins.items() if source.startswith(PENDING)}
-    known = {name: value for name, value in given.items() if name not in pending}
-    recipe = build(Recipe, known | {"engine": Given(engines, "")})
-    found = {name: origins.get(name, DEFAULT) for name in values_of(recipe)}
-    return ResolvedRecipe(recipe=recipe, origins=found, unchecked=unchecked)
-
-
-def _steps(given: Mapping[str, Given], lengths: Mapping[str, tuple[Any, str]]) -> dict[str, Given]:
-    """Convert run lengths in words ("3 epochs", "1%") to steps."""
-    longest = {"schedule.max_steps": Given(2**62, "")} if "schedule.max_steps" in lengths else {}
-    no_warmup = {"schedule.warmup_steps": Given(0, "")} if "schedule.warmup_steps" in lengths else {}
-    known = {name: value for name, value in given.items() if not value.source.startswith(PENDING)}
-    recipe = build(Recipe, known | longest | no_warmup)
-    max_steps, steps = recipe.schedule.max_steps, dict[str, Given]()
-    if longest:
-        epochs, source = lengths["schedule.max_steps"]
-        try:
-            max_steps, text = steps_from_epochs(epochs, recipe.data, recipe.batch)
-        except RecipeError as exc:
-            raise exc.with_origins({name: origin for name, (_, origin) in given.items()}) from exc
-        steps["schedule.max_steps"] = Given(max_steps, f"{source}: {text}")
-    if no_warmup:
-        share, source = lengths["schedule.warmup_steps"]
-        text = f"{source}: {float(100 * share):g} % of {max_steps:,}"
-        steps["schedule.warmup_steps"] = Given(steps_from_fraction(share, max_steps), text)
-    return steps
+    try:
+        filled = {**given, **_architecture(given)}
+        filled |= steps_from_words(filled)
+        known = {name: value for name, value in filled.items() if not value.source.startswith(PENDING)}
+        engines = Given(_engines(known), "")
+        known = {name: value for name, value in known.items() if name.partition(".")[0] != "engine"}
+        recipe = build(Recipe, known | {"engine": engines})
+    except RecipeError as exc:
+        raise exc.with_origins({name: source for name, (_, source) in given.items()}) from exc
+    preset = recipe.model.preset
+    origins = {f"model.{name}": f"preset {preset}" for name in (preset_values(preset) if preset else ())}
+    origins |= {name: source for name, (_, source) in filled.items()}
+    return ResolvedRecipe(recipe=recipe, origins={name: origins.get(name, DEFAULT) for name in values_of(recipe)})
 
 
 def _architecture(given: Mapping[str, Given]) -> dict[str, Given]:
-    """Return the model fields that no source gave, of the preset, the pretrained model or the run's checkpoint."""
-    own = {name.partition(".")[2]: value.value for name, value in given.items() if name.startswith("model.")}
-    preset, address = own.get("preset"), own.get("init_from")
-    if isinstance(preset, str) and preset:
-        try:
-            values, source = preset_values(preset), f"preset {preset}"
-        except RecipeError as exc:
-            raise RecipeError(exc.problem, values={"model.preset": preset}, remedy=exc.remedy).with_origins(
-                {"model.preset": given["model.preset"].source}
-            ) from None
-    elif isinstance(address, str) and address:
-        wanted = {name for name in leaves(ModelOptions) if name not in _NOT_ARCHITECTURE} - own.keys()
-        if not {name for name in wanted if not name.startswith("rope_scaling.")}:
-            return {}  # the recipe has all fields
-        run = build(RunOptions, _inside(given, "run"), "run")
-        resume = build(CheckpointOptions, _inside(given, "checkpoint"), "checkpoint").resume
-        found = _from_checkpoint(Path(run.dir)) if resume else None
-        if found is None and address.startswith(HUB_PREFIX) and not own.get("init_config"):
-            values, source = dict.fromkeys(wanted), f"from {address}"
-        else:
-            try:
-                config, where = found or (_from_pretrained(address, str(own.get("init_config", ""))), address)
-            except RecipeError as exc:
-                raise exc.with_origins({"model.init_from": given["model.init_from"].source}) from exc
-            values, source = architecture_values(config), f"init_from {where}"
-        if str(own.get("resize_vocab", "")).lower() in ("true", "1"):
-            values.pop("vocab_size", None)
-    else:
+    """Return the model fields that no source gave: those of the run's checkpoint, or of the pretrained model."""
+    own = inside(given, "model")
+    address, init_config = (str(own.get(name, Given("", "")).value) for name in ("init_from", "init_config"))
+    missing = {name for name in leaves(ModelOptions) if name not in _NOT_ARCHITECTURE} - own.keys()
+    if not address or all(name.startswith("rope_scaling.") for name in missing):
         return {}
-    return {f"model.{name}": Given(value, source) for name, value in values.items() if name not in own}
+    resume = build(CheckpointOptions, inside(given, "checkpoint"), "checkpoint").resume
+    config = _from_checkpoint(Path(build(RunOptions, inside(given, "run"), "run").dir)) if resume else None
+    if config is None and address.startswith(HUB_PREFIX) and not init_config:
+        return {f"model.{name}": Given(None, f"from {address}") for name in missing}
+    values = architecture_values(config or _from_pretrained(address, init_config))
+    if "resize_vocab" in own and str(own["resize_vocab"].value).lower() == "true":
+        values.pop("vocab_size")
+    return {f"model.{name}": Given(values[name], f"init_from {address}") for name in missing & values.keys()}
 
 
-def _inside(given: Mapping[str, Given], table: str) -> dict[str, Given]:
-    return {name.partition(".")[2]: value for name, value in given.items() if name.startswith(f"{table}.")}
-
-
-def _from_checkpoint(out: Path) -> tuple[LlamaConfig, str] | None:
-    """Return the architecture of the newest readable checkpoint of a run, and its path; None if there is none."""
+def _from_checkpoint(out: Path) -> LlamaConfig | None:
+    """Return the architecture of the newest readable checkpoint of a run; None if there is none."""
     from lt_ckpt import Checkpoint, CheckpointError, list_steps
     from lt_model import LlamaConfig
 
     for _, path in list_steps(out / "checkpoints"):  # newest first
-        try:
-            return LlamaConfig.from_dict(Checkpoint.open(path).manifest.model), str(path)
-        except CheckpointError:
-            continue  # damaged: resuming reports it and uses an older one
+        with suppress(CheckpointError):  # damaged: resuming reports it and uses an older one
+            return LlamaConfig.from_dict(Checkpoint.open(path).manifest.model)
     return None
 
 
@@ -255,38 +209,25 @@ def complete(resolved: ResolvedRecipe) -> ResolvedRecipe:
     Raises:
         RecipeError: the model cannot be read, or its architecture contradicts the recipe.
     """
-    recipe, origins = resolved.recipe, dict(resolved.origins)
-    pending = {name.removeprefix("model.") for name in resolved.pending}
-    if pending:
-        model = recipe.model
-        values = architecture_values(_from_pretrained(model.init_from, model.init_config))
-        filled = {name: value for name, value in values.items() if name in pending}
-        origins |= {f"model.{name}": f"init_from {model.init_from}" for name in filled}
-        given = {name: value for name, value in flatten(model.model_dump()).items() if name not in pending}
-        sections = {name: getattr(recipe, name) for name in Recipe.model_fields}
-        recipe = Recipe(**{**sections, "model": ModelOptions(**unflatten(given | filled))})
-        origins = {name: DEFAULT if text.startswith(PENDING) else text for name, text in origins.items()}
-    is_stored = recipe.data.source_kind in ("store", "mixture")  # with other rows a tokenizer has no effect
-    name = _tokenizer_name(recipe.data) if is_stored and origins.get("data.tokenizer", DEFAULT) == DEFAULT else ""
-    if name:
-        recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"tokenizer": name})})
-        origins["data.tokenizer"] = "the store's"
-    return replace(resolved, recipe=recipe, origins=origins)
-
-
-def _tokenizer_name(data: DataOptions) -> str:
-    """Return the name of the tokenizer of the first store; "" if there is none here."""
     from lt_data import DataError, TokenStore
 
-    for path in data.store_paths().values():
-        try:
-            return TokenStore.open(path).manifest.tokenizer.name
-        except DataError:
-            break  # reported where the data is opened
-    return ""
+    model, pending, origins = resolved.recipe.model, resolved.pending, resolved.origins
+    if pending:
+        values = architecture_values(_from_pretrained(model.init_from, model.init_config))
+        filled = {f"model.{name}": Given(value, f"init_from {model.init_from}") for name, value in values.items()}
+        known = {name: Given(value, origins[name]) for name, value in values_of(resolved.recipe).items()}
+        known = {name: value for name, value in known.items() if name not in pending}
+        resolved = _resolve(known | {name: value for name, value in filled.items() if name in pending})
+    data = resolved.recipe.data
+    if data.source_kind in ("store", "mixture") and resolved.origins["data.tokenizer"] == DEFAULT:
+        with suppress(DataError):  # reported where the data is opened
+            name = TokenStore.open(next(iter(data.store_paths().values()))).manifest.tokenizer.name
+            recipe = resolved.recipe.model_copy(update={"data": data.model_copy(update={"tokenizer": name})})
+            return replace(resolved, recipe=recipe, origins={**resolved.origins, "data.tokenizer": "the store's"})
+    return resolved
 
 
-def _engines(given: Mapping[str, Given], selected: str, recipe: Mapping[str, Given]) -> dict[str, Any]:
+def _engines(given: Mapping[str, Given]) -> dict[str, Any]:
     """Make the section of the selected and each mentioned engine; a raw table if its package is not installed.
 
     Raises:
@@ -294,42 +235,23 @@ def _engines(given: Mapping[str, Given], selected: str, recipe: Mapping[str, Giv
     """
     from lt_trainer.engine import engine_names, engine_spec
 
-    installed = engine_names()
-    allowed = sorted({*installed, *ENGINE_PACKAGES})
-    if selected not in allowed:
-        raise RecipeError(
-            "unknown engine",
-            values={"run.engine": selected},
-            origins={"run.engine": recipe["run.engine"].source},
-            remedy=f"installed here: {', '.join(installed) or 'none'}; lt has {', '.join(ENGINE_PACKAGES)}",
-        )
-    tables: dict[str, dict[str, Given]] = {selected: {}}
-    for dotted, value in given.items():
-        name, _, option = dotted.partition(".")
-        if value.value == {} and not option and (not name or name in allowed):
-            continue
-        if not option or name not in allowed:
-            raise RecipeError(
-                "not an engine option",
-                values={f"engine.{dotted}": value.value},
-                origins={f"engine.{dotted}": value.source},
-                remedy=f"write engine.<name>.<option>; the names are {', '.join(allowed)}",
-            )
-        tables.setdefault(name, {})[option] = value
+    installed, selected = engine_names(), given.get("run.engine", Given(default_of(RunOptions, "engine"), "")).value
+    tables: dict[str, dict[str, Given]] = {str(selected): {}}
+    for name, value in inside(given, "engine").items():
+        engine, _, option = name.partition(".")
+        if not option and value.value != {}:
+            raise RecipeError("not a value but a section", values={f"engine.{name}": value.value})
+        tables.setdefault(engine, {}).update({option: value} if option else {})
+    for name in tables.keys() - {*installed, *ENGINE_PACKAGES}:
+        field = "run.engine" if name == selected else f"engine.{name}"
+        remedy = f"installed here: {', '.join(installed) or 'none'}; lt has {', '.join(ENGINE_PACKAGES)}"
+        raise RecipeError("unknown engine", values={field: name}, remedy=remedy)
     return {
         name: build(engine_spec(name).options, table, f"engine.{name}")
         if name in installed
-        else unflatten({option: _parse_raw(value.value) for option, value in table.items()})
+        else unflatten({key: str(value) if isinstance(value, Text) else value for key, (value, _) in table.items()})
         for name, table in tables.items()
     }
-
-
-def _parse_raw(value: Any) -> Any:
-    """Parse a value of unknown type as TOML; if it is not TOML, it stays text."""
-    try:
-        return tomllib.loads(f"value = {value}")["value"] if isinstance(value, Text) else value
-    except ValueError:
-        return str(value)
 
 
 def engine_options(recipe: Recipe, name: str, options: type[S]) -> S:
@@ -384,20 +306,11 @@ def llama_config(recipe: Recipe, vocab_size: int) -> LlamaConfig:
     if model.init_from and model.vocab_size > vocab_size:
         vocab_size = model.vocab_size  # a pretrained model may have padded or additional rows
     elif model.vocab_size not in (0, vocab_size):
-        raise RecipeError(
-            f"the data's tokenizer has {vocab_size} ids",
-            values={"model.vocab_size": model.vocab_size},
-            remedy="set model.resize_vocab to true to add the missing rows, or prepare the data with the model's "
-            "tokenizer"
-            if model.init_from
-            else f"remove model.vocab_size (VOCAB_SIZE), set it to {vocab_size}, or prepare the data again",
-        )
-    same = set(LlamaConfig.__dataclass_fields__) & set(ModelOptions.model_fields) - {"rope_scaling"}
-    return LlamaConfig(
-        **{name: getattr(model, name) for name in same}
-        | {
-            "vocab_size": vocab_size,
-            "max_position_embeddings": model.max_position_embeddings or recipe.data.seq_len,
-            "rope_scaling": RopeScaling(**model.rope_scaling.model_dump()) if model.rope_scaling.factor != 1 else None,
-        }
-    )
+        remedy = "set model.resize_vocab to true to add the missing rows" if model.init_from else "remove it"
+        problem = f"the data's tokenizer has {vocab_size} ids"
+        raise RecipeError(problem, values={"model.vocab_size": model.vocab_size}, remedy=remedy)
+    same = set(LlamaConfig.__dataclass_fields__) & set(ModelOptions.model_fields)
+    values: dict[str, Any] = {name: getattr(model, name) for name in same} | {"vocab_size": vocab_size}
+    values["max_position_embeddings"] = model.max_position_embeddings or recipe.data.seq_len
+    values["rope_scaling"] = RopeScaling(**model.rope_scaling.model_dump()) if model.rope_scaling.factor != 1 else None
+    return LlamaConfig(**values)

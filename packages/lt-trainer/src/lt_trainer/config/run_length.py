@@ -8,23 +8,41 @@ nearest step, and at least one.
 Cost: the store's manifest and the pack's header for epochs; nothing otherwise.
 """
 
-from __future__ import annotations
-
 import re
+from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from lt_trainer.config.data_section import DataOptions
+from lt_trainer.config.section import Given, build, inside
+from lt_trainer.config.sections import BatchOptions, ScheduleOptions
 from lt_trainer.errors import RecipeError
 
-if TYPE_CHECKING:
-    from lt_trainer.config.data_section import DataOptions
-    from lt_trainer.config.sections import BatchOptions
-
 MAX_STEPS, WARMUP_STEPS = "schedule.max_steps", "schedule.warmup_steps"
-_NUMBER = r"(\d+(?:\.\d+)?|\.\d+)"
-EPOCHS_PATTERN = re.compile(_NUMBER + r"\s*epochs?")
-PERCENT_PATTERN = re.compile(_NUMBER + r"\s*%")
+_NUMBER = r"(\d+(?:\.\d+)?|\.\d+)\s*"
+_PATTERNS = {MAX_STEPS: re.compile(_NUMBER + "epochs?"), WARMUP_STEPS: re.compile(_NUMBER + "%")}
+
+
+def steps_from_words(given: Mapping[str, Given]) -> dict[str, Given]:
+    """Return the run lengths in words among a recipe's values as steps.
+
+    Raises:
+        RecipeError: epochs that cannot be counted.
+    """
+    epochs, share = (parse_run_length(name, given[name].value) if name in given else None for name in _PATTERNS)
+    steps: dict[str, Given] = {}
+    if epochs is not None:
+        data = build(DataOptions, inside(given, "data"), "data")
+        batch = build(BatchOptions, inside(given, "batch"), "batch")
+        number, text = steps_from_epochs(epochs, data, batch)
+        steps[MAX_STEPS] = Given(number, f"{given[MAX_STEPS].source}: {text}")
+    if share is not None:
+        schedule = inside({**given, **steps, WARMUP_STEPS: Given(0, "")}, "schedule")
+        max_steps = build(ScheduleOptions, schedule, "schedule").max_steps
+        text = f"{given[WARMUP_STEPS].source}: {float(100 * share):g} % of {max_steps:,}"
+        steps[WARMUP_STEPS] = Given(steps_from_fraction(share, max_steps), text)
+    return steps
 
 
 def parse_run_length(name: str, value: Any) -> Fraction | None:
@@ -38,11 +56,8 @@ def parse_run_length(name: str, value: Any) -> Fraction | None:
         >>> parse_run_length("schedule.warmup_steps", "3 epochs") is None
         True
     """
-    pattern = {MAX_STEPS: EPOCHS_PATTERN, WARMUP_STEPS: PERCENT_PATTERN}.get(name)
-    match = pattern.fullmatch(value.strip()) if pattern is not None and isinstance(value, str) else None
-    if match is None:
-        return None
-    return Fraction(match[1]) / (100 if name == WARMUP_STEPS else 1)
+    match = _PATTERNS[name].fullmatch(value.strip()) if isinstance(value, str) else None
+    return None if match is None else Fraction(match[1]) / (100 if name == WARMUP_STEPS else 1)
 
 
 def steps_from_fraction(share: Fraction, max_steps: int) -> int:
@@ -61,24 +76,18 @@ def steps_from_epochs(epochs: Fraction, data: DataOptions, batch: BatchOptions) 
     Raises:
         RecipeError: rows that are not from one store and of one length, a batch ramp, or data that is not here.
     """
-    remedy = "set schedule.max_steps (MAX_STEPS) to a number"
-    shown = {"data.store": data.store}
+    shown, remedy = {"data.store": data.store}, "set schedule.max_steps (MAX_STEPS) to a number"
     if not data.store or data.packing == "buckets" or batch.ramp.start:
         problem = "epochs need a single data.store with rows of one length and a constant batch size"
-        remedy = f"{remedy}; lt data steps-per-epoch counts rows per length"
         raise RecipeError(problem, values=shown | {"data.packing": data.packing}, remedy=remedy)
     if not Path(data.store).exists():
-        problem = "epochs are counted in the store, which does not exist here"
-        raise RecipeError(problem, values=shown, remedy=f"{remedy}, or resolve the recipe where the data is")
+        raise RecipeError("epochs are counted in the store, which does not exist here", values=shown, remedy=remedy)
     from lt_data import TokenStore, open_pack
 
     rows = open_pack(TokenStore.open(data.store, packs=data.packs), seq_len=data.seq_len, mode=data.packing).n_rows
     steps, left = divmod(int(epochs * rows), batch.global_batch_size)
-    if not steps:
-        raise RecipeError(
-            f"{float(epochs):g} epochs of {rows:,} rows are less than one step",
-            values={"batch.global_batch_size": batch.global_batch_size, **shown},
-            remedy=f"set batch.global_batch_size (GLOBAL_BATCH_SIZE) to at most {max(1, int(epochs * rows))}",
-        )
     words = f"{float(epochs):g} epoch{'s' * (epochs != 1)} of {rows:,} rows"
+    if not steps:
+        shown["batch.global_batch_size"] = str(batch.global_batch_size)
+        raise RecipeError(f"{words} are less than one step", values=shown)
     return steps, f"{words}, {batch.global_batch_size:,} per step; {left:,} rows left over"

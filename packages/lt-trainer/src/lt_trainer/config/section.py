@@ -1,19 +1,17 @@
 """Sections of recipes and profiles: frozen pydantic models, checked when they are made.
 
-A field is `name: type = option(default, help)`; limits such as `ge=1` are pydantic's. `needs` lists fields without
-effect unless another one is set: they are refused, because their author expected an effect. Other checks are model
-validators that raise `self.wrong("fields", problem, remedy)`. Whatever is refused, by pydantic or by us, becomes one
-`RecipeError` that names field, value and source (`recipe_error`).
+A field is `name: type = option(default, help)`; limits such as `ge=1` are pydantic's, and so is the conversion of text.
+`needs` lists fields without effect unless another one is set: they are refused, because their author expected an
+effect. Other checks are in `check`, which raises `self.wrong("fields", problem, remedy)`. Whatever is refused, by
+pydantic or by us, becomes one `RecipeError` that names field, value and source (`recipe_error`).
 
-Values come typed (TOML, Python) or as text (`--set`, hyperparameters, see `parse_text`); pydantic converts text to the
-type of the field. A value has a dotted name (`optimizer.lr`): `flatten` and `unflatten` convert nested tables.
+A value has a dotted name (`optimizer.lr`): `flatten` and `unflatten` convert nested tables.
 
 Cost: pydantic takes about 0.1 s to import, and under 1 ms to check a recipe.
 """
 
 import difflib
 import functools
-import re
 import tomllib
 import typing
 from collections.abc import Iterable, Mapping
@@ -26,18 +24,25 @@ from lt_trainer.errors import RecipeError
 
 S = TypeVar("S", bound="Section")
 
-
-_WORDS = {int: "an integer", float: "a number", bool: "true or false"}
+_WORDS = {
+    "Value error, ": "",
+    "Input should be": "must be",
+    "String should match pattern": "must match",
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+    "a valid tuple": "a list",
+}
+"""Pydantic's words and ours."""
 
 
 class Text(str):
-    """Text form of a value, to be converted to the type of its field."""
+    """Text form of a value, which may also stand for a list."""
 
 
 def option(default: Any, help: str, *, unit: str = "", hyperparameter: str = "", **limits: Any) -> Any:
     """Return a field with description, unit, hyperparameter name and pydantic's limits."""
-    extra: dict[str, Any] = {name: text for name, text in (("unit", unit), ("hyperparameter", hyperparameter)) if text}
-    return Field(default, description=help, json_schema_extra=extra or None, **limits)
+    extra: dict[str, Any] = {"unit": unit, "hyperparameter": hyperparameter}
+    return Field(default, description=help, json_schema_extra=extra, **limits)
 
 
 class _Checked(type(BaseModel)):
@@ -53,9 +58,13 @@ class _Checked(type(BaseModel)):
 class Section(BaseModel, metaclass=_Checked):
     """Base of all sections."""
 
+    def __init_subclass__(cls, *, table: str = "", **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.table = table
+
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
     table: ClassVar[str] = ""
-    """Dotted name of the section, "" where it has none of its own."""
+    """Dotted name of the section, an argument of its class; "" where it has none of its own."""
     needs: ClassVar[tuple[tuple[str, ...], ...]] = ()
     """Fields, separated by spaces; another one without which they have no effect; its values, or none for any value
     but its default."""
@@ -64,18 +73,14 @@ class Section(BaseModel, metaclass=_Checked):
     @classmethod
     def _read(cls, value: Any, info: ValidationInfo) -> Any:
         hint = cls.model_fields[info.field_name or ""].annotation
-        if isinstance(value, Text):
-            if typing.get_origin(hint) is tuple:  # --set metrics.sinks=wandb,tensorboard
-                return [part.strip() for part in value.strip("[] ").split(",") if part.strip()]
-            if typing.get_origin(hint) is Literal and True in typing.get_args(hint):
-                return {"true": True, "1": True, "false": False, "0": False}.get(value.lower(), str(value))
-            return str(value)
-        if hint in _WORDS and (isinstance(value, str) or (hint is bool) != isinstance(value, bool)):
-            raise ValueError(f"expected {_WORDS[hint]}")
-        return value
+        if isinstance(value, Text) and typing.get_origin(hint) is tuple:  # --set metrics.sinks=wandb,tensorboard
+            return [part.strip() for part in value.strip("[] ").split(",") if part.strip()]
+        if isinstance(value, str) and typing.get_origin(hint) is Literal and True in typing.get_args(hint):
+            return {"true": True, "false": False}.get(value.lower(), str(value))
+        return str(value) if isinstance(value, Text) else value
 
     @model_validator(mode="after")
-    def _have_effect(self) -> typing.Self:
+    def _check_all(self) -> typing.Self:
         for names, other, *values in self.needs:
             given = getattr(self, other)
             if given in values if values else given != default_of(type(self), other):
@@ -85,11 +90,21 @@ class Section(BaseModel, metaclass=_Checked):
                     choice = f" to {values[0]}" if values else ""
                     problem = f"has no effect with {other} = {given!r}"
                     raise self.wrong(name, problem, f"set {other}{choice}, or remove {name}")
+        self.check()
         return self
+
+    def check(self) -> None:
+        """Check what depends on several fields.
+
+        Raises:
+            RecipeError: they contradict each other; made by `wrong`.
+        """
 
     def wrong(self, names: str, problem: str, remedy: str = "") -> RecipeError:
         """Return an error about fields of this section, `names` separated by spaces."""
-        return RecipeError(problem, values={name: self.value(name) for name in names.split()}, remedy=remedy)
+        values = {name: self.value(name) for name in names.split()}
+        shown = {name: list(value) if isinstance(value, dict) else value for name, value in values.items()}
+        return RecipeError(problem, values=shown, remedy=remedy)
 
     def value(self, name: str) -> Any:
         """Return the value of a dotted name, such as `optimizer.lr` of a recipe."""
@@ -153,8 +168,6 @@ def unflatten(values: Mapping[str, Any]) -> dict[str, Any]:
             inner = inner.setdefault(parent, {})
             if not isinstance(inner, dict):
                 raise RecipeError(f"{parent} takes a value, not a table", values={dotted: value})
-        if isinstance(inner.get(name), dict) and not isinstance(value, Mapping):
-            raise RecipeError("not a value but a section", values={dotted: value})
         inner[name] = inner.get(name, {}) if value == {} else value
     return table
 
@@ -164,6 +177,11 @@ class Given(NamedTuple):
 
     value: Any
     source: str
+
+
+def inside(given: Mapping[str, Given], table: str) -> dict[str, Given]:
+    """Return the values of a table by their names within it."""
+    return {name.partition(".")[2]: value for name, value in given.items() if name.startswith(f"{table}.")}
 
 
 def build(cls: type[S], given: Mapping[str, Given], table: str = "") -> S:
@@ -184,7 +202,7 @@ def build(cls: type[S], given: Mapping[str, Given], table: str = "") -> S:
 def parse_text(text: str) -> Any:
     """Return the value of a text: TOML where it is quoted or in brackets, else text for the field to convert."""
     text = text.strip()
-    if text[:1] in ('"', "'", "[", "{") and text:
+    if text.startswith(('"', "'", "[", "{")):
         try:
             value = tomllib.loads(f"value = {text}")["value"]
             return Text(value) if isinstance(value, str) else value
@@ -206,44 +224,28 @@ def recipe_error(exc: ValidationError, cls: type[Section], table: str = "") -> R
     error = min(exc.errors(include_url=False), key=lambda error: error["type"] != "extra_forbidden")
     loc = [str(part) for part in error["loc"] if not isinstance(part, int) and part != "[key]"]
     name, kind, value, message = ".".join(filter(None, [table, *loc])), error["type"], error["input"], error["msg"]
-    context = error.get("ctx", {})
-    own = context.get("error")
+    own = error.get("ctx", {}).get("error")
     if isinstance(own, RecipeError):
         values = {f"{name}.{field}" if name else field: shown for field, shown in own.values.items()}
         return RecipeError(own.problem, values=values, remedy=own.remedy, origins=own.origins)
     if kind == "extra_forbidden":
-        return RecipeError("unknown field", values={name: value}, remedy=_known_fields(name, cls, table, loc))
+        known = list(leaves(cls, f"{table}." if table else "", entry=loc[-2] if len(loc) > 2 else ""))
+        return RecipeError("unknown field", values={name: value}, remedy=_known_fields(name, known))
     if kind == "missing":
         return RecipeError(f"{name} is missing")
     if kind.startswith(("model_", "dict_")):
         return RecipeError("not a value but a section", values={name: value}, remedy="set its fields")
-    if kind == "string_pattern_mismatch":
-        message = f"must match {context['pattern']}"
-    if kind == "string_unicode":
-        message = "not valid Unicode; use text that can be encoded as UTF-8"
-    choices = re.findall(r"'([^']*)'", str(context.get("expected", "")))
-    similar = suggest(value, choices) if isinstance(value, str) else ""
-    for ours in (
-        ("Value error, ", ""),
-        ("Input should be", "must be"),
-        ("greater than or equal to", "at least"),
-        ("a valid tuple", "a list"),
-    ):
-        message = message.replace(*ours)
-    message = message.replace("less than or equal to", "at most").partition(", unable")[0]
+    for theirs, ours in _WORDS.items():
+        message = message.replace(theirs, ours)
     values = {} if kind == "value_error" and isinstance(value, dict | BaseModel) else {name: value}
-    return RecipeError(message, values=values, remedy=f"did you mean {similar!r}?" if similar else "")
+    return RecipeError(message.partition(", unable")[0], values=values)
 
 
-def _known_fields(name: str, cls: type[Section], table: str, loc: list[str]) -> str:
+def _known_fields(name: str, known: list[str]) -> str:
     """Return which known field an unknown one may be meant to be."""
-    entry = loc[-2] if len(loc) > 2 else ""
-    known = list(leaves(cls, f"{table}." if table else "", entry=entry))
     parent, _, last = name.rpartition(".")
-    by_last = {field.rpartition(".")[2]: field for field in reversed(known)}
+    same = [field for field in known if field.rpartition(".")[2] == last]
+    similar = same[0] if same else suggest(name, known)
     inside = [field for field in known if field.rpartition(".")[0] == parent]
-    similar = by_last.get(last) or suggest(name, inside) or by_last.get(suggest(last, by_last), "")
-    if similar:
-        return f"did you mean {similar}?"
     sections = {field.split(".")[0] for field in known}
-    return f"there are {', '.join(inside or sorted(sections))}"
+    return f"did you mean {similar}?" if similar else f"there are {', '.join(inside or sorted(sections))}"

@@ -1,0 +1,87 @@
+"""The section `[model]`: Llama architecture and initial weights."""
+
+from typing import TYPE_CHECKING, Any
+
+from pydantic import model_validator
+
+from lt_trainer.config.section import Section, flatten, option, suggest, unflatten
+from lt_trainer.errors import RecipeError
+
+if TYPE_CHECKING:
+    from lt_model import LlamaConfig
+
+
+class RopeScalingOptions(Section, table="model.rope_scaling"):
+    """`[model.rope_scaling]`: Llama-3.1 scaling of rotary wavelengths; a factor of 1 means none."""
+
+    needs = (("low_freq_factor high_freq_factor original_max_position_embeddings", "factor"),)
+
+    factor: float = option(1.0, "factor by which long wavelengths are scaled; 1 = none", ge=1)
+    low_freq_factor: float = option(1.0, "wavelengths above original context / this are scaled fully", gt=0)
+    high_freq_factor: float = option(4.0, "wavelengths below original context / this are not scaled", gt=0)
+    original_max_position_embeddings: int = option(8192, "context length before scaling", unit="tokens", ge=1)
+
+    def check(self) -> None:
+        """Check the order of the factors."""
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise self.wrong("low_freq_factor high_freq_factor", "low_freq_factor must be below high_freq_factor")
+
+
+class ModelOptions(Section, table="model"):
+    """Llama architecture and initial weights; missing fields take the values of `preset`."""
+
+    needs = (("init_config allow_tokenizer_mismatch resize_vocab", "init_from"),)
+
+    preset: str = option("", "preset (see `lt model list`); fields that are given override it")
+    vocab_size: int = option(0, "ids, as many as the data's; 0 = the data's", hyperparameter="VOCAB_SIZE", ge=0)
+    hidden_size: int = option(768, "width of the residual stream", hyperparameter="HIDDEN_SIZE", ge=1)
+    intermediate_size: int = option(2072, "width of feed-forward blocks", hyperparameter="INTERMEDIATE_SIZE", ge=1)
+    n_heads: int = option(12, "attention heads", hyperparameter="N_HEADS", ge=1)
+    n_kv_heads: int = option(12, "key and value heads", hyperparameter="N_KV_HEADS", ge=1)
+    n_layers: int = option(12, "transformer blocks", hyperparameter="N_LAYERS", ge=1)
+    max_position_embeddings: int = option(0, "maximum context length; 0 = data.seq_len", unit="tokens", ge=0)
+    rope_theta: float = option(10000.0, "base of the rotary wavelengths", gt=0)
+    norm_eps: float = option(1e-5, "epsilon of the RMS norms", gt=0)
+    tie_word_embeddings: bool = option(False, "share the matrix of input embedding and output head")
+    rope_scaling: RopeScalingOptions = RopeScalingOptions()
+    init_from: str = option("", "pretrained model in any format of `lt ckpt`, or hf://org/name@revision")
+    init_config: str = option("", "config.json of init_from, if its format has none")
+    allow_tokenizer_mismatch: bool = option(False, "allow data whose token ids differ from those of init_from")
+    resize_vocab: bool = option(False, "fit init_from's vocabulary to the data's: new rows are the mean of the others")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_preset(cls, values: Any) -> Any:
+        if isinstance(values, dict) and isinstance(preset := values.get("preset"), str) and preset:
+            return unflatten(preset_values(preset) | flatten(values))
+        return values
+
+    def check(self) -> None:
+        """Check the sizes of the heads."""
+        if self.hidden_size % (2 * self.n_heads):
+            remedy = f"use a multiple of {2 * self.n_heads}, or another number of heads"
+            raise self.wrong("hidden_size n_heads", "the head size must be an even number", remedy)
+        if self.n_heads % self.n_kv_heads:
+            raise self.wrong("n_heads n_kv_heads", "n_heads must be a multiple of n_kv_heads")
+        if self.preset and self.init_from:
+            raise self.wrong("preset init_from", "the pretrained model has its own architecture", "remove one of them")
+
+
+def architecture_values(config: "LlamaConfig") -> dict[str, Any]:
+    """Return the fields of `[model]` that describe `config`, by name within the section."""
+    return flatten({name: value for name, value in config.to_dict().items() if value is not None})
+
+
+def preset_values(name: str) -> dict[str, Any]:
+    """Return the fields of `[model]` that a preset sets; the vocabulary stays the data's.
+
+    Raises:
+        RecipeError: there is no such preset.
+    """
+    from lt_model import PRESETS
+
+    if name not in PRESETS:
+        similar = suggest(name, PRESETS)
+        remedy = f"{f'did you mean {similar}? ' if similar else ''}the presets are {', '.join(PRESETS)}"
+        raise RecipeError("unknown preset", values={"preset": name}, remedy=remedy)
+    return {field: value for field, value in architecture_values(PRESETS[name]).items() if field != "vocab_size"}
