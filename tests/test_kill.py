@@ -296,7 +296,7 @@ def test_a_hundred_kills(trials, reference, capfd: pytest.CaptureFixture[str]) -
         with capfd.disabled():
             print(text, flush=True)  # noqa: T201
 
-    many: KillTrials = trials(int(os.environ.get("LT_SEED", "0")), say=say)
+    many: KillTrials = trials(int(os.environ.get("LT_SEED", "0")), log=say)
     start_s = time.monotonic()
     while many.kills < KILLS:
         ranks, sets = MESHES[many.runs % len(MESHES)]

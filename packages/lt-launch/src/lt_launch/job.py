@@ -8,8 +8,6 @@ decides whether it is complete. A single job is a pipeline of one stage, so that
 Values are checked at construction; errors name the field as in a run file. Nothing here reads a file.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal, Self
@@ -265,7 +263,7 @@ class Pipeline(Section):
         return self
 
     @classmethod
-    def from_job(cls, job: Job, *, out: str = "") -> Pipeline:
+    def from_job(cls, job: Job, *, out: str = "") -> Self:
         """Return a pipeline of one job in `out`, else in the job's run directory, else in runs/NAME."""
         return cls(name=job.name, stages=(Stage(job=job),), out=out or job.run_dir or f"runs/{job.name}")
 

@@ -4,8 +4,6 @@ If that command dies, a guard beside the processes ends them, so that none is or
 process launches them instead.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

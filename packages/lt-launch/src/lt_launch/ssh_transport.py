@@ -1,7 +1,5 @@
 """Transport over ssh: options of the profile, hosts, and command lines."""
 
-from __future__ import annotations
-
 import math
 import shlex
 from collections.abc import Mapping, Sequence

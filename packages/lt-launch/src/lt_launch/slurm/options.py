@@ -1,7 +1,5 @@
 """Options in the table `[slurm]` of a profile."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator
