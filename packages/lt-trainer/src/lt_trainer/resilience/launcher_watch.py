@@ -9,6 +9,7 @@ Cost: one system call per second.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import threading
@@ -41,8 +42,6 @@ def stop_when_launcher_dies() -> None:
 def _exists(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # it runs as another user
-        pass
+    except OSError as exc:
+        return exc.errno == errno.EPERM  # it runs as another user
     return True

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -20,7 +21,7 @@ STAGES = ("start", "data", "step", "sync_stop", "fetch_metrics", "validate", "ev
 """Stages that the loop marks, in the order of one step."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RankReport:
     """Place of a rank in the run, and the error of its own that ended it, if any."""
 
@@ -67,6 +68,19 @@ def read_reports(folder: Path) -> dict[int, RankReport]:
             report = RankReport(**json.loads(path.read_bytes()))
             reports[report.rank] = report
     return reports
+
+
+def is_gone(start: RankReport | None) -> bool:
+    """Return True if the process of a rank is known to have ended: it ran on this host, and the kernel has it no more.
+
+    A process that its parent has not asked for yet (a zombie) has ended, too.
+    """
+    if start is None or start.host != socket.gethostname() or not Path("/proc/self").exists():
+        return False
+    try:
+        return Path(f"/proc/{start.pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 def find_cause(reports: Mapping[int, RankReport], starts: Mapping[int, RankReport], world_size: int, logs: Path) -> str:

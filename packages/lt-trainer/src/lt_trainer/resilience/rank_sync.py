@@ -27,21 +27,20 @@ def run_on_rank0(control: Control, is_rank0: bool, action: Callable[[], str]) ->
     Raises:
         TrainerError: on all ranks, with the message of the error on rank 0; or CheckpointError.
     """
-    result: dict[str, str | int] = {}
-    failure: CheckpointError | TrainerError | None = None
+    value, failure = "", None
     if is_rank0:
         try:
-            result = {"value": action()}
+            value = action()
         except (CheckpointError, TrainerError) as exc:
-            failure, result = exc, {"error": str(exc), "exit_code": exc.exit_code}
-    result = control.broadcast(result)
+            failure = exc
+    value, error, exit_code = control.broadcast([value, str(failure or ""), failure.exit_code if failure else 0])
     if failure is not None:
         raise failure
-    if "error" in result:
-        error = CheckpointError(str(result["error"]))
-        error.exit_code = int(result["exit_code"])
-        raise error
-    return str(result["value"])
+    if exit_code:
+        raised = CheckpointError(error)
+        raised.exit_code = exit_code
+        raise raised
+    return value
 
 
 def run_with_keepalive(

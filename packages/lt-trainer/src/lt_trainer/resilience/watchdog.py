@@ -26,26 +26,20 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from lt_trainer.constants import EXIT_REQUEUE
 from lt_trainer.errors import PeerError
-from lt_trainer.resilience.rank_report import (
-    ALIVE_FOLDER,
-    STAGES,
-    RankReport,
-    find_cause,
-    read_reports,
-    write_report,
-)
+from lt_trainer.resilience import rank_report
+from lt_trainer.resilience.rank_report import RankReport
 
 if TYPE_CHECKING:
     from lt_trainer.run_directory.jsonl import RankLog
 
 POLLS_PER_TIMEOUT, MIN_POLL_S, MAX_POLL_S = 40, 0.05, 5.0
 MAX_WAIT_S = 15.0
-"""Time to wait for the reports of all ranks, at most; half of a shorter timeout."""
+"""Time to wait for the reports of all ranks, at most; half of a shorter timeout. Ranks that are seen to be gone are not
+waited for."""
 GRACE_POLLS = 6
 """Polls for which a rank may still exit by itself after another has failed."""
 ALARM_MARGIN_S = 30.0
@@ -80,15 +74,15 @@ class Watchdog:
         log: RankLog,
         dump_debug_info: Callable[[], str] = lambda: "",
     ) -> None:
-        self._alive = run / ALIVE_FOLDER
+        self._alive = run / rank_report.ALIVE_FOLDER
         self._trouble = self._alive / f"trouble-{attempt}"
         self._rank, self._world_size, self._log_path = rank, world_size, log.path
         self._timeout_s, self._dump_debug_info = timeout_s, dump_debug_info
         self._poll_s = min(max(timeout_s / POLLS_PER_TIMEOUT, MIN_POLL_S), MAX_POLL_S)
-        self._mark = (STAGES[0], -1)
+        self._mark = (rank_report.STAGES[0], -1)
         self._marked_at = self._armed_at = 0.0
         """`time.monotonic`; 0 before the first mark."""
-        self._has_dumped = self._is_leaving = False
+        self._is_leaving = False
         self._log_file = -1
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
@@ -114,7 +108,7 @@ class Watchdog:
         self._is_leaving = True
         self.heartbeat()
         text = self._find_cause()
-        self._log(self._dump_with_timeout())
+        self._log(self._dump())
         self.heartbeat()
         return text
 
@@ -125,9 +119,7 @@ class Watchdog:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         faulthandler.cancel_dump_traceback_later()
         signal.setitimer(signal.ITIMER_REAL, 0)
         self._over.set()
@@ -142,7 +134,7 @@ class Watchdog:
         while not self._over.wait(self._poll_s):
             if self._trouble.is_dir() and not self._is_leaving:
                 self._report(self._trouble)
-                polls_after_failure += any(report.error for report in read_reports(self._trouble).values())
+                polls_after_failure += any(report.error for report in rank_report.read_reports(self._trouble).values())
             if self._marked_at and time.monotonic() - self._marked_at > self._timeout_s:
                 self._log(f"the main thread has made no progress for {self._timeout_s:g} s {self._place().place}")
             elif polls_after_failure > GRACE_POLLS:
@@ -157,52 +149,42 @@ class Watchdog:
         text = f"rank {self._rank} exits: {self._find_cause()}"
         if not self._over.is_set():
             self._log(text)
-            dump = self._dump_with_timeout()
+            dump = self._dump()
             self._log(dump)
             with suppress(OSError):  # standard error may be closed
                 os.write(2, f"error: {text}{'; ' if dump else ''}{dump}\n".encode())
             os._exit(EXIT_REQUEUE)
 
     def _find_cause(self) -> str:
-        """Report, wait for the reports of other ranks, and return the cause."""
+        """Report, wait for the reports of the other ranks that are alive, and return the cause."""
         self._report(self._trouble)
-        deadline = time.monotonic() + min(self._timeout_s / 2, MAX_WAIT_S)
+        starts, deadline = (
+            rank_report.read_reports(self._alive),
+            time.monotonic() + min(self._timeout_s / 2, MAX_WAIT_S),
+        )
         while True:
-            reports = read_reports(self._trouble)
-            is_known = len(reports) == self._world_size or any(report.error for report in reports.values())
-            if is_known or time.monotonic() > deadline:
-                break
+            reports = {self._rank: self._place()} | rank_report.read_reports(self._trouble)
+            silent = [rank for rank in range(self._world_size) if rank not in reports]
+            is_known = any(report.error for report in reports.values())
+            if is_known or time.monotonic() > deadline or all(rank_report.is_gone(starts.get(rank)) for rank in silent):
+                return rank_report.find_cause(reports, starts, self._world_size, self._log_path.parent)
             time.sleep(self._poll_s)
-        own = {self._rank: self._place()}
-        return find_cause(own | reports, read_reports(self._alive), self._world_size, self._log_path.parent)
 
-    def _dump_with_timeout(self) -> str:
-        """Dump the engine's diagnostics once, in a thread, since it may hang like the main thread."""
-        if self._has_dumped:
-            return ""
-        self._has_dumped = True
+    def _dump(self) -> str:
+        """Dump the engine's diagnostics in a thread, since that may hang like the main thread, or fail."""
         result: list[str] = []
-
-        def dump() -> None:
-            try:
-                result.append(self._dump_debug_info())
-            except Exception as exc:  # noqa: BLE001 - the rank must exit whatever the dump raises
-                result.append(f"the debug dump failed: {type(exc).__name__}: {exc}")
-
-        thread = threading.Thread(target=dump, name="debug dump", daemon=True)
+        thread = threading.Thread(target=lambda: result.append(self._dump_debug_info()), name="debug dump", daemon=True)
         thread.start()
         thread.join(DEBUG_DUMP_TIMEOUT_S)
         return result[0] if result else ""
 
     def _place(self, error: str = "") -> RankReport:
         stage, step = self._mark
-        return RankReport(
-            rank=self._rank, pid=os.getpid(), host=socket.gethostname(), step=step, stage=stage, error=error
-        )
+        return RankReport(self._rank, os.getpid(), socket.gethostname(), step, stage, error)
 
     def _report(self, folder: Path, error: str = "") -> None:
         with suppress(OSError):  # a full disk must not stop the watchdog; the others say that this rank is silent
-            write_report(folder, self._place(error))
+            rank_report.write_report(folder, self._place(error))
 
     def _log(self, text: str) -> None:
         """Append lines with UTC timestamps to the rank's log."""
