@@ -272,10 +272,6 @@ def tune(
     steps: Annotated[int, typer.Option(help="Timed steps of a probe.", min=1)] = 5,
     warmup: Annotated[int, typer.Option(help="Steps before them, with the first one.", min=1)] = 2,
     timeout: Annotated[float, typer.Option(help="Seconds after which a probe is ended.", min=1)] = 600.0,
-    max_probes: Annotated[int, typer.Option(help="Limit of probes; 0 for none.", min=0)] = 0,
-    device: Annotated[
-        str, typer.Option(help="Device as for plan, such as h100: begin with what fits there by the plan.")
-    ] = "",
     journal: Annotated[
         Path | None, typer.Option(help="File of results; default RUN.tune.jsonl.", show_default=False)
     ] = None,
@@ -291,18 +287,21 @@ def tune(
     measured, and the same command goes on from the journal. The global batch stays the same.
     """
     import signal
+    from functools import partial
 
     from lt_trainer.config.recipe import complete
     from lt_trainer.resilience.stop_signals import install_handlers
-    from lt_trainer.tuning.probe import ProbeCommand
-    from lt_trainer.tuning.tune import TuneOptions, probe_arguments, tune_recipe
+    from lt_trainer.tuning.probe import run_probe
+    from lt_trainer.tuning.tune import tune_recipe
 
     install_handlers(signal.default_int_handler)  # a scheduler's stop ends the probe and shows the results, too
-    options = TuneOptions(ranks=nproc_per_node, steps=steps, warmup=warmup, device=device, max_probes=max_probes)
-    arguments = probe_arguments(str(recipe), sets or [], hyperparameters, options)
+    options = ["--steps", str(steps), "--warmup", str(warmup)]
+    given = [str(recipe), *options, *(word for text in sets or [] for word in ("--set", text))]
+    given += ["--hyperparameters", str(hyperparameters)] if hyperparameters else []
     tune_recipe(
         complete(_load(recipe, sets, hyperparameters)),
-        ProbeCommand(arguments=arguments, ranks=nproc_per_node, timeout_s=timeout).run,
+        partial(run_probe, given, ranks=nproc_per_node, timeout_s=timeout),
+        ranks=nproc_per_node,
         options=options,
         journal=journal or recipe.with_suffix(".tune.jsonl"),
         out=out,
