@@ -112,7 +112,7 @@ HYPERPARAMETERS = {
 
 @pytest.mark.slow
 def test_ranks_of_a_sagemaker_container(tmp_path: Path, node: dict[str, str]) -> None:
-    """The container of a trn1.2xlarge, which has two cores; its recipe is made of hyperparameters."""
+    """The container of a trn1.2xlarge with two processes; its recipe is made of hyperparameters."""
     make_stores(tmp_path, {"store": 60})
     root = tmp_path / "ml"
     config, data = root / "input" / "config", root / "input" / "data"
@@ -124,5 +124,6 @@ def test_ranks_of_a_sagemaker_container(tmp_path: Path, node: dict[str, str]) ->
     host = {"current_host": "algo-1", "hosts": ["algo-1"], "current_instance_type": "ml.trn1.2xlarge"}
     (config / "resourceconfig.json").write_text(json.dumps(host))
     command = [sys.executable, "-m", "lt_launch", "launch", "sagemaker-entrypoint", "--root", str(root)]
-    done = subprocess.run(command, env=node, cwd=tmp_path, capture_output=True, text=True, check=False)
+    env = node | {"LT_PROCS_PER_NODE": "2"}
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert cores(tmp_path) == {"core-0": "0 of 2", "core-1": "1 of 2"}, done.stdout + done.stderr

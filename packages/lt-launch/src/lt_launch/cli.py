@@ -43,7 +43,7 @@ Run = Annotated[str, typer.Argument(metavar="RUN", help="A launch: its folder (-
 def _target_capacity(on: str, profile: Profile) -> tuple[int, int]:
     """Return the nodes and processes per node of a target; 0 where unknown."""
     if on == "local":
-        from lt_launch.local import count_devices
+        from lt_launch.devices import count_devices
 
         return 1, count_devices()
     if on == "ssh":

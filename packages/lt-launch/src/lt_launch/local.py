@@ -24,7 +24,7 @@ from lt_launch.target import Finding, Launch, RenderedLaunch, StageStatus, Targe
 from lt_trainer.config.section import Section, option
 from lt_trainer.errors import RecipeError
 
-__all__ = ["LocalOptions", "LocalTarget", "LocalTransport", "count_devices"]
+__all__ = ["LocalOptions", "LocalTarget", "LocalTransport"]
 
 
 class LocalOptions(Section, table="local"):
@@ -156,11 +156,3 @@ class LocalTarget:
 
         folder = Path(pipeline.out if pipeline else ".").absolute()
         yield from machine_findings(look(str(folder)), pipeline)
-
-
-def count_devices(root: Path = Path("/dev"), environ: Mapping[str, str] | None = None) -> int:
-    """Count the accelerators visible to a process: NVIDIA devices, else Neuron devices."""
-    visible = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([word for word in visible.split(",") if word.strip() and not word.strip().startswith("-")])
-    return sum(1 for path in root.glob("nvidia*") if path.name[len("nvidia") :].isdigit())

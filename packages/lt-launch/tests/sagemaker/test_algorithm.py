@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from lt_launch.sagemaker.algorithm import HYPERPARAMETER_RANGES, create_algorithm_request, hyperparameter_specifications
+from lt_launch.sagemaker.constraints import load_model_shapes
 from lt_launch.sagemaker.errors import SageMakerError
-from lt_launch.sagemaker.instances import INSTANCE_TYPES
 from lt_trainer.config.hyperparameters import hyperparameter_fields
 from lt_trainer.config.recipe import load
 from lt_trainer.config.section import leaves
@@ -73,7 +73,7 @@ def test_instance_types_are_those_of_the_engine() -> None:
 
     assert types("gpu") == ["ml.p4de.24xlarge", "ml.p5.48xlarge", "ml.p5e.48xlarge", "ml.p5en.48xlarge"]
     assert all("trn1" in kind for kind in types("neuron"))
-    assert set(types("gpu", "neuron")) <= set(INSTANCE_TYPES)
+    assert set(types("gpu", "neuron")) <= set(load_model_shapes()["TrainingInstanceType"]["enum"])
 
 
 def test_limits_are_checked() -> None:

@@ -181,12 +181,11 @@ def test_the_store_in_the_recipe_may_be_the_channel() -> None:
         ({"image": ""}, {}, "sagemaker.image or sagemaker.algorithm is not set"),
         ({"output_path": ""}, {}, "sagemaker.output_path is not set"),
         ({"channels": ()}, {}, 'no channel "train"'),
-        ({"channels": ("train=fsx://fs-0123456789abcdef0/x",)}, {}, "VpcConfig: is required"),
         ({"channels": ("train=fsx://fs-0123456789abcdef0/x?write",)}, {}, "ro or rw"),
         ({}, {"nodes": 2}, "2 instances need one folder"),
         ({}, {"name": "a.job"}, "TrainingJobName"),
         ({}, {"resources": Resources(instance_type="ml.p9.48xlarge")}, "ResourceConfig.InstanceType"),
-        ({}, {"resources": Resources()}, "ResourceConfig.InstanceType: is required"),
+        ({}, {"resources": Resources()}, "job.resources.instance_type is not set"),
         ({"keep_alive_period_s": 21601}, {}, "at most 21600, got 21601"),
         ({}, {"env": {"LONG": "x" * 513}}, "Environment.LONG: must be at most 512 characters, it has 513"),
         ({}, {"recipe": ""}, "only a training job"),
@@ -233,6 +232,7 @@ def test_variables_of_the_profile_travel_and_those_by_name_are_refused() -> None
     assert json.loads(text)["Environment"] == {"A": "profile", "B": "job"}
     with pytest.raises(RecipeError, match=r"job.pass_env = \['HF_TOKEN'\]: SageMaker passes no variables"):
         target.render(Pipeline.from_job(job(pass_env=("HF_TOKEN",))), profile)
+    profile = profile.with_values({"sagemaker.input_mode": "FastFile"}, "test")
     assert target.render(Pipeline.from_job(job()), profile).notes == ()
     told = target.render(Pipeline.from_job(job()), profile.with_values({"setup": ["module load x"]}, "test")).notes
     assert told == ("setup of the profile is not run in containers; put it into the image",)

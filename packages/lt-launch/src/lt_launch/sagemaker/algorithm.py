@@ -13,7 +13,6 @@ from pydantic.fields import FieldInfo
 
 from lt_launch.sagemaker.constraints import check_request
 from lt_launch.sagemaker.errors import SageMakerError
-from lt_launch.sagemaker.instances import PUBLISHED_INSTANCE_TYPES
 from lt_trainer.config.hyperparameters import hyperparameter_fields
 from lt_trainer.config.section import extra_of, leaves
 from lt_trainer.config.sections import Recipe
@@ -45,6 +44,11 @@ HYPERPARAMETER_RANGES: dict[str, tuple[float, float]] = {
 }
 """Smallest and largest value of each number. The recipe rejects values below the lower bound; values above the upper
 bound are typing errors. Contradictions between fields are detected in the container only."""
+PUBLISHED_INSTANCE_TYPES = {
+    "gpu": ("ml.p4de.24xlarge", "ml.p5.48xlarge", "ml.p5e.48xlarge", "ml.p5en.48xlarge"),
+    "neuron": ("ml.trn1.2xlarge", "ml.trn1.32xlarge", "ml.trn1n.32xlarge"),
+}
+"""Instance types of the published algorithm, by the engine in its image."""
 CONTENT_TYPE = "application/octet-stream"
 CHANNELS = (
     ("train", True, "token store made by lt data prepare and lt data pack"),

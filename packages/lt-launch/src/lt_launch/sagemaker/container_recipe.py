@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lt_launch.sagemaker.contract import GRACE_PERIOD_S, PROCS_PER_NODE_VARIABLE, RUN_CHANNEL, Contract
+from lt_launch.devices import count_devices
+from lt_launch.sagemaker.contract import GRACE_PERIOD_S, PROCS_PER_NODE_VARIABLE, RUN_CHANNEL, Contract, engine_of
 from lt_launch.sagemaker.errors import SageMakerError
-from lt_launch.sagemaker.instances import INSTANCE_TYPES
 from lt_launch.sagemaker.recipe_rules import OVERRIDE_PREFIX
 from lt_launch.sagemaker.request import VALIDATION_CHANNEL_PREFIX, channel_for_field
 
@@ -39,13 +39,13 @@ def resolve_recipe(contract: Contract, environ: Mapping[str, str]) -> ResolvedRe
     store = find_store(contract.channels["train"], "train")
     sets = [environ[name] for name in sorted(name for name in environ if name.startswith(OVERRIDE_PREFIX))]
     override_names = {name for name, _, _ in (text.partition("=") for text in sets)}
-    instance_type = INSTANCE_TYPES.get(contract.cluster.instance_type)
+    engine = engine_of(contract.cluster.instance_type)
     base: dict[str, Any] = {
-        "run": {"dir": str(run_dir(contract)), "engine": instance_type.engine if instance_type else "gpu"},
+        "run": {"dir": str(run_dir(contract)), "engine": engine},
         "data": {"store": str(store)},
         "fault_tolerance": {"grace_period_s": GRACE_PERIOD_S},
     }
-    if instance_type and instance_type.engine == "neuron":
+    if engine == "neuron":
         base["engine"] = {"neuron": {"num_neuroncores": procs_per_node(contract, environ)}}
     for channel, folder in contract.channels.items():
         _add_channel(base, channel, folder)
@@ -151,7 +151,7 @@ def _check_nodes(contract: Contract, resolved: ResolvedRecipe) -> None:
     )
 
 
-def procs_per_node(contract: Contract, environ: Mapping[str, str], devices: Path = Path("/dev")) -> int:
+def procs_per_node(contract: Contract, environ: Mapping[str, str], machine: Path = Path("/")) -> int:
     """Return the processes of this host: LT_PROCS_PER_NODE, else its device count, else one.
 
     Raises:
@@ -164,7 +164,4 @@ def procs_per_node(contract: Contract, environ: Mapping[str, str], devices: Path
                 f"{PROCS_PER_NODE_VARIABLE} = {requested!r}: give the number of processes on each host, 1 or more"
             )
         return int(requested)
-    instance_type = INSTANCE_TYPES.get(contract.cluster.instance_type)
-    if instance_type:
-        return instance_type.devices
-    return max(1, sum(path.name.removeprefix("nvidia").isdigit() for path in devices.glob("nvidia*")))
+    return max(1, count_devices(machine, environ))

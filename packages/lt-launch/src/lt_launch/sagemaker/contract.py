@@ -29,6 +29,7 @@ __all__ = [
     "RUN_CHANNEL",
     "Cluster",
     "Contract",
+    "engine_of",
     "natural_sort_key",
     "read_contract",
     "resolve_path",
@@ -98,6 +99,11 @@ class Contract:
     def output_data_dir(self) -> Path:
         """Folder of other output."""
         return self.root / "output" / "data"
+
+
+def engine_of(instance_type: str) -> str:
+    """Return the engine that trains on an instance type."""
+    return "neuron" if instance_type.startswith("ml.trn") else "gpu"
 
 
 def natural_sort_key(name: str) -> tuple[tuple[int, int, str], ...]:

@@ -5,10 +5,8 @@ from typing import Literal, Self
 from pydantic import model_validator
 
 from lt_launch.job import Line
-from lt_launch.sagemaker.aws_names import region_problem
 from lt_launch.sagemaker.errors import SageMakerError
 from lt_trainer.config.section import Section, option
-from lt_trainer.errors import RecipeError
 
 
 class SageMakerOptions(Section, table="sagemaker"):
@@ -45,8 +43,6 @@ class SageMakerOptions(Section, table="sagemaker"):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.region and (problem := region_problem(self.region)):
-            raise RecipeError("is not a region", values={"region": self.region}, remedy=problem.remedy)
         if self.image and self.algorithm:
             raise self.wrong("image algorithm", "a job has either an image or an algorithm", "leave one of them out")
         for name in ("channels", "tags"):

@@ -1,6 +1,6 @@
 """Contradictions of recipe, job and request that the service accepts and the container cannot run.
 
-    instance type    the recipe's engine and the processes per host need the devices of the instance
+    instance type    the recipe's engine trains on it
     channel run      several instances share one writable folder; it is the run directory of a single one, too
     spot             an interrupted job starts from its checkpoints, so it needs a place for them
     grace period     the service kills everything 120 s after its signal
@@ -16,9 +16,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from lt_launch.job import Job
-from lt_launch.sagemaker.contract import GRACE_PERIOD_S, PROCS_PER_NODE_VARIABLE, RUN_CHANNEL
+from lt_launch.sagemaker.contract import GRACE_PERIOD_S, PROCS_PER_NODE_VARIABLE, RUN_CHANNEL, engine_of
 from lt_launch.sagemaker.errors import SageMakerError
-from lt_launch.sagemaker.instances import INSTANCE_TYPES, LOCAL_STORAGE_GB
 from lt_launch.sagemaker.options import SageMakerOptions
 from lt_trainer.config.section import flatten
 from lt_trainer.config.sections import FaultToleranceOptions
@@ -48,7 +47,7 @@ def check_compatible(
     """
     values = flatten(recipe)
     _check_mirror(values, request)
-    _check_devices(values, job)
+    _check_engine(values, job)
     _check_grace_period(values)
     _check_variables(job)
     _check_input_mode(options, request)
@@ -58,16 +57,17 @@ def check_compatible(
 
 def request_notes(request: Mapping[str, Any]) -> tuple[str, ...]:
     """Return warnings on a valid request: channels that are copied to a volume of the default size."""
-    resources, kind = request["ResourceConfig"], request["ResourceConfig"]["InstanceType"]
+    resources = request["ResourceConfig"]
     copied = [
         channel["ChannelName"]
         for channel in request["InputDataConfig"]
         if channel["InputMode"] == "File" and "S3DataSource" in channel["DataSource"]
     ]
-    if copied and kind not in LOCAL_STORAGE_GB and resources["VolumeSizeInGB"] == DEFAULT_VOLUME_GB:
+    if copied and resources["VolumeSizeInGB"] == DEFAULT_VOLUME_GB:
         return (
-            f"{kind} has no local disks, and its volume of {DEFAULT_VOLUME_GB} GB must hold the channels "
-            f"{', '.join(copied)}: set job.resources.volume_gib, or sagemaker.input_mode to FastFile",
+            f"channels {', '.join(copied)} are copied to the local disks of {resources['InstanceType']}, or, if it has "
+            f"none, to a volume of {DEFAULT_VOLUME_GB} GB: set job.resources.volume_gib, or sagemaker.input_mode to "
+            "FastFile",
         )
     return ()
 
@@ -81,20 +81,12 @@ def _check_mirror(values: Mapping[str, Any], request: Mapping[str, Any]) -> None
         )
 
 
-def _check_devices(values: Mapping[str, Any], job: Job) -> None:
+def _check_engine(values: Mapping[str, Any], job: Job) -> None:
     kind, engine = job.resources.instance_type, values.get("run.engine", "gpu")
-    known = INSTANCE_TYPES.get(kind)
-    if known is None:
-        return
-    if known.engine != engine and values.get(f"engine.{engine}.device") != "cpu":
+    if engine != engine_of(kind) and values.get(f"engine.{engine}.device") != "cpu":
         raise SageMakerError(
-            f"run.engine = {engine!r} and job.resources.instance_type = {kind!r}, which the engine {known.engine} "
-            f"trains on; set run.engine to {known.engine!r} in the recipe, or choose another instance type"
-        )
-    if job.procs_per_node > known.max_processes:
-        raise SageMakerError(
-            f"job.procs_per_node = {job.procs_per_node} and job.resources.instance_type = {kind!r}, which has devices "
-            f"for {known.max_processes}; set it to at most {known.max_processes}, or leave it out"
+            f"run.engine = {engine!r} and job.resources.instance_type = {kind!r}, which the engine {engine_of(kind)} "
+            "trains on; change one of them"
         )
 
 

@@ -58,7 +58,7 @@ def create_training_job_request(job: Job, options: SageMakerOptions) -> dict[str
     if not job.recipe:
         raise SageMakerError(f"job {job.name}: only a training job can run here; choose it with --stage")
     recipe = tomllib.loads(job.recipe)
-    _check_required(options)
+    _check_required(job, options)
     spot = {"EnableManagedSpotTraining": True} if options.use_spot_instances else {}
     request: dict[str, Any] = {
         "TrainingJobName": job.name,
@@ -95,7 +95,7 @@ def create_training_job_request(job: Job, options: SageMakerOptions) -> dict[str
         ]
     if options.max_retry_attempts:
         request["RetryStrategy"] = {"MaximumRetryAttempts": options.max_retry_attempts}
-    check_request("CreateTrainingJobRequest", request, region=options.region)
+    check_request("CreateTrainingJobRequest", request)
     check_compatible(recipe, job, options, request)
     return request
 
@@ -155,7 +155,7 @@ def _format_value(value: Any) -> str:
     return value if isinstance(value, str) else format_value(value)
 
 
-def _check_required(options: SageMakerOptions) -> None:
+def _check_required(job: Job, options: SageMakerOptions) -> None:
     required = {
         "sagemaker.role": (options.role, "the ARN of a role with the rights in containers/iam/sagemaker-job.json"),
         "sagemaker.output_path": (options.output_path, "s3://BUCKET/FOLDER for the trained model"),
@@ -163,10 +163,11 @@ def _check_required(options: SageMakerOptions) -> None:
             options.image or options.algorithm,
             "an image in ECR or the ARN of a subscribed algorithm",
         ),
+        "job.resources.instance_type": (job.resources.instance_type, "one such as ml.p5.48xlarge"),
     }
     for name, (value, remedy) in required.items():
         if not value:
-            raise SageMakerError(f"{name} is not set; set it in the profile's [sagemaker] to {remedy}")
+            raise SageMakerError(f"{name} is not set; set it in the run file or profile to {remedy}")
 
 
 def _algorithm(options: SageMakerOptions) -> dict[str, Any]:
