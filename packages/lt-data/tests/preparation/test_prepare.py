@@ -52,6 +52,41 @@ def test_files_and_manifest(store: TokenStore, texts: list[str], tokenizer: Toke
         assert (lengths.size, lengths.sum(), dtype) == (shard["documents"], shard["tokens"], "uint16")
 
 
+def test_texts_in_memory_are_documents(tokenizer: Tokenizer, texts: list[str], tmp_path: Path) -> None:
+    kept = [text for text in texts if text]
+    prepare_documents(iter(kept), tokenizer=tokenizer, out=tmp_path / "texts")
+    prepare_documents([Document(text=text) for text in kept], tokenizer=tokenizer, out=tmp_path / "documents")
+    assert contents(tmp_path / "texts") == contents(tmp_path / "documents")
+    assert TokenStore.open(tmp_path / "texts").n_documents == len(kept)
+
+
+@pytest.mark.parametrize(
+    ("documents", "message"),
+    [
+        ("a text", "a single text; pass a list of texts"),
+        (["a", {"text": "b"}], r"document 2: a dict; give a text or a lt_data\.Document"),
+        (["a", "\ud800"], "document 2: character 0 is half of a surrogate pair"),
+    ],
+)
+def test_what_is_no_text_in_memory(documents: list[str], message: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=message):
+        prepare_documents(documents, tokenizer=tokenizer, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("text", ["It is a text.", "line\nline", "nul\0", "word" * 9999, "see https://a.b " * 9999])
+def test_a_text_is_not_taken_for_a_path(text: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    for sources in ([text], [tmp_path, text]):
+        with pytest.raises(
+            DataError, match=r"no such file or folder \(texts in memory go to prepare_documents\)"
+        ) as info:
+            prepare(sources, tokenizer=tokenizer, out=tmp_path / "out")
+        assert len(str(info.value)) < 250
+    with pytest.raises(DataError, match="a single path; pass a list of paths") as info:
+        prepare(text, tokenizer=tokenizer, out=tmp_path / "out")
+    assert len(str(info.value)) < 250
+
+
 def test_every_document_in_order(store: TokenStore, texts: list[str], tokenizer: Tokenizer) -> None:
     kept = [text for text in texts if text]
     assert store.n_documents == len(kept)

@@ -10,7 +10,7 @@ duplicates are dropped (16 to 32 bytes per distinct document).
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -55,7 +55,7 @@ MAX_NAMED_FILES = 5
 
 
 def prepare_documents(
-    documents: Iterable[Document],
+    documents: Iterable[Document | str],
     *,
     tokenizer: Tokenizer | str | Path,
     out: str | Path,
@@ -78,7 +78,9 @@ def prepare_documents(
     progress: Progress = no_progress,
     notify: NoticeCallback = no_notice,
 ) -> StoreManifest:
-    """Encode the caller's documents and write a token store; arguments and errors as for `prepare`.
+    """Encode the caller's documents, or texts, and write a token store; arguments and errors as for `prepare`.
+
+        prepare_documents(["A text.", "Another one."], tokenizer=tokenizer, out="store")
 
     Only a job over a `DocumentReader` can be resumed and have parts: other documents may differ between runs.
     `extra_files` makes files (by name) that are published with the store, of its manifest. `lock=False` is for a path
@@ -191,8 +193,17 @@ def _check_sizes(workers: int, shard_tokens: int, reader: DocumentReader | None)
         )
 
 
+def _make_documents(documents: Iterable[Document | str]) -> Iterator[Document]:
+    if isinstance(documents, str):
+        raise DataError("documents: a single text; pass a list of texts")
+    for number, document in enumerate(documents, start=1):
+        if not isinstance(document, Document | str):
+            raise DataError(f"document {number}: a {type(document).__name__}; give a text or a lt_data.Document")
+        yield Document(text=document, source=f"document {number}") if isinstance(document, str) else document
+
+
 def _encode_documents(
-    documents: Iterable[Document],
+    documents: Iterable[Document | str],
     reader: DocumentReader | None,
     encoder: Encoder,
     writer: StoreWriter,
@@ -206,7 +217,11 @@ def _encode_documents(
     if reader is not None and writer.source_position[0] > reader.n_files:
         raise DataError(f"{writer.journal}: names file {writer.source_position[0]} of {reader.n_files}; {START_OVER}")
     before = writer.counts.read.documents
-    start = documents if reader is None else reader.documents_from(*writer.source_position, writer.read_prefixes)
+    start = (
+        _make_documents(documents)
+        if reader is None
+        else reader.documents_from(*writer.source_position, writer.read_prefixes)
+    )
     document_filter = DocumentFilter(
         start, selection, reader=reader, seen_hashes=writer.read_seen_hashes(), record_map=record_map
     )

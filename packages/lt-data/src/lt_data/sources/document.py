@@ -17,7 +17,8 @@ class Document:
     Attributes:
         text: the document as text.
         ids: the document as token ids, [tokens] int64.
-        source: path of the file, with `:n` for its n-th line or `#n` for its n-th row (from 1) if it holds several.
+        source: path of the file, with `:n` for its n-th line or `#n` for its n-th row (from 1) if it holds several; any
+            name for a document in memory.
         file_index: index of the file in its reader's list.
         record_number: number of the line, row or record in that file, from 1; 0 if the file is one document.
         next_record: index in that file of the next record, from which reading continues after this document.
@@ -26,7 +27,7 @@ class Document:
 
     text: str | None = None
     ids: "np.ndarray | None" = None
-    source: str
+    source: str = "a document in memory"
     file_index: int = 0
     record_number: int = 0
     next_record: int = 0

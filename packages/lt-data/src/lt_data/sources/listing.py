@@ -6,6 +6,7 @@ nothing, or a pipe, is bad input. A folder that `datasets` saved is read in the 
 """
 
 import os
+import re
 import stat
 from collections import Counter
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from lt_data.storage import open_regular, read_file, translate_os_errors
 
 _MAX_DESCRIPTION_BYTES = 2**26  # of a saved dataset
 _HIDDEN = "hidden"
+_LIKE_TEXT = re.compile(r"(?!\S*://).*[\s\0]|.{4096}", re.DOTALL)  # no URL, or one that is too long
 
 
 @dataclass
@@ -49,6 +51,10 @@ class SourceListing:
         Raises:
             DataError: it does not exist, cannot be listed, or is neither a file nor a folder.
         """
+        if _LIKE_TEXT.match(source) and not os.path.lexists(source):
+            raise DataError(
+                f"cannot read {source[:80]!r}: no such file or folder (texts in memory go to prepare_documents)"
+            )
         self._begins.append((len(self.units), source))
         self._list(source, options)
 

@@ -113,7 +113,7 @@ class DocumentReader:
         keep_fields: bool | Sequence[str] = False,
     ) -> None:
         if isinstance(sources, str | Path):
-            raise DataError(f"sources = {str(sources)!r}: a single path; pass a list of paths")
+            raise DataError(f"sources = {str(sources)[:80]!r}: a single path; pass a list of paths")
         chosen = {} if suffixes is None else {"suffixes": suffixes}
         self.options = ReadOptions(
             text_field=text_field,
