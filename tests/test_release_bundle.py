@@ -71,7 +71,7 @@ def folder(prepared: Path, lt: Callable[..., str], tmp_path_factory: pytest.Temp
     changes = ("schedule.max_steps=8", "checkpoint.interval=2", "checkpoint.keep_last=2", "batch.micro_batch_size=4")
     changes += ("metrics.validation_tokens=-1",)
     lt("train", "run", "run.toml", *(word for text in changes for word in ("--set", text)), cwd=root)
-    lt("train", "evaluate", "run", "--store", "validation", "--device", "cpu", cwd=root)
+    lt("train", "evaluate", "run", "--store", "validation", "--device", "cpu", "--dtype", "float32", cwd=root)
     return root
 
 
@@ -226,21 +226,23 @@ def test_all_that_is_wrong_is_in_one_list_and_nothing_is_written(work: Path, lt:
     recipe = json.loads((work / "run" / "recipe.json").read_text())
     recipe["recipe"]["data"] |= {"store": "nowhere", "validation": "train"}
     (work / "run" / "recipe.json").write_text(json.dumps(recipe))
-    (work / "licences.toml").write_text('[release]\nname = "x"\n[licenses]\ndata = ""\n')
-    options = ("--out", "out", "--checkpoints", "7", "--results", "none")
-    text = lt("release", "make", "run", *options, cwd=work, code=64)
+    flip_last_byte(next((work / "run" / "checkpoints").glob("*6/*.safetensors")))
+    text = lt("release", "make", "run", "--out", "out", cwd=work, code=64)
     for told in (
-        "licenses.data = '': not an SPDX expression",
-        "the run has no valid checkpoint of step 7; it has [8]",
+        "remove this checkpoint",
         "data.store = 'nowhere'",
         "data.validation = 'train': the store has changed: the run has read",
-        "--results = none: no such file or folder",
     ):
         assert told in text
-    assert not list(work.glob("*out*"))
     for checkpoint in (work / "run" / "checkpoints").iterdir():
         (checkpoint / "COMMIT").unlink()
-    assert "no committed checkpoint that verifies" in lt("release", "make", "run", *options, cwd=work, code=64)
+    (work / "licences.toml").write_text('[release]\nname = "x"\nproducer = "y"\n[licenses]\ndata = ""\n')
+    text = lt("release", "make", "run", "--out", "out", cwd=work, code=64)
+    assert "no committed checkpoint that verifies" in text
+    assert "licenses.data = '': not an SPDX expression" in text
+    assert not list(work.glob("*out*"))
+    text = lt("release", "make", "run", "--out", "out", "--licenses", "none", cwd=work, code=64)
+    assert "--licenses = none: No such file" in text
     assert "not a run directory" in lt("release", "make", "text", "--out", "x", cwd=work, code=64)
     assert "not a release" in lt("release", "verify", "text", cwd=work, code=64)
 
@@ -266,7 +268,12 @@ def test_names_of_strangers_change_no_card(made: tuple[Path, str]) -> None:
         assert "html_block" not in [token.type for token in tokens], name
     headings = [tokens[i + 1].content for i, token in enumerate(tokens) if token.type == "heading_open"]
     assert headings[0] == "tiny: technical report"
-    assert r"!\\u202egnp.bidi\\u2028\[x\](javascript:y)\*\_\~.txt" in (made[0] / "DATA_CARD.md").read_text()
+    shown = [
+        child.content
+        for token in MarkdownIt().enable("table").parse((made[0] / "DATA_CARD.md").read_text())
+        for child in token.children or []
+    ]
+    assert any(r"!\u202egnp.bidi\u2028[x](javascript:y)*_~.txt" in text for text in shown)
 
 
 def test_a_release_alone_gives_the_same_losses_in_another_folder(
@@ -279,7 +286,6 @@ def test_a_release_alone_gives_the_same_losses_in_another_folder(
     assert f"this runs what {bundle} contains" in text
     assert "losses of 8 steps: bit-equal" in text
     assert "final weights: bit-equal" in text
-    assert "environment:" not in text
     logged = (elsewhere / "reproduction" / "reproduced" / "metrics.jsonl").read_text().splitlines()
     released = (bundle / "run" / "metrics.jsonl").read_text().splitlines()
     losses = [[json.loads(line).get("loss") for line in lines if '"val_' not in line] for lines in (logged, released)]
@@ -297,10 +303,10 @@ def test_what_cannot_be_reproduced_is_said_before_anything_runs(work: Path, bund
     make_with(CLOSED, made)
     with pytest.raises(ReleaseError) as raised:
         reproduce_release(made, tmp_path / "again", steps=9)
-    assert "--steps = 9: losses of steps 1 to 8 were logged" in raised.value.problems[-1]
+    assert "--steps = 9: losses of 8 steps were logged" in raised.value.problems[-1]
     missing = [problem for problem in raised.value.problems if problem.startswith("source text/validation/")]
     assert len(missing) == 6
-    assert "it can be obtained from https://x.org/v" in missing[0]
+    assert f" from https://x.org/v at {tmp_path / 'again' / 'sources' / 'validation'}/" in missing[0]
     with pytest.raises(ReleaseError, match="expected 00"):
         reproduce_release(bundle, tmp_path / "again", expect="00")
     flip_last_byte(next((bundle / "sources").rglob("*.txt")))
@@ -314,8 +320,11 @@ def test_in_a_fresh_environment_with_sources_from_elsewhere(work: Path, tmp_path
     """The environment is made from the sources and pins in the release; texts are matched by their hashes."""
     make_with(CLOSED, tmp_path / "made")
     assert not list((tmp_path / "made").glob("sources/**/*.txt"))
-    shutil.copytree(work / "text", tmp_path / "mine" / "deep" / "down")
-    text = lt("release", "reproduce", "made", "--sources", "mine", "--steps", "3", cwd=tmp_path)
+    texts = {hash_file(path): path for path in (work / "text").rglob("*.txt")}
+    for entry in (entry for store in Facts(tmp_path / "made").stores for entry in store.sources):
+        (tmp_path / "reproduction" / entry.file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(texts[entry.sha256], tmp_path / "reproduction" / entry.file)
+    text = lt("release", "reproduce", "made", "--steps", "3", cwd=tmp_path)
     assert "losses of 3 steps: bit-equal" in text
     python = tmp_path / "reproduction" / "env" / "bin" / "python"
     where = subprocess.run([python, "-c", "import lt_trainer; print(lt_trainer.__file__)"], capture_output=True)

@@ -16,10 +16,11 @@ from lt_trainer.release.bundle import hash_file
 from lt_trainer.release.data_files import StoreToRelease, store_names
 from lt_trainer.release.facts import StoreFacts
 from lt_trainer.release.filtering import TextFilter
-from lt_trainer.release.license_file import LicenseFile, SourceLicense
+from lt_trainer.release.license_file import LicenseFile, ReleaseInfo, SourceLicense
 from lt_trainer.release.script import store_commands
 
-OPEN = LicenseFile(sources=(SourceLicense(path="*", license="CC0-1.0", redistribute=True),))
+INFO = ReleaseInfo(name="tiny", producer="Lab")
+OPEN = LicenseFile(release=INFO, sources=(SourceLicense(path="*", license="CC0-1.0", redistribute=True),))
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,7 @@ def describe(out: Path, data: DataOptions, licenses: LicenseFile = OPEN, hidden:
     return StoreToRelease("train", TokenStore.open(out), data, licenses, TextFilter(folders=[hidden]), ())
 
 
-@pytest.mark.parametrize("kind", ["plain", "parts", "split", "selected", "buckets", "appended"])
+@pytest.mark.parametrize("kind", ["plain", "selected", "buckets", "appended", "parts", "split"])
 def test_a_store_in_a_release_is_whole_and_made_again(kind: str, texts: Path, tmp_path: Path) -> None:
     data = make_store(kind, texts, tmp_path / "store")
     released = describe(tmp_path / "store", data, hidden=str(texts))
@@ -76,6 +77,7 @@ def test_a_store_in_a_release_is_whole_and_made_again(kind: str, texts: Path, tm
     assert store.manifest.fingerprint == released.store.manifest.fingerprint
     assert str(texts) not in (folder / "manifest.json").read_text()
     assert sum(entry.tokens or 0 for entry in released.entries) == store.n_tokens
+    assert sum(entry.documents or 0 for entry in released.entries) == store.n_documents
     assert all(hash_file(bundle / entry.file) == entry.sha256 for entry in released.entries)
     (pack_file,) = folder.glob("packs/*/pack.json")
     manifest, header = (json.loads(path.read_text()) for path in (folder / "manifest.json", pack_file))
@@ -83,6 +85,7 @@ def test_a_store_in_a_release_is_whole_and_made_again(kind: str, texts: Path, tm
         info=OPEN, release=SimpleNamespace(stores={"train": SimpleNamespace(joined=released.store.is_joined)})
     )
     script = store_commands(facts, StoreFacts("train", manifest, header, True, released.entries))
+    assert any("cp -R" in line for line in script) == (kind in ("appended", "parts", "split"))
     variables = os.environ | {"release": str(bundle), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     script = ["set -e", "mkdir -p data", *script]
     subprocess.run(["bash", "-c", "\n".join(script)], check=True, cwd=tmp_path, env=variables)
@@ -90,24 +93,10 @@ def test_a_store_in_a_release_is_whole_and_made_again(kind: str, texts: Path, tm
     assert again.manifest.fingerprint == store.manifest.fingerprint
     (again_file,) = (tmp_path / "data" / "train").glob("packs/*/pack.json")
     assert json.loads(again_file.read_text())["fingerprint"] == header["fingerprint"]
-    assert any("cp -R" in line for line in script) == (kind == "appended")
 
 
 def test_one_source_that_may_not_be_redistributed_keeps_all_tokens_out(texts: Path, tmp_path: Path) -> None:
-    data = make_store("plain", texts, tmp_path / "store")
-    closed = SourceLicense(path="*/05.txt", license="LicenseRef-closed", url="https://example.org")
-    released = describe(tmp_path / "store", data, LicenseFile(sources=(closed, *OPEN.sources)))
-    released.write(tmp_path / "bundle")
-    folder = tmp_path / "bundle" / "data" / "train"
-    assert not (folder / "shards").exists()
-    assert [path.name for path in folder.glob("packs/*/*")] == ["pack.json"]
-    (entry,) = (entry for entry in released.entries if entry.path.endswith("05.txt"))
-    assert entry.left_out == "its redistribution was not allowed"
-    assert "LicenseRef-closed is not a license that counts as open" in entry.problem
-    assert len(list((tmp_path / "bundle" / "sources").rglob("*.txt"))) == 29
-
-
-def test_a_source_that_is_no_longer_there_is_left_out_and_named(texts: Path, tmp_path: Path) -> None:
+    """A source that has changed is left out, too, and named."""
     text = tmp_path / "text"
     text.mkdir()
     for i in range(30):
@@ -115,9 +104,21 @@ def test_a_source_that_is_no_longer_there_is_left_out_and_named(texts: Path, tmp
     (tmp_path / "tokenizer").symlink_to(texts / "tokenizer")
     data = make_store("plain", tmp_path, tmp_path / "store")
     (text / "03.txt").write_text("changed")
-    missing = [entry for entry in describe(tmp_path / "store", data).entries if entry.left_out]
-    assert [entry.path for entry in missing] == [str(text / "03.txt")]
-    assert "has no url" in missing[0].problem
+    closed = SourceLicense(path="*/05.txt", license="LicenseRef-closed", url="https://example.org")
+    released = describe(tmp_path / "store", data, LicenseFile(release=INFO, sources=(closed, *OPEN.sources)))
+    released.write(tmp_path / "bundle")
+    folder = tmp_path / "bundle" / "data" / "train"
+    assert not (folder / "shards").exists()
+    assert [path.name for path in folder.glob("packs/*/*")] == ["pack.json"]
+    lost, kept = released.entries[3], released.entries[5]
+    assert (lost.path, kept.path) == (f"{text}/03.txt", f"{text}/05.txt")
+    assert (lost.left_out, kept.left_out) == (
+        "no file with its hash was found where the release was made",
+        "nothing says that it may be redistributed",
+    )
+    assert "LicenseRef-closed is not a license that counts as open" in kept.problem
+    assert "and has no url" in lost.problem
+    assert len(list((tmp_path / "bundle" / "sources").rglob("*.txt"))) == 28
 
 
 def test_names_of_stores_follow_the_fields_of_the_recipe() -> None:

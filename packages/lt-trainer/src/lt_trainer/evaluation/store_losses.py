@@ -95,16 +95,20 @@ def evaluate_store(
     return losses
 
 
+def files_of_documents(store: TokenStore) -> np.ndarray:
+    """Return the index of each document's source file, int64 [n_documents]; 0 without known sources."""
+    if not (store.has_sources and store.n_documents):
+        return np.zeros(store.n_documents, np.int64)
+    shards = [store.shard_sources(number) for number in range(len(store.manifest.shards))]
+    return np.concatenate([part >> np.uint64(RECORD_BITS) for part in shards if part is not None]).astype(np.int64)
+
+
 def _group_documents(store: TokenStore) -> tuple[list[tuple[str, int]], np.ndarray]:
     """Return source file and bits of the length of each group that occurs, and the group of each document, int64 [n].
 
     Without known sources all documents are of the source "".
     """
     bits = np.frexp(store.lengths.astype(np.float64))[1].astype(np.int64)
-    files, names = np.zeros(bits.size, np.int64), [""]
-    if store.has_sources and store.n_documents:
-        shards = [store.shard_sources(number) for number in range(len(store.manifest.shards))]
-        files = np.concatenate([part >> np.uint64(RECORD_BITS) for part in shards if part is not None])
-        names = [file.path for file in store.source_files]
-    found, of_document = np.unique(files.astype(np.int64) * LENGTH_BITS + bits, return_inverse=True)
+    names = [file.path for file in store.source_files] if store.has_sources else [""]
+    found, of_document = np.unique(files_of_documents(store) * LENGTH_BITS + bits, return_inverse=True)
     return [(names[int(key) // LENGTH_BITS], int(key) % LENGTH_BITS) for key in found], of_document.reshape(-1)

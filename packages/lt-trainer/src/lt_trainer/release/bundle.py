@@ -5,8 +5,7 @@
     model/, checkpoints/       weights (`weight_files`), weights.json
     data/, sources/            manifests, packs, tokens, texts (`data_files`)
     recipe/recipe.toml         the recipe with the paths of the release
-    run/                       records of the run, filtered; `lt train report` reads them
-    results/                   evaluation results
+    run/                       records of the run and its evaluation, filtered; `lt train report` reads them
     source/                    lt itself, pins of the other packages (`source_files`)
     reproduce.sh               the commands that repeat the run (`script`)
     README.md, DATA_CARD.md, REPORT.md, mof.yml
@@ -16,10 +15,9 @@ Names in these files are others' text: `InsidePath` refuses all that leads out o
 """
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -28,7 +26,7 @@ from lt_ckpt.hash_list import HASH_LIST, read_hash_list
 from lt_data.file_names import is_plain_name
 from lt_trainer.errors import TrainerError
 
-RELEASE_FILE, LICENSE_FILE, RECIPE = "release.json", "licences.toml", "recipe/recipe.toml"
+LICENSE_FILE = "licences.toml"
 SOURCE_ARCHIVE, SOURCE_PATCH, REQUIREMENTS = "source/lt.tar.gz", "source/lt.patch", "source/requirements.txt"
 CODE_LICENSE = "source/LICENSE"
 """Text of lt's own license; no text of another license is in a release."""
@@ -87,42 +85,24 @@ class Release(Record):
     """Contents of release.json.
 
     Attributes:
-        lt: Versions of lt's packages with which it was made.
         commit: Commit of lt's sources; they are it with source/lt.patch, if there is one.
         code_license: License of lt.
         date: Day of the run's last event, UTC.
-        run: Name of the run directory.
         step: Step of the final weights.
         earlier_steps: Steps of the other released weights.
         python: Version of the run's Python.
         stores: Name in the release → store.
-        changed_fields: Fields of the recipe that were replaced so that it runs in the release, with the new value.
-        filtered: Placeholder → number of replacements in the release's texts.
-        paper: File of the research paper; "" if there is none.
     """
 
     format: Literal["lt-release"] = "lt-release"
     version: Literal[1] = 1
-    lt: Mapping[InsidePath, str]
     commit: str
     code_license: str
     date: str
-    run: str
     step: int
     earlier_steps: Sequence[int]
     python: str = Field(pattern=r"^\d+\.\d+\.\d+[0-9A-Za-z.+]*$")
     stores: Mapping[InsidePath, ReleasedStore]
-    changed_fields: Mapping[str, Any]
-    filtered: Mapping[str, int]
-    paper: InsidePath = ""
-
-
-def read_json(path: Path) -> Any:
-    """Return the value of a JSON file; a ReleaseError if it cannot be read."""
-    try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as exc:
-        raise ReleaseError(str(path), [f"cannot be read: {exc}"]) from exc
 
 
 def hash_file(path: Path) -> str:
@@ -151,9 +131,7 @@ def check_hashes(bundle: Path, expect: str = "") -> tuple[str, int, list[str]]:
         ReleaseError: There is no release in the folder.
     """
     if not (bundle / HASH_LIST).is_file():
-        raise ReleaseError(
-            f"DIR = {bundle}", [f"not a release (it has no {HASH_LIST}); pass a folder of lt release make"]
-        )
+        raise ReleaseError(f"DIR = {bundle}", [f"not a release (it has no {HASH_LIST})"])
     digest = hash_file(bundle / HASH_LIST)
     problems = [] if expect.lower() in ("", digest) else [f"{HASH_LIST}: is {digest}, expected {expect}"]
     try:

@@ -4,7 +4,6 @@ Functions of the facts, with the text of templates/. What is not known is said t
 format has a place for it.
 """
 
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,9 @@ from lt_data.display.terminal import escape_controls
 from lt_trainer.config.section import flatten
 from lt_trainer.release.bundle import CODE_LICENSE
 from lt_trainer.release.facts import Facts, StoreFacts
-from lt_trainer.release.filtering import PLACEHOLDERS
 from lt_trainer.release.markdown import plain, table
 from lt_trainer.release.mof import CLASS_NAMES, COMPONENTS, FRAMEWORK_DATE, FRAMEWORK_VERSION
+from lt_trainer.run_directory.evaluation_results import format_metrics
 
 _HUB_LICENSES = """
 apache-2.0 bsd-2-clause bsd-3-clause cc-by-4.0 cc-by-sa-4.0 cc0-1.0 cdla-permissive-1.0 cdla-permissive-2.0
@@ -55,8 +54,7 @@ def _fill(template: str, facts: Facts, **parts: Any) -> str:
 
 def _front_matter(facts: Facts) -> str:
     """Return the metadata of the model card, as the Hugging Face hub reads it."""
-    license_name = facts.info.component_license("Model parameters (Final)").lower()
-    is_listed = license_name in HUB_LICENSES
+    given = facts.info.component_license("Model parameters (Final)").lower().replace(" ", "-")
     numbers = [(record.get("val_set", "validation"), "loss", record["val_loss"]) for record in facts.validation]
     numbers += [(score.name, metric, value) for score in facts.scores for metric, value in score.metrics.items()]
     results = [
@@ -73,8 +71,8 @@ def _front_matter(facts: Facts) -> str:
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["llama", "lt"],
-        license=(license_name if is_listed else "other") if license_name else None,
-        license_name=None if is_listed or not license_name else license_name.replace(" ", "-"),
+        license=given if given in HUB_LICENSES else "other",
+        license_name=None if given in HUB_LICENSES else given or NOT_GIVEN,
         model_name=facts.info.release.name,
         eval_results=results or None,
     )
@@ -82,18 +80,10 @@ def _front_matter(facts: Facts) -> str:
 
 
 def _card_parts(facts: Facts) -> dict[str, str]:
-    release, openness = facts.release, facts.openness
-    following = openness.class_number - 1 if openness.class_number else 3
-    missing = _list(openness.missing.get(following, ()))
-    replaced = [f"{PLACEHOLDERS[name]} ({number} times)" for name, number in release.filtered.items()]
     return {
-        "description": "\n".join(map(plain, facts.info.release.description.splitlines()))
-        or "No description was given.",
+        "description": plain(facts.info.release.description) or "No description was given.",
         "license": plain(facts.info.component_license("Model parameters (Final)") or NOT_GIVEN),
-        "earlier": ", ".join(map(str, release.earlier_steps)) or "none",
-        "missing": f"For {CLASS_NAMES[following]} it lacks:\n\n{missing}" if missing else "",
-        "filtered": ", ".join(replaced) or "none",
-        "changed": _list(f"{field} = {value!r}" for field, value in release.changed_fields.items()),
+        "earlier": ", ".join(map(str, facts.release.earlier_steps)) or "none",
     }
 
 
@@ -106,38 +96,30 @@ def _evaluation(facts: Facts) -> str:
         (plain(record.get("val_set", "validation")), record["val_tokens"], f"loss {record['val_loss']:.6g}")
         for record in facts.validation
     ]
-    rows += [(plain(score.name), score.size or "", plain(score.text)) for score in facts.scores]
+    rows += [(plain(score.name), score.size, plain(format_metrics(score.metrics))) for score in facts.scores]
     return table(("set or task", "tokens or items", "result ± standard error"), rows) if rows else "There is none.\n"
 
 
 def _data_card(facts: Facts) -> str:
     kind = plain(facts.recipe["data"].get("loader") or "random ids")
     stores = "".join(_store_section(facts, store) for store in facts.stores)
-    problems = [entry.problem for store in facts.stores for entry in store.sources if entry.problem]
     return _fill(
         "DATA_CARD.md",
         facts,
         stores=stores or f"\nTraining rows are from {kind}; there is no token store.\n",
-        missing=_list(problems) or "Every source has an open license.",
+        missing=_list(entry.problem for store in facts.stores for entry in store.sources if entry.problem)
+        or "Every source has an open license.",
     )
 
 
 def _store_section(facts: Facts, store: StoreFacts) -> str:
-    tokens: Counter[str] = Counter()
-    for entry in store.sources:
-        tokens[entry.license or NOT_GIVEN] += entry.tokens or 0
     sources = [
         (
-            plain(entry.path),
-            f"{entry.bytes:,}",
-            "" if entry.documents is None else f"{entry.documents:,}",
-            "" if entry.tokens is None else f"{entry.tokens:,}",
-            plain(entry.license or NOT_GIVEN),
+            *(plain(entry.path), entry.bytes, entry.documents, entry.tokens, plain(entry.license or NOT_GIVEN)),
             plain(entry.url or "no") if entry.left_out else plain(entry.file),
         )
         for entry in store.sources[:MAX_SOURCES]
     ]
-    more = len(store.sources) - MAX_SOURCES
     return _fill(
         "STORE.md",
         facts,
@@ -146,31 +128,19 @@ def _store_section(facts: Facts, store: StoreFacts) -> str:
         field=plain(facts.release.stores[store.name].field),
         tokenizer=plain(store.manifest["tokenizer"]["name"]),
         left_out=plain({why: total["documents"] for why, total in store.manifest["left_out"].items()} or "none"),
-        by_license=table(("license", "tokens"), [(plain(name), f"{number:,}") for name, number in tokens.items()]),
-        sources=table(("source", "bytes", "documents", "tokens", "license", "where"), sources)
-        + (f"\n{more} more are in `data/sources.jsonl`.\n" if more > 0 else ""),
+        sources=table(("source", "bytes", "documents", "tokens", "license", "where"), sources),
+        n_sources=len(store.sources),
     )
 
 
 def _report_parts(facts: Facts) -> dict[str, str]:
-    values, environment, start = flatten(facts.recipe), facts.environment, facts.start_event
-    given = {name: origin for name, origin in facts.origins.items() if origin != "default"}
-    settings = [(plain(name), plain(values.get(name)), plain(origin)) for name, origin in given.items()]
+    values = flatten(facts.recipe)
+    given = [(plain(name), plain(values.get(name))) for name, origin in facts.origins.items() if origin != "default"]
     losses = [(record["step"], f"{record['loss']:.6g}") for record in (*facts.train[:1], *facts.train[-1:])]
-    stores = [
-        (plain(store.name), store.manifest["documents"], store.manifest["tokens"], store.pack["rows"])
-        for store in facts.stores
-    ]
-    machine = {name: environment[name] for name in ("python", "platform", "cpu", "cpus") if name in environment}
-    machine |= environment.get("packages", {}) | environment.get("variables", {})
-    machine |= {name: start[name] for name in ("world", "device", "peak_source") if name in start}
     return {
-        "settings": table(("field", "value", "origin"), settings),
+        "settings": table(("field", "value"), given),
         "results": table(("step", "training loss, nats per token"), losses),
-        "data": table(("store", "documents", "tokens", "rows"), stores),
-        "energy": f"{facts.energy_kwh:.6g} kWh, of the GPUs alone." if facts.energy_kwh else "It was not measured.",
         "patched": f" with `{facts.patch}`" if facts.patch else "",
-        "environment": table(("", ""), [(plain(name), plain(value)) for name, value in machine.items()]),
     }
 
 
@@ -206,7 +176,6 @@ def _mof_document(facts: Facts) -> str:
             "class": openness.class_number,
             "class_name": openness.name,
             "missing": {CLASS_NAMES[number]: list(reasons) for number, reasons in openness.missing.items() if reasons},
-            "remarks": list(openness.remarks),
         },
     }
     return yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=1000)

@@ -7,13 +7,9 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(
-    name="release",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="Publish a run with all that made it, check such a release, and repeat it.",
-)
+app = typer.Typer(name="release", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+ReleaseFolder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a release.")]
+Expect = Annotated[str, typer.Option(help="SHA-256 that the hash list must have.")]
 
 
 @app.callback()
@@ -25,20 +21,10 @@ def release() -> None:
 def make(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
     out: Annotated[Path, typer.Option(help="Folder of the release: new or empty.")],
-    licenses: Annotated[
-        Path | None,
-        typer.Option(help="licences.toml: names, licenses, origins of the sources.", show_default=False),
-    ] = None,
-    checkpoints: Annotated[
-        str, typer.Option(help="Weights beside the final ones: all, final, or steps such as 1000,2000.")
-    ] = "all",
+    licenses: Annotated[Path, typer.Option(help="Names, licenses, origins of the sources.")] = Path("licences.toml"),
     sources: Annotated[
         list[Path] | None,
         typer.Option(help="Folder in which source files are looked for by hash; repeatable.", show_default=False),
-    ] = None,
-    results: Annotated[
-        list[Path] | None,
-        typer.Option(help="Evaluation results, as of lt train evaluate --out; repeatable.", show_default=False),
     ] = None,
     mof_class: Annotated[
         int, typer.Option(help="Class of the Model Openness Framework that must be reached; 0 for any.", min=0, max=3)
@@ -50,34 +36,22 @@ def make(
     """
     from lt_ckpt.hash_list import HASH_LIST
     from lt_data.display.terminal import echo, echo_error
-    from lt_trainer.release.bundle import LICENSE_FILE, hash_file, indent_lines
+    from lt_trainer.release.bundle import hash_file, indent_lines
     from lt_trainer.release.make import make_release
 
-    if licenses is None:
-        licenses = next((path for path in (run / LICENSE_FILE, Path(LICENSE_FILE)) if path.is_file()), None)
     facts = make_release(
-        run,
-        out,
-        licenses=licenses,
-        checkpoints=checkpoints,
-        source_folders=sources or [],
-        results=results or [],
-        mof_class=mof_class,
-        notify=echo_error,
+        run, out, licenses=licenses, source_folders=sources or [], mof_class=mof_class, notify=echo_error
     )
     echo(f"{out}: {facts.openness.name}")
-    number = facts.openness.class_number
-    for reason in facts.openness.missing.get(number - 1 if number else 3, ()):
+    for reason in facts.openness.missing.get((facts.openness.class_number or 4) - 1, ()):
         echo(f"  missing for the next class: {indent_lines(reason, 4)}")
-    for remark in facts.openness.remarks:
-        echo(f"  {remark}")
     echo(f"SHA-256 of its hash list: {hash_file(out / HASH_LIST)}")
 
 
 @app.command()
 def verify(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a release.")],
-    expect: Annotated[str, typer.Option(help="SHA-256 that the hash list must have.")] = "",
+    folder: ReleaseFolder,
+    expect: Expect = "",
 ) -> None:
     """Check hashes, weights, data, licenses and class of a release; exit code 1 for a problem."""
     from lt_data.display.terminal import echo
@@ -97,18 +71,16 @@ def verify(
 
 @app.command()
 def reproduce(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a release.")],
-    out: Annotated[Path, typer.Option(help="Work folder: new or empty; it stays.")] = Path("reproduction"),
+    folder: ReleaseFolder,
+    out: Annotated[
+        Path, typer.Option(help="Work folder, which stays; `sources` in it has those that are not in the release.")
+    ] = Path("reproduction"),
     steps: Annotated[int, typer.Option(help="Steps to run; 0 for all.", min=0)] = 0,
-    sources: Annotated[
-        list[Path] | None,
-        typer.Option(help="Folder with sources that are not in the release, found by hash; repeatable."),
-    ] = None,
     python: Annotated[
         Path | None,
         typer.Option(help="Interpreter of an environment with lt, instead of a new one.", show_default=False),
     ] = None,
-    expect: Annotated[str, typer.Option(help="SHA-256 that the hash list must have.")] = "",
+    expect: Expect = "",
 ) -> None:
     """Repeat the run of a release from its sources and data, and compare the losses step by step.
 
@@ -120,7 +92,7 @@ def reproduce(
     from lt_trainer.release.reproduce import reproduce_release
 
     told, is_within_tolerance = reproduce_release(
-        folder, out, steps=steps, python=python, source_folders=sources or [], expect=expect, notify=echo_error
+        folder, out, steps=steps, python=python, expect=expect, notify=echo_error
     )
     for line in told:
         echo(indent_lines(line, 2))

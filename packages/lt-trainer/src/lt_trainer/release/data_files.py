@@ -15,10 +15,9 @@ Cost: one read of all tokens (they are verified first) and of the source files; 
 
 import dataclasses
 import json
-import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -32,13 +31,13 @@ from lt_data.store.document_sources import SOURCES_FILE, encode_source_files
 from lt_data.store.manifest import MANIFEST_FILE, PACK_FOLDER, SHARD_FOLDER, TOKENIZER_FOLDER, encode_manifest
 from lt_data.store.source_files import SourceFile
 from lt_trainer.config.data_section import DataOptions
+from lt_trainer.evaluation.store_losses import files_of_documents
 from lt_trainer.release.bundle import InsidePath, Record, hash_file
 from lt_trainer.release.filtering import TextFilter
 from lt_trainer.release.license_file import LicenseFile
 from lt_trainer.release.mof import is_open_license
 
 SOURCE_LIST = "data/sources.jsonl"
-_FILE_INDEX_BITS = 40
 MAX_NAME = 120
 """Characters of a source's name in the release, its end with the suffix."""
 
@@ -55,7 +54,6 @@ class SourceEntry(Record):
         tokens: Their ids; None likewise.
         license: SPDX expression; "" if none was given.
         redistribute: Whether it may be redistributed, as was given.
-        name: Name of the corpus; may be "".
         url: Where it can be obtained; may be "".
         file: Path in the release, or in the folder in which it is repeated if it is not in the release.
         left_out: Why it is not in the release; "" if it is.
@@ -69,7 +67,6 @@ class SourceEntry(Record):
     tokens: int | None
     license: str
     redistribute: bool
-    name: str
     url: str
     file: InsidePath
     left_out: str
@@ -98,38 +95,6 @@ def store_names(data: DataOptions) -> dict[str, tuple[str, str]]:
     return named
 
 
-def _count_by_source(store: TokenStore) -> tuple[np.ndarray, np.ndarray]:
-    """Return the numbers of documents and of ids by source file; zeros if the store does not know them."""
-    documents, tokens = np.zeros((2, len(store.source_files)), np.int64)
-    first = 0
-    for number, shard in enumerate(store.manifest.shards if store.has_sources else ()):
-        sources = store.shard_sources(number)
-        assert sources is not None
-        index = (sources >> np.uint64(_FILE_INDEX_BITS)).astype(np.int64)
-        lengths = store.read_lengths(first, first + shard.documents)
-        documents += np.bincount(index, minlength=len(documents))
-        np.add.at(tokens, index, lengths.astype(np.int64))
-        first += shard.documents
-    return documents, tokens
-
-
-def find_source_files(wanted: Mapping[str, int], paths: Sequence[Path], folders: Sequence[Path]) -> dict[str, Path]:
-    """Return files on this machine by SHA-256: those of the given paths, and of all below folders, that are wanted.
-
-    Args:
-        wanted: SHA-256 → size; only files of such a size are hashed.
-        paths: Where they may be.
-        folders: Folders in which they are looked for, also in those below.
-    """
-    sizes = set(wanted.values())
-    found: dict[str, Path] = {}
-    below = (Path(parent, name) for folder in folders for parent, _, names in os.walk(folder) for name in sorted(names))
-    for path in (*paths, *below):
-        if path.is_file() and path.stat().st_size in sizes and (digest := hash_file(path)) in wanted:
-            found.setdefault(digest, path)
-    return found
-
-
 class StoreToRelease:
     """Store of the run and what of it is released; hashes the source files that may be redistributed.
 
@@ -139,7 +104,7 @@ class StoreToRelease:
         data: Section of the recipe, which names the pack.
         licenses: What is said about its sources.
         text_filter: Filter of their names.
-        source_folders: Where source files are looked for, besides their own paths.
+        source_folders: Where source files are looked for by hash, besides their own paths.
 
     Attributes:
         entries: Its source files.
@@ -158,17 +123,21 @@ class StoreToRelease:
         self.name, self.store, self._text_filter = name, store, text_filter
         min_seq_len = data.min_seq_len if data.packing == "buckets" else None
         self._pack = open_pack(store, seq_len=data.seq_len, mode=data.packing, min_seq_len=min_seq_len)
-        allowed = [file for file in store.source_files if licenses.source(file.path).redistribute]
-        own = [Path(to_local_name(file.path)) for file in allowed if "://" not in file.path]
-        self._paths = find_source_files({file.sha256: file.bytes for file in allowed}, own, source_folders)
-        documents, tokens = _count_by_source(store)
+        sizes = {file.bytes for file in store.source_files if licenses.source(file.path).redistribute}
+        own = [Path(to_local_name(file.path)) for file in store.source_files if "://" not in file.path]
+        below = [path for folder in source_folders for path in sorted(folder.rglob("*"))]
+        found = [path for path in (*own, *below) if path.is_file() and path.stat().st_size in sizes]
+        self._paths = {hash_file(path): path for path in found}
+        index, n_files = files_of_documents(store), len(store.source_files)
+        documents, tokens = np.bincount(index, minlength=n_files), np.zeros(n_files, np.int64)
+        if store.has_sources:
+            np.add.at(tokens, index, store.lengths.astype(np.int64))
         self.entries: list[SourceEntry] = []
         for number, file in enumerate(store.source_files):
-            given, left_out = licenses.source(file.path), ""
-            if not given.redistribute:
-                left_out = "its redistribution was not allowed" if given.license else "nothing says that it may be"
-            elif file.sha256 not in self._paths:
-                left_out = "no file with its hash was found where the release was made"
+            given = licenses.source(file.path)
+            left_out = (
+                "" if file.sha256 in self._paths else "no file with its hash was found where the release was made"
+            )
             self.entries.append(
                 SourceEntry(
                     store=name,
@@ -179,10 +148,9 @@ class StoreToRelease:
                     tokens=int(tokens[number]) if store.has_sources else None,
                     license=given.license or "",
                     redistribute=given.redistribute,
-                    name=given.name,
                     url=given.url,
                     file=f"sources/{name}/{number:06}-{name_in_release(file.path)}",
-                    left_out=left_out,
+                    left_out=left_out if given.redistribute else "nothing says that it may be redistributed",
                 )
             )
         self.has_tokens = bool(self.entries) and all(entry.license and entry.redistribute for entry in self.entries)
@@ -224,13 +192,9 @@ def _filter_manifest(store: TokenStore, text_filter: TextFilter) -> tuple[StoreM
     """Return the manifest with filtered names of sources and tokenizer, and these sources."""
     manifest = store.manifest
     files = [dataclasses.replace(file, path=text_filter.apply(file.path)) for file in store.source_files]
-    sources = manifest.sources
-    if files:
-        sources = summarize_sources(files, skipped_links=sources.skipped_links)
+    sources = summarize_sources(files, skipped_links=manifest.sources.skipped_links) if files else manifest.sources
     tokenizer = dataclasses.replace(manifest.tokenizer, name=text_filter.apply(manifest.tokenizer.name))
-    filtered = dataclasses.replace(manifest, sources=sources, tokenizer=tokenizer, shards=tuple(manifest.shards))
-    assert filtered.fingerprint == manifest.fingerprint
-    return filtered, files
+    return dataclasses.replace(manifest, sources=sources, tokenizer=tokenizer, shards=tuple(manifest.shards)), files
 
 
 def write_source_list(bundle: Path, stores: Sequence[StoreToRelease]) -> None:

@@ -10,15 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lt_model import config_from_hf, n_parameters
-from lt_trainer.release.bundle import (
-    LICENSE_FILE,
-    RELEASE_FILE,
-    SOURCE_ARCHIVE,
-    SOURCE_PATCH,
-    Release,
-    ReleaseError,
-    read_json,
-)
+from lt_trainer.files import read_json
+from lt_trainer.release.bundle import LICENSE_FILE, SOURCE_ARCHIVE, SOURCE_PATCH, Release, ReleaseError
 from lt_trainer.release.data_files import SourceEntry, read_source_list
 from lt_trainer.release.license_file import parse_license_file
 from lt_trainer.release.mof import COMPONENTS, MofResult, ReleasedComponent, evaluate_openness
@@ -26,8 +19,8 @@ from lt_trainer.release.scores import METRICS, read_scores
 from lt_trainer.run_directory.jsonl import read_jsonl
 from lt_trainer.run_directory.records import drop_superseded_records
 
-SAMPLES = "results/**/samples*"
-"""Files of generated texts, by how their names begin."""
+SAMPLES, PAPERS = "run/evaluation/**/samples*", "paper/*"
+"""Files of generated texts, by how their names begin; files of the research paper."""
 
 
 class StoreFacts(NamedTuple):
@@ -58,7 +51,6 @@ class Facts:
         start_event: Newest start event (device, number of ranks); empty without one.
         scores: Scores of the final weights.
         stores: Stores of the run.
-        samples: Files of generated texts.
         patch: File with the difference of lt's sources to the commit; "" if there is none.
 
     Raises:
@@ -72,7 +64,7 @@ class Facts:
             raise ReleaseError(str(bundle), [f"cannot be read: {type(exc).__name__}: {exc}"]) from exc
 
     def _read(self, bundle: Path) -> None:
-        self.release = Release.model_validate_json((bundle / RELEASE_FILE).read_bytes())
+        self.release = Release.model_validate_json((bundle / "release.json").read_bytes())
         self.info = parse_license_file((bundle / LICENSE_FILE).read_text(encoding="utf-8"), LICENSE_FILE)
         recipe = read_json(bundle / "run" / "recipe.json")
         self.recipe, self.origins = recipe["recipe"], recipe["origins"]
@@ -90,8 +82,7 @@ class Facts:
             _read_store(bundle / "data" / name, [entry for entry in sources if entry.store == name])
             for name in self.release.stores
         ]
-        self.samples = [path.relative_to(bundle).as_posix() for path in sorted(bundle.glob(SAMPLES)) if path.is_file()]
-        self.patch = SOURCE_PATCH if (bundle / SOURCE_PATCH).exists() else ""
+        self.patch, self._bundle = SOURCE_PATCH if (bundle / SOURCE_PATCH).exists() else "", bundle
 
     @property
     def n_parameters(self) -> int:
@@ -105,11 +96,8 @@ class Facts:
         complete = steps == list(range(1, self.release.step + 1))
         return sum(record["valid_tokens"] for record in self.train) if complete else None
 
-    @property
-    def energy_kwh(self) -> float | None:
-        """Energy of all GPUs of the run; None if it was not measured."""
-        measured = [record["energy_kwh"] for record in self.train if record.get("energy_kwh")]
-        return measured[-1] if measured else None
+    def _find(self, pattern: str) -> list[str]:
+        return [path.relative_to(self._bundle).as_posix() for path in sorted(self._bundle.glob(pattern))]
 
     @cached_property
     def openness(self) -> MofResult:
@@ -129,11 +117,11 @@ class Facts:
             "Model parameters (Final)": ["model"],
             "Model parameters (Intermediate)": ["checkpoints"] if self.release.earlier_steps else [],
             "Model metadata": ["model/config.json", "recipe"],
-            "Sample model outputs": self.samples,
+            "Sample model outputs": self._find(SAMPLES),
             "Model card": ["README.md"],
             "Data card": ["DATA_CARD.md"],
             "Technical report": ["REPORT.md"],
-            "Research paper": [self.release.paper] if self.release.paper else [],
+            "Research paper": self._find(PAPERS),
             "Evaluation results": [METRICS] if self.validation else [score.file for score in self.scores],
         }
         licenses = {name: self.info.component_license(name) for name in paths}
@@ -157,10 +145,8 @@ def _data_license(stores: Sequence[StoreFacts]) -> tuple[str, str]:
     sources = [entry for store in stores for entry in store.sources]
     problems = [f"store {store.name} does not list its sources" for store in stores if not store.sources]
     problems += [entry.problem for entry in sources if entry.problem]
-    licenses = sorted({entry.license for entry in sources if entry.license})
-    wrapped = [f"({text})" if " " in text and len(licenses) > 1 else text for text in licenses]
-    more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
-    return " AND ".join(wrapped), "; ".join(problems[:3]) + more
+    licenses = sorted({f"({entry.license})" if " " in entry.license else entry.license for entry in sources} - {""})
+    return " AND ".join(licenses), "; ".join(problems[:3]) + (f"; and {len(problems) - 3} more" * (len(problems) > 3))
 
 
 def _read_store(folder: Path, sources: Sequence[SourceEntry]) -> StoreFacts:

@@ -2,22 +2,15 @@
 
 It runs before anything is hashed. What looks like a secret is found by shape (keys, tokens, URLs with a password); host
 and user names by the values that the run recorded, as whole words. A secret without a telling shape is not found: a
-run's logs, which hold any text, are not released at all. Counts by kind are kept; the
-values are not. Pure; linear in the text.
+run's logs, which hold any text, are not released at all. Pure; linear in the text.
 """
 
 import re
-from collections import Counter
 from collections.abc import Iterable
 
 HOME, HOST, USER, SECRET, FOLDER = "<home>", "<host>", "<user>", "<secret>", "<folder>"
-PLACEHOLDERS = {
-    HOME: "home folder",
-    HOST: "name or address of a machine",
-    USER: "user name",
-    SECRET: "value that looks like a secret",
-    FOLDER: "folder of the run on the machine that trained",
-}
+MIN_LENGTH = 3
+"""Shorter names would match any text."""
 
 SECRETS = (
     re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL),
@@ -38,16 +31,13 @@ ADDRESSES = re.compile(
 
 
 class TextFilter:
-    """Replaces what must not be published, and counts it.
+    """Replaces what must not be published.
 
     Args:
         hosts: Names of machines.
         users: Names of users.
         folders: Absolute folders of the run, which become `<folder>`; longer ones first.
         homes: Home folders other than those below /home and /Users.
-
-    Attributes:
-        counts: Placeholder → number of replacements so far.
     """
 
     def __init__(
@@ -58,30 +48,19 @@ class TextFilter:
         folders: Iterable[str] = (),
         homes: Iterable[str] = (),
     ) -> None:
-        self.counts: Counter[str] = Counter()
         self._rules = [(SECRET, pattern) for pattern in SECRETS]
-        self._rules += [(FOLDER, _path(path)) for path in _longest_first(folders, 3)]
-        self._rules += [*((HOME, _path(path)) for path in _longest_first(homes, 3)), (HOME, HOMES)]
-        self._rules += [*((HOST, _word(name)) for name in _longest_first(hosts, 2)), (HOST, ADDRESSES)]
-        self._rules += [(USER, _word(name)) for name in _longest_first(users, 3)]
+        for placeholder, names, *patterns in (
+            (FOLDER, folders),
+            (HOME, homes, HOMES),
+            (HOST, hosts, ADDRESSES),
+            (USER, users),
+        ):
+            kept = {re.escape(name.rstrip("/")) for name in names if len(name) >= MIN_LENGTH}
+            words = [re.compile(rf"(?<![\w.-]){name}(?![\w-])") for name in sorted(kept, key=len, reverse=True)]
+            self._rules += [(placeholder, pattern) for pattern in (*words, *patterns)]
 
     def apply(self, text: str) -> str:
         """Return the text with placeholders."""
         for placeholder, pattern in self._rules:
-            text, number = pattern.subn(placeholder, text)
-            self.counts[placeholder] += number
+            text = pattern.sub(placeholder, text)
         return text
-
-
-def _longest_first(names: Iterable[str], min_length: int) -> list[str]:
-    """Return names without shorter ones, which would match any text."""
-    kept = {name.rstrip("/") for name in names if len(name) >= min_length}
-    return sorted(kept, key=len, reverse=True)
-
-
-def _word(name: str) -> re.Pattern[str]:
-    return re.compile(rf"(?<![\w.-]){re.escape(name)}(?![\w-])")
-
-
-def _path(path: str) -> re.Pattern[str]:
-    return re.compile(rf"(?<![\w.-]){re.escape(path)}(?![\w.-])")

@@ -4,7 +4,6 @@
     name = "tiny"                       # required
     producer = "Example Lab"            # required
     version = "1.0"
-    authors = ["Ada Example"]
     description = "what it is for, and what it is not for"
     url = "https://example.org/tiny"
     paper = "paper.pdf"                 # a file beside this one, copied into the release
@@ -32,7 +31,6 @@
 Nothing is ever invented: what is not given stays empty and is listed. Pure.
 """
 
-import tomllib
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
@@ -40,37 +38,17 @@ from typing import Annotated, Any, Literal
 from packaging.licenses import InvalidLicenseExpression, canonicalize_license_expression
 from pydantic import AfterValidator, Field, ValidationError
 
+from lt_trainer.files import parse_toml
 from lt_trainer.release.bundle import InsidePath, Record, ReleaseError
 from lt_trainer.release.mof import COMPONENTS, OPEN_FOR_ALL
 
-MAX_EXPRESSION = 500
-
-
-def _check_text(text: str) -> str:
-    if not text.isprintable():
-        raise ValueError("has a control character or a line break; remove it")
-    return text
-
-
-def _check_url(text: str) -> str:
-    if text and "://" not in text:
-        raise ValueError("not an address; write it with its scheme, as https://...")
-    return text
-
 
 def _check_license(text: str) -> str:
-    hidden = text
-    for name in OPEN_FOR_ALL:  # not in SPDX's list
-        hidden = hidden.replace(name, f"LicenseRef-{name}")
-    try:
-        known = canonicalize_license_expression(hidden) if len(text) <= MAX_EXPRESSION else ""
+    try:  # the framework's own is not in SPDX's list
+        known = canonicalize_license_expression(text.replace(OPEN_FOR_ALL, f"LicenseRef-{OPEN_FOR_ALL}"))
     except InvalidLicenseExpression:
-        known = ""
-    if not known:
-        raise ValueError("not an SPDX expression; for a license without an identifier use LicenseRef-NAME")
-    for name in OPEN_FOR_ALL:
-        known = known.replace(f"LicenseRef-{name}", name)
-    return known
+        raise ValueError("not an SPDX expression; for a license without an identifier use LicenseRef-NAME") from None
+    return known.replace(f"LicenseRef-{OPEN_FOR_ALL}", OPEN_FOR_ALL)
 
 
 def _check_component(name: str) -> str:
@@ -79,9 +57,8 @@ def _check_component(name: str) -> str:
     return name
 
 
-Text = Annotated[str, AfterValidator(_check_text)]
-Url = Annotated[Text, AfterValidator(_check_url)]
-License = Annotated[str, AfterValidator(_check_license)]
+Given = Annotated[str, Field(min_length=1)]
+License = Annotated[str, Field(max_length=500), AfterValidator(_check_license)]
 ComponentName = Annotated[str, AfterValidator(_check_component)]
 PrepareOption = Literal["text_field", "tokens_field", "on_bad", "max_document_bytes"]
 """Options of `lt data prepare` that determine the tokens and are in no manifest."""
@@ -90,12 +67,11 @@ PrepareOption = Literal["text_field", "tokens_field", "on_bad", "max_document_by
 class ReleaseInfo(Record):
     """`[release]`."""
 
-    name: Text = ""
-    producer: Text = ""
-    version: Text = ""
-    authors: tuple[Text, ...] = ()
+    name: Given
+    producer: Given
+    version: str = ""
     description: str = ""
-    url: Url = ""
+    url: str = ""
     paper: InsidePath = ""
     tolerance: Annotated[float, Field(ge=0, lt=1)] = 1e-4
 
@@ -113,17 +89,17 @@ class Licenses(Record):
 class SourceLicense(Record):
     """`[[sources]]`: license and origin of the source files that a pattern matches."""
 
-    path: Annotated[Text, Field(min_length=1)]
+    path: Given
     license: License | None = None
     redistribute: bool = False
-    name: Text = ""
-    url: Url = ""
+    name: str = ""
+    url: str = ""
 
 
 class LicenseFile(Record):
-    """Contents of `licences.toml`; all empty without one."""
+    """Contents of `licences.toml`."""
 
-    release: ReleaseInfo = ReleaseInfo()
+    release: ReleaseInfo
     licenses: Licenses = Licenses()
     sources: tuple[SourceLicense, ...] = ()
     stores: Mapping[str, Mapping[Literal["prepare"], Mapping[PrepareOption, str | int]]] = {}
@@ -149,10 +125,10 @@ def parse_license_file(text: str, source: str) -> LicenseFile:
         ReleaseError: Not TOML, or wrong lines; all of them in one list.
     """
     try:
-        return LicenseFile.model_validate(tomllib.loads(text))
+        return LicenseFile.model_validate(parse_toml(text))
     except ValidationError as exc:
         raise ReleaseError(source, [_describe(error) for error in exc.errors()]) from exc
-    except (ValueError, RecursionError) as exc:
+    except ValueError as exc:
         raise ReleaseError(source, [f"not TOML: {exc}"]) from exc
 
 

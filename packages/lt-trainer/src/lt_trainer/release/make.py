@@ -4,16 +4,13 @@ Order: read the run and the license file; verify checkpoints and stores; then wr
 output: weights, data, recipe, logs, sources of lt, documents, SHA256SUMS. It is renamed at the end. Where a class of
 the Model Openness Framework was asked for and is not reached, nothing is left. No clock is read.
 
-Cost: reads the released checkpoints twice and the stores once; copies what is released.
+Cost: reads the checkpoints twice and the stores once; copies what is released.
 """
 
-import functools
 import json
-import operator
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +19,10 @@ from lt_ckpt.hash_list import HASH_LIST, format_hash_list
 from lt_data import DataError, TokenStore
 from lt_data import verify as verify_store
 from lt_trainer.config.recipe import from_dict, to_dict, to_toml
-from lt_trainer.config.section import flatten
+from lt_trainer.config.section import flatten, unflatten
 from lt_trainer.data.training_data import STORES
-from lt_trainer.release.bundle import (
-    LICENSE_FILE,
-    RECIPE,
-    RELEASE_FILE,
-    RUN_DIR,
-    Release,
-    ReleasedStore,
-    ReleaseError,
-    hash_file,
-    list_files,
-    read_json,
-)
+from lt_trainer.files import read_json
+from lt_trainer.release.bundle import LICENSE_FILE, RUN_DIR, Release, ReleasedStore, ReleaseError, hash_file, list_files
 from lt_trainer.release.cards import make_documents
 from lt_trainer.release.data_files import StoreToRelease, store_names, write_source_list
 from lt_trainer.release.facts import Facts
@@ -43,12 +30,11 @@ from lt_trainer.release.filtering import TextFilter
 from lt_trainer.release.license_file import LicenseFile, parse_license_file
 from lt_trainer.release.mof import CLASS_NAMES
 from lt_trainer.release.script import reproduction_script
-from lt_trainer.release.source_files import SourceTree, find_source_tree, release_sources
-from lt_trainer.release.weight_files import choose_checkpoints, release_weights
+from lt_trainer.release.source_files import find_source_tree, release_sources
+from lt_trainer.release.weight_files import release_weights, verified_checkpoints
 from lt_trainer.run_directory.jsonl import read_jsonl
 
-RUN_FILES = ("recipe.json", "environment.json", "metrics.jsonl", "events.jsonl", "monitor/*.jsonl")
-RESULT_SUFFIXES = (".jsonl", ".json", ".md", ".csv", ".txt", ".html")
+RUN_FILES = ("recipe.json", "environment.json", "metrics.jsonl", "events.jsonl", "monitor/*.jsonl", "evaluation/**/*")
 REPLACED_FIELDS: Mapping[str, Any] = {
     "run.dir": RUN_DIR,
     "data.packs": "",
@@ -66,10 +52,8 @@ def make_release(
     run: Path,
     out: Path,
     *,
-    licenses: Path | None = None,
-    checkpoints: str = "all",
+    licenses: Path,
     source_folders: Sequence[Path] = (),
-    results: Sequence[Path] = (),
     mof_class: int = 0,
     notify: Callable[[str], None] = lambda text: None,
 ) -> Facts:
@@ -78,10 +62,8 @@ def make_release(
     Args:
         run: Run directory.
         out: Folder to make; an existing one must be empty.
-        licenses: The license file; None for none.
-        checkpoints: "all", "final" or steps separated by commas.
+        licenses: The license file.
         source_folders: Where source files are looked for by hash, besides their own paths.
-        results: Folders or files of evaluation results to include, besides those in the run directory.
         mof_class: Class of the Model Openness Framework that must be reached; 0 for any.
         notify: Called with what is being done.
 
@@ -90,8 +72,7 @@ def make_release(
         CheckpointError: `out` is not empty, or the disk fails.
     """
     notify("verifying checkpoints and stores")
-    gathered = _Run(run, licenses, checkpoints, source_folders)
-    gathered.problems += [f"--results = {path}: no such file or folder" for path in results if not path.exists()]
+    gathered = _Run(run, licenses, source_folders)
     if gathered.problems:
         raise ReleaseError(f"RUN = {run}: cannot be released", gathered.problems)
     with AtomicFolder(out) as folder:
@@ -102,12 +83,10 @@ def make_release(
         for store in gathered.stores:
             store.write(bundle)
         write_source_list(bundle, gathered.stores)
-        changed = _write_recipe(bundle, gathered)
-        _write_texts(bundle, gathered, (run / "evaluation", *results))
+        _write_recipe(bundle, gathered)
+        _write_texts(bundle, gathered)
         release_sources(bundle, gathered.tree, gathered.recipe["run"]["engine"])
-        (bundle / RELEASE_FILE).write_text(
-            gathered.describe(changed).model_dump_json(indent=1) + "\n", encoding="utf-8"
-        )
+        (bundle / "release.json").write_text(gathered.describe().model_dump_json(indent=1) + "\n", encoding="utf-8")
         facts = Facts(bundle)
         for name, text in {**make_documents(facts), "reproduce.sh": reproduction_script(facts)}.items():
             (bundle / name).write_text(text, encoding="utf-8")
@@ -125,43 +104,33 @@ def make_release(
 class _Run:
     """What is read and verified of a run; `problems` has all that is wrong or missing."""
 
-    def __init__(self, run: Path, license_path: Path | None, wanted: str, source_folders: Sequence[Path]) -> None:
+    def __init__(self, run: Path, license_path: Path, source_folders: Sequence[Path]) -> None:
         if not (run / ".lt-run").exists():
             raise ReleaseError(f"RUN = {run}", ["not a run directory (it has no .lt-run); pass the folder in run.dir"])
         self.path, self.tree = run, find_source_tree()
         record, self.environment = read_json(run / "recipe.json"), read_json(run / "environment.json")
         self.recipe, self.origins = record["recipe"], record["origins"]
         self.events = read_jsonl(run / "events.jsonl")
-        self.problems = _environment_problems(self.environment, self.tree)
-        self.licenses, self.license_text = LicenseFile(), ""
-        self.paper: Path | None = None
-        self._read_licenses(license_path)
-        self.checkpoints, found = choose_checkpoints(run, wanted)
-        self.problems += found
+        self.checkpoints, self.problems = verified_checkpoints(run)
+        commit = self.environment.get("commit", self.tree.commit)
+        if commit != self.tree.commit:  # the released sources would be of other code
+            self.problems.append(f"lt: the run used commit {commit}, {self.tree.root} is at {self.tree.commit}")
         self.text_filter = self._make_filter()
         self.stores: list[StoreToRelease] = []
         self.fields: dict[str, str] = {}
-        self._open_stores(source_folders)
-
-    def _read_licenses(self, path: Path | None) -> None:
         try:
-            self.license_text = path.read_text(encoding="utf-8") if path else ""
-            self.licenses = parse_license_file(self.license_text, str(path))
+            self.license_text = license_path.read_text(encoding="utf-8")
+            licenses = parse_license_file(self.license_text, str(license_path))
         except ReleaseError as exc:
-            self.problems += [f"{path}: {problem}" for problem in exc.problems]
+            self.problems += [f"{license_path}: {problem}" for problem in exc.problems]
             return
-        except (OSError, UnicodeDecodeError) as exc:
-            self.problems.append(f"--licenses = {path}: cannot be read ({exc}); give a TOML file")
+        except OSError as exc:
+            self.problems.append(f"--licenses = {license_path}: {exc.strerror}")
             return
-        lacking = [name for name in ("name", "producer") if not getattr(self.licenses.release, name)]
-        self.problems += [
-            f"release.{name} ({path or LICENSE_FILE}): missing; write it in [release] of the file given as --licenses"
-            for name in lacking
-        ]
-        if path and (name := self.licenses.release.paper):
-            self.paper = path.parent / name
-            if not self.paper.is_file():
-                self.problems.append(f"release.paper = {name!r} ({path}): no such file; give one beside it")
+        self.paper = license_path.parent / licenses.release.paper if licenses.release.paper else None
+        if self.paper and not self.paper.is_file():
+            self.problems.append(f"release.paper = {licenses.release.paper!r} ({license_path}): no such file beside it")
+        self._open_stores(licenses, source_folders)
 
     def _make_filter(self) -> TextFilter:
         monitored = (one for path in self.path.glob("monitor/*.jsonl") for one in read_jsonl(path))
@@ -175,7 +144,7 @@ class _Run:
             homes=(home,),
         )
 
-    def _open_stores(self, source_folders: Sequence[Path]) -> None:
+    def _open_stores(self, licenses: LicenseFile, source_folders: Sequence[Path]) -> None:
         """Open and verify the stores of the recipe, which must be those that the run has read."""
         data = from_dict(self.recipe, source="recipe.json").data
         read = (self.checkpoints[-1].manifest.data or {}).get(STORES, {}) if self.checkpoints else {}
@@ -185,13 +154,12 @@ class _Run:
                 found = _store_problems(store, read.get(field))
                 if not found:
                     self.fields[name] = field
-                    arguments = (data, self.licenses, self.text_filter, source_folders)
-                    self.stores.append(StoreToRelease(name, store, *arguments))
+                    self.stores.append(StoreToRelease(name, store, data, licenses, self.text_filter, source_folders))
             except DataError as exc:
                 found = [f"{exc}; relative paths are taken from the current folder"]
             self.problems += [f"{field} = {path!r}: {problem}" for problem in found]
 
-    def describe(self, changed: Mapping[str, Any]) -> Release:
+    def describe(self) -> Release:
         """Return the contents of release.json."""
         *earlier_steps, step = [checkpoint.step for checkpoint in self.checkpoints]
         stores = {
@@ -203,18 +171,13 @@ class _Run:
             for store in self.stores
         }
         return Release(
-            lt=self.tree.versions,
             commit=self.tree.commit,
             code_license=self.tree.license,
             date=str(self.events[-1]["time"])[:10],
-            run=self.path.resolve().name,
             step=step,
             earlier_steps=earlier_steps,
             python=self.environment["python"],
             stores=stores,
-            changed_fields=changed,
-            filtered={name: number for name, number in sorted(self.text_filter.counts.items()) if number},
-            paper=f"paper/{self.paper.name}" if self.paper else "",
         )
 
 
@@ -231,53 +194,29 @@ def _store_problems(store: TokenStore, read: str | None) -> list[str]:
     return [f"{problem}; copy the store again" for problem in verify_store(store)]
 
 
-def _environment_problems(environment: Mapping[str, Any], tree: SourceTree) -> list[str]:
-    """Return what is not as in the run: the released sources would be of other code."""
-    here = {**tree.versions, "torch": version("torch")}
-    then = environment.get("packages", {})
-    problems = [
-        f"{name}: the run used {then[name]}, here is {text}; make the release in the run's environment"
-        for name, text in here.items()
-        if then.get(name, text) != text
-    ]
-    if environment.get("commit", tree.commit) != tree.commit:
-        problems.append(
-            f"lt: the run used commit {environment['commit']}, {tree.root} is at {tree.commit}; check it out"
-        )
-    return problems
-
-
-def _write_recipe(bundle: Path, run: _Run) -> dict[str, Any]:
-    """Write recipe.toml, which runs in the folder of the release; return the fields that were changed for it."""
-    values = to_dict(from_dict(json.loads(run.text_filter.apply(json.dumps(run.recipe))), source="recipe.json"))
-    before = flatten(values)
+def _write_recipe(bundle: Path, run: _Run) -> None:
+    """Write recipe.toml, which runs in the folder of the release; fields that were changed for it have that origin."""
+    before = flatten(
+        to_dict(from_dict(json.loads(run.text_filter.apply(json.dumps(run.recipe))), source="recipe.json"))
+    )
     # What "auto" was on the run's machine may be something else on another.
     resolved = next((event["resolved"] for event in reversed(run.events) if "resolved" in event), {})
     wanted = {**REPLACED_FIELDS, **resolved, **{field: f"data/{name}" for name, field in run.fields.items()}}
     changed = {field: value for field, value in wanted.items() if field in before and before[field] != value}
-    for field, value in changed.items():
-        *parents, last = field.split(".")
-        functools.reduce(operator.getitem, parents, values)[last] = value
     origins = {name: run.text_filter.apply(text) for name, text in run.origins.items()}
-    (bundle / RECIPE).parent.mkdir()
-    text = to_toml(from_dict(values), origins | dict.fromkeys(changed, "release"))
-    (bundle / RECIPE).write_text(text, encoding="utf-8")
-    return changed
+    (bundle / "recipe").mkdir()
+    text = to_toml(from_dict(unflatten(before | changed)), origins | dict.fromkeys(changed, "release"))
+    (bundle / "recipe" / "recipe.toml").write_text(text, encoding="utf-8")
 
 
-def _write_texts(bundle: Path, run: _Run, results: Sequence[Path]) -> None:
+def _write_texts(bundle: Path, run: _Run) -> None:
     """Write the license file, the paper, the run's records and evaluation results; texts are filtered."""
-    files = {LICENSE_FILE: run.license_text}
-    for path in (path for pattern in RUN_FILES for path in run.path.glob(pattern)):
-        files[f"run/{path.relative_to(run.path).as_posix()}"] = path.read_text(encoding="utf-8", errors="replace")
-    for given in (path.resolve() for path in results if path.exists()):
-        for path in [given] if given.is_file() else given.rglob("*"):
-            if path.suffix in RESULT_SUFFIXES:
-                name = f"results/{path.relative_to(given.parent).as_posix()}"
-                files[name] = path.read_text(encoding="utf-8", errors="replace")
-    for name, text in files.items():
-        (bundle / name).parent.mkdir(parents=True, exist_ok=True)
-        (bundle / name).write_text(run.text_filter.apply(text), encoding="utf-8")
+    (bundle / LICENSE_FILE).write_text(run.text_filter.apply(run.license_text), encoding="utf-8")
+    for path in sorted(path for pattern in RUN_FILES for path in run.path.glob(pattern) if path.is_file()):
+        target = bundle / "run" / path.relative_to(run.path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        text = path.read_text(encoding="utf-8", errors="replace")
+        target.write_text(run.text_filter.apply(text), encoding="utf-8")
     if run.paper:
         (bundle / "paper").mkdir()
         shutil.copyfile(run.paper, bundle / "paper" / run.paper.name)

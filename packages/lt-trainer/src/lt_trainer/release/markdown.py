@@ -1,8 +1,7 @@
 r"""Markdown of the cards: text from whoever it comes, shown as it is.
 
 File names, task names and licenses are others' text. `plain` escapes what Markdown, GitHub's tables and formulas, or
-HTML would read as markup, and control characters as `\x1b`; so a name is one line and changes nothing around it.
-`table` expects cells that are Markdown already. Pure.
+HTML would read as markup, and control characters as `\x1b`; so a name is one line and changes nothing around it. Pure.
 """
 
 import re
@@ -10,23 +9,15 @@ from collections.abc import Sequence
 
 from lt_data.display.terminal import escape_controls
 
-MARKUP = re.compile(r"[\\`*\[\]<>~$&]|(?<![^\W_])_|_(?![^\W_])")
-"""Characters that begin markup anywhere; an underscore within a word does not."""
-BLOCK = re.compile(r"[#+=:-]|\d+(?=[.)](?:\s|$))")
-"""Beginning of a line that makes it a heading or a list."""
+MARKUP = re.compile(r"[]\\`*_[<>~$&|#+=:.)-]")
+"""Characters that begin markup, anywhere or at the beginning of a line."""
 
 
 def plain(text: object) -> str:
     """Return a text as Markdown that shows it, in one line."""
-    line = " ".join(escape_controls(str(text), keep="").split())
-    escaped = MARKUP.sub(lambda match: "\\" + match[0], line)
-    if (begin := BLOCK.match(line)) is None:
-        return escaped
-    number = begin[0] if begin[0].isdecimal() else ""
-    return f"{number}\\{escaped[len(number) :]}"
+    return MARKUP.sub(r"\\\g<0>", " ".join(escape_controls(str(text), keep="").split()))
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Return a table of cells that are Markdown."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(str(cell).replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
+    """Return a table of cells that are Markdown already."""
+    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in (head, ["---"] * len(head), *rows))

@@ -2,14 +2,12 @@
 
 A class needs each of its own components and those of the classes below it, each with an open license: Class III (open
 model) < Class II (open tooling) < Class I (open science). A research paper takes the place of the technical report. A
-license counts if it is in the tables of open licenses; one of another kind (a code license on data) counts and is
-noted, as the framework's own tool does. A component without a license, or with one that is not in the tables, does not
-count. Pure; cost: nothing.
+license counts if it is in the table of open licenses, also one of another kind (a code license on data), as in the
+framework's own tool. A component without a license, or with one that is not in the table, does not count. Pure.
 """
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 ContentType = Literal["code", "data", "document"]
@@ -51,27 +49,18 @@ COMPONENTS: Mapping[str, Component] = {
     "Evaluation results": Component("document", 3),
 }
 
-_CODE_LICENSES = """
+_OPEN_LICENSES = """
 0BSD AFL-3.0 AGPL-3.0-only AGPL-3.0-or-later Apache-2.0 Artistic-2.0 BSD-2-Clause BSD-2-Clause-Patent BSD-3-Clause
 BSL-1.0 ECL-2.0 EPL-2.0 EUPL-1.2 GPL-2.0-only GPL-2.0-or-later GPL-3.0-only GPL-3.0-or-later ISC LGPL-2.1-only
 LGPL-2.1-or-later LGPL-3.0-only LGPL-3.0-or-later MIT MIT-0 MPL-2.0 MS-PL MulanPSL-2.0 NCSA PSF-2.0 PostgreSQL
 Python-2.0 UPL-1.0 Unlicense Zlib
+CC-BY-3.0 CC-BY-4.0 CC-BY-SA-3.0 CC-BY-SA-4.0 CC-PDDC CC0-1.0 CDLA-Permissive-1.0 CDLA-Permissive-2.0
+CDLA-Sharing-1.0 GFDL-1.3-only GFDL-1.3-or-later ODC-By-1.0 ODbL-1.0 PDDL-1.0
 """
-_DATA_LICENSES = """
-CC-BY-4.0 CC-BY-SA-4.0 CC-PDDC CC0-1.0 CDLA-Permissive-1.0 CDLA-Permissive-2.0 CDLA-Sharing-1.0 ODC-By-1.0 ODbL-1.0
-PDDL-1.0
-"""
-_DOCUMENT_LICENSES = """
-CC-BY-3.0 CC-BY-4.0 CC-BY-SA-3.0 CC-BY-SA-4.0 CC0-1.0 GFDL-1.3-only GFDL-1.3-or-later
-"""
-OPEN_LICENSES: Mapping[ContentType, frozenset[str]] = {
-    "code": frozenset(_CODE_LICENSES.split()),
-    "data": frozenset(_DATA_LICENSES.split()),
-    "document": frozenset(_DOCUMENT_LICENSES.split()),
-}
-"""SPDX identifiers of open licenses that were made for each kind of content."""
-OPEN_FOR_ALL = frozenset({"OpenMDW-1.0"})
-"""Open licenses for all components of a model."""
+OPEN_FOR_ALL = "OpenMDW-1.0"
+"""The framework's own license, for all components of a model."""
+OPEN_LICENSES = frozenset({OPEN_FOR_ALL, *_OPEN_LICENSES.split()})
+"""SPDX identifiers of open licenses, for code, data or documents."""
 
 
 class ReleasedComponent(NamedTuple):
@@ -90,19 +79,16 @@ class ReleasedComponent(NamedTuple):
     missing: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class MofResult:
+class MofResult(NamedTuple):
     """Class of a release.
 
     Attributes:
         class_number: 1, 2 or 3; 0 for none.
         missing: Class number → what it and the classes below it lack, in words; empty for a class that is reached.
-        remarks: Open licenses that were made for another kind of content.
     """
 
     class_number: int
     missing: Mapping[int, tuple[str, ...]]
-    remarks: tuple[str, ...]
 
     @property
     def name(self) -> str:
@@ -112,10 +98,9 @@ class MofResult:
 
 def is_open_license(expression: str) -> bool:
     """Return True if all licenses of an SPDX expression, or with OR one of them, are in the tables."""
-    known = OPEN_FOR_ALL.union(*OPEN_LICENSES.values())
     if "(" in expression:  # nested: all of them must be open
         expression = re.sub(r"[()]", " ", expression).replace(" OR ", " AND ")
-    return any(all(word.strip() in known for word in part.split(" AND ")) for part in expression.split(" OR "))
+    return any(all(word.strip() in OPEN_LICENSES for word in part.split(" AND ")) for part in expression.split(" OR "))
 
 
 def evaluate_openness(components: Sequence[ReleasedComponent]) -> MofResult:
@@ -130,12 +115,7 @@ def evaluate_openness(components: Sequence[ReleasedComponent]) -> MofResult:
         missing[number] = tuple(f"{name}: {lacks[name]}" for name in names if lacks[name])
         if not missing[number]:  # those of a class are also needed by the next
             class_number = number
-    remarks = [
-        f"{part.name}: {part.license} is an open license, but not made for {COMPONENTS[part.name].content}"
-        for part in components
-        if part.license in frozenset().union(*OPEN_LICENSES.values()) - OPEN_LICENSES[COMPONENTS[part.name].content]
-    ]
-    return MofResult(class_number=class_number, missing=missing, remarks=tuple(remarks))
+    return MofResult(class_number, missing)
 
 
 def _lacks(part: ReleasedComponent) -> str:

@@ -1,8 +1,8 @@
 """reproduce.sh: the commands that repeat a run, from its sources to its weights.
 
-A store that was prepared from files, also in parts or as a side of a split, is prepared again. One that was joined or
-appended to is taken from the release if its tokens are in it. What cannot be repeated makes the script end at once and
-say why.
+A store that was prepared from files at once is prepared again; sources that are not in the release are expected in the
+current folder, under the name that data/sources.jsonl has. One that was joined, split or appended to is taken from the
+release if its tokens are in it. What cannot be repeated makes the script end at once and say why.
 """
 
 import re
@@ -60,28 +60,23 @@ def _thread_variables(facts: Facts) -> dict[str, str]:
 
 def store_commands(facts: Facts, store: StoreFacts) -> list[str]:
     """Return the commands that make a store and its pack in data/."""
-    out, manifest, pack = f"data/{store.name}", store.manifest, store.pack
-    shortest = f" --min-seq-len {min(length for length, _ in pack['buckets'])}" if pack["mode"] == "buckets" else ""
-    packing = f"lt data pack {quote(out)} --seq-len {pack['seq_len']} --mode {quote(pack['mode'])}{shortest}"
-    if facts.release.stores[store.name].joined or manifest.get("map") or not store.sources:
-        if store.has_tokens:
-            return [f'cp -R "$release"/{quote(out)} data/']
+    out, manifest, pack, sources = f"data/{store.name}", store.manifest, store.pack, f"sources/{store.name}"
+    is_derived = manifest.get("map") or manifest.get("split") or manifest["merged_from"] > 1
+    is_prepared = store.sources and not is_derived and not facts.release.stores[store.name].joined
+    if store.has_tokens and not (is_prepared and not any(entry.left_out for entry in store.sources)):
+        return [f'cp -R "$release"/{quote(out)} data/']
+    if not is_prepared:
         return [f"echo {quote(f'{store.name}: this store is not prepared again from its sources')} >&2; exit 1"]
-    split, parts = manifest.get("split"), manifest["merged_from"]
-    made = f"{out}.whole" if split else out
-    sources = quote(f"sources/{store.name}")
-    where = sources if any(entry.left_out for entry in store.sources) else f'"$release"/{sources}'
-    prepare = " ".join([f"lt data prepare {where}", *_prepare_options(facts, store), f"--out {quote(made)}"])
-    if parts > 1:
-        lines = [f"{prepare} --num-parts {parts} --part {part}" for part in range(parts)]
-        lines += [f"lt data merge {quote(made)}"]
-    else:
-        lines = [prepare]
-    if split:
-        sides: dict[str, str] = dict.fromkeys(("train", "validation"), f"{out}.other") | {str(split["side"]): out}
-        options = " ".join(f"--{side} {quote(path)}" for side, path in sides.items())
-        lines += [f"lt data split {quote(made)} --holdout {quote(split['holdout'])} {options}"]
-    return [*lines, packing]
+    where, lines = f'"$release"/{quote(sources)}', list[str]()
+    if not store.has_tokens:
+        lines = [f"mkdir -p sources; [ ! -d {where} ] || cp -R {where} sources/"]
+        where = quote(sources)
+    shortest = f" --min-seq-len {min(length for length, _ in pack['buckets'])}" if pack["mode"] == "buckets" else ""
+    return [
+        *lines,
+        " ".join([f"lt data prepare {where}", *_prepare_options(facts, store), f"--out {quote(out)}"]),
+        f"lt data pack {quote(out)} --seq-len {pack['seq_len']} --mode {quote(pack['mode'])}{shortest}",
+    ]
 
 
 def _prepare_options(facts: Facts, store: StoreFacts) -> list[str]:

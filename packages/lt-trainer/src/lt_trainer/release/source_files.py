@@ -13,15 +13,14 @@ import os
 import shutil
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
-from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from importlib.metadata import distribution
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 from urllib.parse import unquote, urlparse
 
 from lt_trainer.release.bundle import CODE_LICENSE, REQUIREMENTS, SOURCE_ARCHIVE, SOURCE_PATCH, ReleaseError
 
-LT_PACKAGES = ("lt-ckpt", "lt-data", "lt-launch", "lt-model", "lt-trainer", "lt-trainer-gpu", "lt-trainer-neuron")
 ARCHIVED = (
     *("LICENSE", "pyproject.toml", "uv.lock"),
     *(f":(glob)packages/*/{name}" for name in ("LICENSE", "README.md", "pyproject.toml", "src/**")),
@@ -30,20 +29,17 @@ ARCHIVED = (
 GIT = ("git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null")
 
 
-@dataclass(frozen=True, kw_only=True)
-class SourceTree:
+class SourceTree(NamedTuple):
     """Git checkout from which lt is installed.
 
     Attributes:
         root: Its top folder.
         commit: Its commit.
-        versions: Versions of lt's packages.
         license: License of lt, an SPDX expression.
     """
 
     root: Path
     commit: str
-    versions: dict[str, str]
     license: str
 
 
@@ -53,25 +49,14 @@ def find_source_tree() -> SourceTree:
     Raises:
         ReleaseError: There is none, or git or uv is missing.
     """
-    packages: dict[str, Distribution] = {}
-    for name in LT_PACKAGES:
-        try:
-            packages[name] = distribution(name)
-        except PackageNotFoundError:
-            continue
-    trainer = packages["lt-trainer"]
+    trainer = distribution("lt-trainer")
     url = urlparse(json.loads(trainer.read_text("direct_url.json") or "{}").get("url", ""))
-    folder = Path(unquote(url.path))
-    try:
-        if url.scheme != "file" or not folder.is_dir() or not (shutil.which("uv") and shutil.which("git")):
-            raise ReleaseError("lt", ["not installed from a folder, or uv and git are missing"])
-        root = Path(_git(folder, "rev-parse", "--show-toplevel").decode().strip())
-        commit = _git(root, "rev-parse", "HEAD").decode().strip()
-    except ReleaseError as exc:
-        problem = f"{exc.problems[0]}; a release carries lt's sources: install lt with uv from a git checkout"
-        raise ReleaseError("lt", [problem]) from exc
-    versions = {name: package.version for name, package in packages.items()}
-    return SourceTree(root=root, commit=commit, versions=versions, license=trainer.metadata["License-Expression"])
+    if url.scheme != "file" or not (shutil.which("uv") and shutil.which("git")):
+        problem = "not installed from a folder, or uv and git are missing; a release carries lt's sources: install lt "
+        raise ReleaseError("lt", [problem + "with uv from a git checkout"])
+    root = Path(_git(Path(unquote(url.path)), "rev-parse", "--show-toplevel").decode().strip())
+    commit = _git(root, "rev-parse", "HEAD").decode().strip()
+    return SourceTree(root=root, commit=commit, license=trainer.metadata["License-Expression"])
 
 
 def release_sources(bundle: Path, tree: SourceTree, engine: str) -> None:

@@ -29,39 +29,19 @@ def step_folder(step: int) -> str:
     return f"checkpoints/step-{step:08}"
 
 
-def choose_checkpoints(run: Path, wanted: str) -> tuple[list[Checkpoint], list[str]]:
-    """Choose the checkpoints of a run to release, by increasing step; the last one is the final.
-
-    Args:
-        run: The run directory.
-        wanted: "all", "final", or steps separated by commas; the newest valid one is always the final.
-
-    Returns:
-        The checkpoints, verified, and the problems.
-    """
-    words = [word.strip() for word in wanted.split(",")]
-    if wanted not in ("all", "final") and not all(word.isdecimal() for word in words):
-        return [], [f"--checkpoints = {wanted!r}: give all, final, or steps separated by commas"]
-    valid: dict[int, Checkpoint] = {}
-    rejected: list[str] = []
-    for step, path in list_steps(run / "checkpoints"):  # newest first
-        if step not in valid and (not valid or wanted == "all" or str(step) in words):
-            try:
-                report = verify_checkpoint(path)
-                if report.is_loadable:
-                    valid[step] = Checkpoint.open(path)
-                rejected += [] if report.is_loadable else report.problems
-            except CheckpointError as exc:
-                rejected.append(str(exc))
-    if not valid:
-        there = f": {'; '.join(rejected)}" if rejected else ""
-        return [], [f"RUN = {run}: no committed checkpoint that verifies{there}; train until one is saved"]
-    problems = [
-        f"--checkpoints: the run has no valid checkpoint of step {step}; it has {sorted(valid)}"
-        for step in sorted({int(word) for word in words if word.isdecimal()} - valid.keys())
-    ]
-    problems += [f"{reason}; remove it, or name the steps to release with --checkpoints" for reason in rejected]
-    return [valid[step] for step in sorted(valid)], problems
+def verified_checkpoints(run: Path) -> tuple[list[Checkpoint], list[str]]:
+    """Return the checkpoints of a run by increasing step, the last one the final, and why others cannot be released."""
+    found: dict[int, Checkpoint] = {}
+    problems: list[str] = []
+    for step, path in list_steps(run / "checkpoints"):  # one that was moved aside comes after that of its step
+        report = verify_checkpoint(path) if step not in found else None
+        if report is not None and report.is_loadable:
+            found[step] = Checkpoint.open(path)
+        elif report is not None:
+            problems += [f"{problem}; remove this checkpoint" for problem in report.problems]
+    if not found:
+        problems.append(f"RUN = {run}: no committed checkpoint that verifies; train until one is saved")
+    return [found[step] for step in sorted(found)], problems
 
 
 def release_weights(bundle: Path, checkpoints: Sequence[Checkpoint]) -> None:
@@ -113,9 +93,6 @@ def find_weight_problems(bundle: Path, folders: Sequence[str]) -> list[str]:
         except CheckpointError as exc:
             problems.append(f"{folder}: {exc}")
             continue
-        problems += [
-            f"{folder}: tensor {name} is not, bit for bit, that of the run's checkpoint"
-            for name in sorted(actual.keys() | stated[folder].keys())
-            if actual.get(name) != stated[folder].get(name)
-        ]
+        different = sorted({name for name, _ in actual.items() ^ stated[folder].items()})
+        problems += [f"{folder}: tensor {name} is not, bit for bit, that of the run's checkpoint" for name in different]
     return problems
