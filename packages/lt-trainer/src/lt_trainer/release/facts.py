@@ -4,13 +4,13 @@ Both making and verifying use them. Nothing is guessed: a number that the run di
 appear. Cost: reads the logs, the manifests and model/config.json; no tokens and no weights.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lt_model import config_from_hf, n_parameters
-from lt_trainer.files import read_json
 from lt_trainer.release.bundle import LICENSE_FILE, SOURCE_ARCHIVE, SOURCE_PATCH, Release, ReleaseError
 from lt_trainer.release.data_files import SourceEntry, read_source_list
 from lt_trainer.release.license_file import parse_license_file
@@ -60,16 +60,16 @@ class Facts:
     def __init__(self, bundle: Path) -> None:
         try:
             self._read(bundle)
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as exc:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as exc:
             raise ReleaseError(str(bundle), [f"cannot be read: {type(exc).__name__}: {exc}"]) from exc
 
     def _read(self, bundle: Path) -> None:
         self.release = Release.model_validate_json((bundle / "release.json").read_bytes())
         self.info = parse_license_file((bundle / LICENSE_FILE).read_text(encoding="utf-8"), LICENSE_FILE)
-        recipe = read_json(bundle / "run" / "recipe.json")
+        recipe = _read_json(bundle / "run" / "recipe.json")
         self.recipe, self.origins = recipe["recipe"], recipe["origins"]
-        self.environment = read_json(bundle / "run" / "environment.json")
-        self.model = read_json(bundle / "model" / "config.json")
+        self.environment = _read_json(bundle / "run" / "environment.json")
+        self.model = _read_json(bundle / "model" / "config.json")
         records = drop_superseded_records(read_jsonl(bundle / METRICS))
         records = [record for record in records if record["step"] <= self.release.step]
         self.train = [record for record in records if "loss" in record]
@@ -140,6 +140,10 @@ class Facts:
         )
 
 
+def _read_json(path: Path) -> Any:
+    return json.loads(path.read_bytes())
+
+
 def _data_license(stores: Sequence[StoreFacts]) -> tuple[str, str]:
     """Return the license of all sources of stores, and why they do not count as openly released, or ""."""
     sources = [entry for store in stores for entry in store.sources]
@@ -152,4 +156,4 @@ def _data_license(stores: Sequence[StoreFacts]) -> tuple[str, str]:
 def _read_store(folder: Path, sources: Sequence[SourceEntry]) -> StoreFacts:
     (pack,) = folder.glob("packs/*/pack.json")
     has_tokens = (folder / "shards").is_dir()
-    return StoreFacts(folder.name, read_json(folder / "manifest.json"), read_json(pack), has_tokens, sources)
+    return StoreFacts(folder.name, _read_json(folder / "manifest.json"), _read_json(pack), has_tokens, sources)

@@ -31,6 +31,7 @@
 Nothing is ever invented: what is not given stays empty and is listed. Pure.
 """
 
+import tomllib
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
@@ -38,7 +39,6 @@ from typing import Annotated, Any, Literal
 from packaging.licenses import InvalidLicenseExpression, canonicalize_license_expression
 from pydantic import AfterValidator, Field, ValidationError
 
-from lt_trainer.files import parse_toml
 from lt_trainer.release.bundle import InsidePath, Record, ReleaseError
 from lt_trainer.release.mof import COMPONENTS, OPEN_FOR_ALL
 
@@ -125,10 +125,10 @@ def parse_license_file(text: str, source: str) -> LicenseFile:
         ReleaseError: Not TOML, or wrong lines; all of them in one list.
     """
     try:
-        return LicenseFile.model_validate(parse_toml(text))
+        return LicenseFile.model_validate(tomllib.loads(text))
     except ValidationError as exc:
         raise ReleaseError(source, [_describe(error) for error in exc.errors()]) from exc
-    except ValueError as exc:
+    except (ValueError, RecursionError) as exc:
         raise ReleaseError(source, [f"not TOML: {exc}"]) from exc
 
 

@@ -21,7 +21,6 @@ from lt_data import verify as verify_store
 from lt_trainer.config.recipe import from_dict, to_dict, to_toml
 from lt_trainer.config.section import flatten, unflatten
 from lt_trainer.data.training_data import STORES
-from lt_trainer.files import read_json
 from lt_trainer.release.bundle import LICENSE_FILE, RUN_DIR, Release, ReleasedStore, ReleaseError, hash_file, list_files
 from lt_trainer.release.cards import make_documents
 from lt_trainer.release.data_files import StoreToRelease, store_names, write_source_list
@@ -108,7 +107,9 @@ class _Run:
         if not (run / ".lt-run").exists():
             raise ReleaseError(f"RUN = {run}", ["not a run directory (it has no .lt-run); pass the folder in run.dir"])
         self.path, self.tree = run, find_source_tree()
-        record, self.environment = read_json(run / "recipe.json"), read_json(run / "environment.json")
+        record, self.environment = (
+            json.loads((run / f"{name}.json").read_bytes()) for name in ("recipe", "environment")
+        )
         self.recipe, self.origins = record["recipe"], record["origins"]
         self.events = read_jsonl(run / "events.jsonl")
         self.checkpoints, self.problems = verified_checkpoints(run)
