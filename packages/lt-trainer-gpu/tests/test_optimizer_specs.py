@@ -114,7 +114,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     adamw.close()
     assert str(caught.value) == (
         f"optimizer.name = 'adamw': {path} holds the state of 'by_row' (row_square), but 'adamw' needs its own "
-        "(exp_avg, exp_avg_sq); set optimizer.name to 'by_row', or start a new run from its weights alone with "
+        "(exp_avg, exp_avg_sq); start a new run from its weights alone with "
         f"model.init_from = '{path}'"
     )
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lt_data import DataError, Mixture, Phase, RowReader, Stream, TokenStore, inspect_step, open_pack, pack
@@ -21,6 +21,7 @@ from lt_trainer.engine import StepBatch, Topology
 from lt_trainer.run_directory.jsonl import read_jsonl
 
 Base = dict[str, dict[str, Any]]
+IDS = [[934, 79, 382, 798, 758], [209, 772, 617, 756, 512], [427, 339, 855, 818, 122]]
 
 
 def start(base: Base, *overrides: str, **options: Any) -> int:
@@ -192,23 +193,17 @@ def test_inspect_names_the_rows_of_every_step_also_after_a_way_back(
 
 
 def test_inspect_finds_the_stores_of_a_mixture_that_have_moved(recipe_base, fake_engine, little_data, tmp_path) -> None:
-    copies = {name: tmp_path / "here" / name for name in ("train", "validation")}
-    for name, copy in copies.items():
-        shutil.copytree(little_data / name, copy)
+    for name in ("train", "validation"):
+        shutil.copytree(little_data / name, tmp_path / "here" / name)
     mixture(recipe_base, tmp_path / "here")
     assert start(recipe_base, stop_after_step=3) == 75
     rows = inspect_step(out(recipe_base), 2).rows
-    assert {row.origin for row in rows} == {"large", "small"}
-    copies["validation"].rename(tmp_path / "elsewhere")
+    moved = (tmp_path / "here" / "validation").rename(tmp_path / "elsewhere")
     with pytest.raises(DataError, match=r"events\.jsonl has the source small = .*with --source NAME=FOLDER"):
         inspect_step(out(recipe_base), 2)
-    assert inspect_step(out(recipe_base), 2, sources={"small": tmp_path / "elsewhere"}).rows == rows
-    with pytest.raises(DataError, match="source 'web': the sources of the run's mixture are: large, small"):
-        inspect_step(out(recipe_base), 2, sources={"web": tmp_path / "elsewhere"})
-    with pytest.raises(DataError, match="--store: the sources of the run's mixture are: large, small"):
-        inspect_step(out(recipe_base), 2, store=tmp_path / "elsewhere")
-    with pytest.raises(DataError, match=r"here/train, .*here/train: not the rows that step 2 .*small\.store"):
-        inspect_step(out(recipe_base), 2, sources={"small": copies["train"]})
+    assert inspect_step(out(recipe_base), 2, sources={"small": moved}).rows == rows
+    with pytest.raises(DataError, match="not the rows that step 2"):
+        inspect_step(out(recipe_base), 2, sources={"small": tmp_path / "here" / "train"})
 
 
 def test_a_mixture_is_lt_datas_with_phases_counted_in_steps(recipe_base, little_data) -> None:
@@ -230,16 +225,6 @@ def test_a_mixture_is_lt_datas_with_phases_counted_in_steps(recipe_base, little_
         assert a.state == b.state
 
 
-def test_phases_of_a_growing_batch_begin_with_their_step(recipe_base, little_data) -> None:
-    ramped_mixture(recipe_base, little_data)
-    recipe = load(base=recipe_base).recipe
-    grows = recipe.batch.batch_ramp(32)
-    assert grows is not None
-    ((_, first), (row, second)) = recipe.data.weight_phases(grows.rows_before)
-    assert row == grows.rows_before(7) != 7 * 16
-    assert (first, second) == ({"large": 3, "small": 1}, {"large": 1, "small": 1})
-
-
 def test_changed_weights_are_refused_where_they_were_read_and_free_ahead(recipe_base, fake_engine, little_data) -> None:
     mixture(recipe_base, little_data)
     assert start(recipe_base, stop_after_step=5) == 75
@@ -259,57 +244,28 @@ def test_a_source_that_may_not_be_read_again_ends_the_run(recipe_base, fake_engi
         start(recipe_base, "data.mixture.small.max_epochs=1", "schedule.max_steps=400")
 
 
-def test_a_batch_that_grows_reads_what_its_closed_form_says(recipe_base, fake_engine, little_data) -> None:
+def test_samples_of_a_batch_that_grows_are_real_rows(recipe_base, fake_engine, little_data) -> None:
     ramp(recipe_base, little_data)
     assert start(recipe_base) == 0
     grows = load(base=recipe_base).recipe.batch.batch_ramp(32)
     assert grows is not None
-    assert [grows.batch_size_at(step) for step in range(13)] == [4] * 4 + [8] * 4 + [12] * 3 + [16] * 2
-    (engine,) = fake_engine.opened
-    assert len(engine.rows) == grows.rows_before(20)
+    assert len(fake_engine.opened[0].rows) == grows.rows_before(20)
     records = [r for r in read_jsonl(out(recipe_base) / "metrics.jsonl") if "loss" in r]
-    assert [r["learning_rate"] for r in records] == engine.lrs
-    by_step = [r["samples_per_sec"] / r["batches_per_sec"] for r in records]
-    assert by_step == pytest.approx([4] * 20), "samples are real rows: micro_batch_size of them in each micro-batch"
+    assert [r["samples_per_sec"] / r["batches_per_sec"] for r in records] == pytest.approx([4] * 20)
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    seed=st.integers(0, 2**63 - 1),
-    vocab=st.integers(2, 2**18),
-    rows=st.lists(st.integers(0, 2**61), min_size=1, max_size=5),
-    seq_len=st.integers(2, 40),
-)
-def test_random_rows_are_a_function_of_seed_and_row(seed: int, vocab: int, rows: list[int], seq_len: int) -> None:
-    made = SyntheticRows(vocab_size=vocab, seq_len=seq_len, seed=seed)
-    numbers = np.array(rows)
+def test_random_rows_are_a_function_of_seed_and_row() -> None:
+    numbers = np.array([0, 7, 2**61])
+    made = SyntheticRows(vocab_size=1000, seq_len=5, seed=3)
     together = made.read_token_rows(numbers).to_int32()
-    for i, row in enumerate(rows):
-        alone = SyntheticRows(vocab_size=vocab, seq_len=seq_len, seed=seed).read_token_rows(np.array([row])).to_int32()
-        for name in ("input_ids", "labels", "position_ids", "doc_ids"):
-            assert np.array_equal(getattr(together, name)[i], getattr(alone, name)[0])
-    assert together.input_ids.min() >= 0
-    assert max(together.input_ids.max(), together.labels.max()) < vocab
+    assert together.input_ids.tolist() == IDS, "a change of these is a change of every run on random rows"
     assert np.array_equal(together.labels[:, :-1], together.input_ids[:, 1:])
-    assert made.count_labels(numbers) == int((together.labels != -100).sum()) == len(rows) * seq_len
-
-
-def test_random_ids_are_the_stated_function_of_seed_row_and_place() -> None:
-    """Philox in plain integers: a change of these is a change of every run on random rows."""
-
-    def wanted(seed: int, row: int, place: int) -> int:
-        counter, key = [place // 4 + 1, row, 0, 0], [seed, 0]
-        for _ in range(10):
-            (high0, low0), (high2, low2) = (
-                divmod(m * counter[i], 2**64) for m, i in ((0xD2E7470EE14C6C93, 0), (0xCA5A826395121157, 2))
-            )
-            counter = [high2 ^ counter[1] ^ key[0], low2, high0 ^ counter[3] ^ key[1], low0]
-            key = [(key[0] + 0x9E3779B97F4A7C15) % 2**64, (key[1] + 0xBB67AE8584CAA73B) % 2**64]
-        return (counter[place % 4] >> 32) * 1000 >> 32
-
-    found = SyntheticRows(vocab_size=1000, seq_len=5, seed=3).read_token_rows(np.array([0, 7, 2**40]))
-    for ids, last, row in zip(found.input_ids.tolist(), found.next_ids.tolist(), (0, 7, 2**40), strict=True):
-        assert [*ids, last] == [wanted(3, row, place) for place in range(6)]
+    assert made.count_labels(numbers) == int((together.labels != -100).sum()) == 15
+    alone = SyntheticRows(vocab_size=1000, seq_len=5, seed=3).read_token_rows(numbers[1:2]).to_int32()
+    assert alone.labels.tolist() == together.labels[1:2].tolist()
+    large = SyntheticRows(vocab_size=2**18, seq_len=999, seed=2**63 - 1).read_token_rows(numbers).to_int32()
+    assert 2**16 < large.input_ids.max() < 2**18
+    assert len({tuple(row) for row in large.input_ids.tolist()}) == 3
 
 
 def test_random_rows_are_in_no_store(recipe_base, fake_engine, little_data) -> None:

@@ -66,11 +66,10 @@ def restore_or_start(run: Run) -> None:
     _log_data_event(run)
     log.log_event("resume", step=checkpoint.step, path=str(checkpoint.path))
     log.log_message(f"resuming after step {checkpoint.step} from {checkpoint.path}")
-    for field in sorted(run.data.older):
-        log.log_message(
-            f"{field}: reads {run.data.paths[field]}, as before, although the store has a newer generation; name that "
-            "in the recipe to take it"
-        )
+    for field, path in run.recipe.data.store_paths().items():
+        if (reads := run.data.paths[field]) != path:
+            words = "as before, although the store has a newer generation; name that in the recipe to take it"
+            log.log_message(f"{field}: reads {reads}, {words}")
     for field, (before, now) in changed_generations(run.recipe, run.data, checkpoint.manifest.data).items():
         log.log_message(f"{field}: from step {checkpoint.step + 1} on {now}, before {before}")
     if options.init_from:

@@ -23,10 +23,8 @@ class StreamBatches:
         self, recipe: Recipe, data: TrainingData, topology: Topology, state: StreamState | None = None
     ) -> None:
         self._open = partial(open_stream, recipe, data, topology)
-        self._depth = recipe.data.prefetch
-        self._to_step_batch = partial(
-            to_step_batch, micro_batch_size=recipe.batch.micro_batch_size, seq_len=recipe.data.seq_len
-        )
+        self._depth, size = recipe.data.prefetch, recipe.batch.micro_batch_size
+        self._to_step_batch = partial(to_step_batch, micro_batch_size=size, seq_len=recipe.data.seq_len)
         self._stream: Stream = self._open(state)
         self._prefetcher: Prefetcher[StepBatch] | None = None
 

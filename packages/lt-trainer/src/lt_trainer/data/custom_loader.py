@@ -33,11 +33,9 @@ from lt_trainer.config.recipe import to_dict
 from lt_trainer.config.sections import Recipe
 from lt_trainer.data.document_boundaries import find_document_starts
 from lt_trainer.data.loader_factory import import_loader_factory
-from lt_trainer.data.training_data import IGNORE_INDEX, parse_stream_state, to_micro_batches
+from lt_trainer.data.training_data import IGNORE_INDEX, ROW_FIELDS, parse_stream_state, to_micro_batches
 from lt_trainer.engine import Control, StepBatch, Topology
 from lt_trainer.errors import LoaderError, TrainerError
-
-ROW_FIELDS = ("input_ids", "labels", "position_ids", "doc_ids")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,14 +66,10 @@ class LoaderBatches:
         self._gather(lambda: self._open_loader(saved))
 
     def _open_loader(self, saved: Mapping[str, Any] | None) -> None:
-        topology = self._topology
-        self._loader = import_loader_factory(self._recipe.data.loader)(
-            recipe=to_dict(self._recipe),
-            rank=topology.rank,
-            world=topology.world_size,
-            dp_rank=topology.dp_rank,
-            dp_size=topology.dp_size,
-            seed=self._recipe.run.seed,
+        place = dict(vars(self._topology))
+        function = import_loader_factory(self._recipe.data.loader)
+        self._loader = function(
+            recipe=to_dict(self._recipe), seed=self._recipe.run.seed, world=place.pop("world_size"), **place
         )
         if saved is not None:
             self._resume(parse_stream_state(saved), saved.get("loader", {}))
@@ -84,16 +78,12 @@ class LoaderBatches:
     def _resume(self, state: StreamState, states: Mapping[str, Any]) -> None:
         expected, dp_size = self.state, self._topology.dp_size
         self.state, end = state, state.row // dp_size
-        if (state.seed, state.fingerprint) != (expected.seed, expected.fingerprint):
-            raise LoaderError(
-                f"the checkpoint belongs to other rows: {state.fingerprint} seed:{state.seed}, the run's are "
-                f"{expected.fingerprint} seed:{expected.seed}"
-            )
+        before, now = (f"{one.fingerprint} seed:{one.seed}" for one in (state, expected))
+        if before != now:
+            raise LoaderError(f"the checkpoint belongs to other rows: {before}, the run's are {now}")
         if len(states) not in (0, dp_size) or state.row % dp_size:
-            raise LoaderError(
-                f"the checkpoint ({state.row} rows, loader states of {len(states)} data-parallel ranks) does not fit "
-                f"{dp_size} data-parallel ranks; resume with as many as before"
-            )
+            found = f"{state.row} rows, loader states of {len(states)} data-parallel ranks"
+            raise LoaderError(f"the checkpoint ({found}) does not fit {dp_size} data-parallel ranks")
         if states and hasattr(self._loader, "load_state_dict"):
             self._loader.load_state_dict(states[str(self._topology.dp_rank)])
             self._rows_read = end
@@ -138,13 +128,8 @@ class LoaderBatches:
             starts[:, 1:] = False
         n_documents = int(starts.sum(axis=1).max())
         self._max_documents_per_row = max(self._max_documents_per_row, 1 << (n_documents - 1).bit_length())
-        return to_micro_batches(
-            rows,
-            np.flatnonzero(starts),
-            self._max_documents_per_row,
-            micro_batch_size=self._recipe.batch.micro_batch_size,
-            valid_tokens=n_labels,
-        )
+        size, bound = self._recipe.batch.micro_batch_size, self._max_documents_per_row
+        return to_micro_batches(rows, np.flatnonzero(starts), bound, micro_batch_size=size, valid_tokens=n_labels)
 
     def _read_until(self, end: int) -> Iterator[tuple[Rows, np.ndarray]]:
         """Yield the items up to row `end` of this rank as int32 arrays [n, T], with document starts (bool [n, T])."""
@@ -153,10 +138,7 @@ class LoaderBatches:
             self._rows_read += len(starts)
             yield rows, starts
             if self._rows_read > end:
-                raise LoaderError(
-                    f"an item of {len(starts)} rows crosses a step boundary, row {end} of this data-parallel rank; "
-                    "return single rows, or a divisor of its rows per step"
-                )
+                raise LoaderError(f"an item of {len(starts)} rows crosses a step boundary, row {end} of this rank's")
 
     def _iterate(self) -> Generator[Any]:
         """Yield the loader's items; an iterable that has ended is restarted, an iterator or an empty one is not."""
@@ -168,33 +150,28 @@ class LoaderBatches:
 
     def _check(self, item: Any) -> tuple[Rows, np.ndarray]:
         """Return an item as `_read_until` yields it."""
-        row, seq_len, vocab_size = self._rows_read, self._recipe.data.seq_len, self._recipe.model.vocab_size
+        row, seq_len, ids = self._rows_read, self._recipe.data.seq_len, (0, self._recipe.model.vocab_size)
+        bounds = {"input_ids": ids, "labels": ids, "position_ids": (0, seq_len), "doc_ids": (-1, seq_len)}
         found: dict[str, np.ndarray] = {}
-        bounds = {"input_ids": (0, vocab_size), "labels": (0, vocab_size)}
-        for name, (low, high) in (bounds | {"position_ids": (0, seq_len), "doc_ids": (-1, seq_len)}).items():
+        for name, (low, high) in bounds.items():
             value = item.get(name) if isinstance(item, Mapping) else getattr(item, name, None)
-            if value is None and name not in bounds:
+            if value is None and name in ("position_ids", "doc_ids"):
                 continue
-            if value is None:
-                raise LoaderError(f"row {row} has no {name}")
             array = np.atleast_2d(np.asarray(value))
             n = len(found.get("input_ids", array))
             if array.dtype.kind not in "iu" or array.shape != (n, seq_len) or not n:
-                raise LoaderError(
-                    f"row {row}: {name} are {array.dtype} {list(np.shape(value))}; expected integers [{seq_len}] or "
-                    f"[n, {seq_len}]"
-                )
+                words = "missing" if value is None else f"{array.dtype} {list(np.shape(value))}"
+                raise LoaderError(f"row {row}: {name} are {words}; expected integers [{seq_len}] or [n, {seq_len}]")
             found[name] = array = array.astype(np.int64)
-            also = f" (or {IGNORE_INDEX})" if name == "labels" else ""
-            for i, t in np.argwhere(((array < low) | (array >= high)) & ((array != IGNORE_INDEX) | (not also))):
-                problem = f"{name} = {array[i, t]} is not in {low}..{high - 1}{also}"
+            is_label = (name == "labels") & (array == IGNORE_INDEX)
+            for i, t in np.argwhere(((array < low) | (array >= high)) & ~is_label)[:1]:
+                problem = f"{name} = {array[i, t]} is not in {low}..{high - 1}"
                 raise LoaderError(f"row {row + i}, position {t}: {problem}")
         found.setdefault("doc_ids", np.zeros_like(found["input_ids"]))
         try:
             starts = find_document_starts(found["doc_ids"])
         except ValueError as exc:
-            problem = "doc_ids return to an earlier document of the row; number each document once"
-            raise LoaderError(f"row {row + exc.args[0]}: {problem}") from None
+            raise LoaderError(f"row {row + exc.args[0]}: doc_ids return to an earlier document of the row") from None
         places = np.arange(seq_len)
         found.setdefault("position_ids", places - np.maximum.accumulate(np.where(starts, places, 0), axis=1))
         return Rows(*(found[name].astype(np.int32) for name in ROW_FIELDS)), starts

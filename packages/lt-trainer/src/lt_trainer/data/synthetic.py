@@ -57,18 +57,11 @@ class SyntheticRows:
 
     def read_token_rows(self, rows: np.ndarray) -> TokenRows:
         """Return the rows with these numbers, in this order."""
-        n = len(rows)
+        n, length = len(rows), self.seq_len
         ids = np.stack([self._ids(int(row)) for row in rows]).astype("<u2" if self.vocab_size <= 2**16 else "<u4")
-        return TokenRows(
-            input_ids=ids[:, :-1].copy(),
-            slice_row=np.arange(n),
-            slice_begin=np.arange(n) * self.seq_len,
-            slice_length=np.full(n, self.seq_len),
-            next_ids=ids[:, -1].copy(),
-            has_next=np.ones(n, bool),
-            document_mask=True,
-            max_segments_per_row=1,
-        )
+        where = {"slice_row": np.arange(n), "slice_begin": np.arange(n) * length, "slice_length": np.full(n, length)}
+        last = {"next_ids": ids[:, -1].copy(), "has_next": np.ones(n, bool)}
+        return TokenRows(input_ids=ids[:, :-1].copy(), document_mask=True, max_segments_per_row=1, **where, **last)
 
     def _ids(self, row: int) -> np.ndarray:
         """Return the seq_len + 1 ids of a row."""

@@ -23,6 +23,8 @@ from lt_trainer.engine import StepBatch, Topology
 from lt_trainer.errors import RecipeError
 
 IGNORE_INDEX = -100
+ROW_FIELDS = {"input_ids": 0, "labels": IGNORE_INDEX, "position_ids": 0, "doc_ids": -1}
+"""Arrays of rows, with what padding has there."""
 STORES = "stores"
 """Key of a checkpoint's data state: the fingerprint of each store, by field of the recipe."""
 
@@ -53,8 +55,6 @@ class TrainingData:
     """Fingerprint of each store, by field of the recipe."""
     paths: dict[str, str]
     """Path of each store, by field; that of a generation where an older one is read than its store opens as."""
-    older: frozenset[str]
-    """Fields whose store has a newer generation than the one that the run reads."""
 
 
 def open_data(recipe: Recipe, *, read: Mapping[str, str] | None = None) -> TrainingData:
@@ -71,7 +71,7 @@ def open_data(recipe: Recipe, *, read: Mapping[str, str] | None = None) -> Train
     data = recipe.data
     if data.loader:
         import_loader_factory(data.loader)  # fail before anything is loaded
-    given, paths = data.store_paths(), generation_paths(data, read or {})
+    paths = generation_paths(data, read or {})
     stores = open_stores(data, paths)
     first = next(iter(stores.values()), None)
     if first is not None:
@@ -86,7 +86,6 @@ def open_data(recipe: Recipe, *, read: Mapping[str, str] | None = None) -> Train
         tokenizer_files={} if first is None else dict(first.tokenizer().files),
         fingerprints={field: store.manifest.fingerprint for field, store in stores.items()},
         paths=paths,
-        older=frozenset(field for field, path in paths.items() if path != given[field]),
     )
 
 
@@ -106,14 +105,10 @@ def open_rows(
         max_epochs = {name: source.max_epochs for name, source in data.mixture.items() if source.max_epochs}
         return Mixture(readers, [Phase(**phase) for phase in _phases(recipe)], max_epochs=max_epochs)
     if data.source_kind == "store" and data.packing == "buckets":
-        store = stores["data.store"]
-        return Buckets(
-            store,
-            open_pack(store, seq_len=data.seq_len, mode="buckets", min_seq_len=data.min_seq_len),
-            global_batch_size=recipe.batch.global_batch_size,
-            weights=[Phase(**phase) for phase in _phases(recipe)] if data.bucket_weights else None,
-            document_mask=data.document_mask,
-        )
+        store, mask, batch = stores["data.store"], data.document_mask, recipe.batch.global_batch_size
+        pack = open_pack(store, seq_len=data.seq_len, mode="buckets", min_seq_len=data.min_seq_len)
+        weights = [Phase(**phase) for phase in _phases(recipe)] if data.bucket_weights else None
+        return Buckets(store, pack, global_batch_size=batch, weights=weights, document_mask=mask)
     return _reader(data, stores["data.store"]) if data.source_kind == "store" else None
 
 
@@ -140,31 +135,19 @@ def open_stores(data: DataOptions, paths: Mapping[str, str]) -> dict[str, TokenS
     first = next(iter(stores), "")
     for name, store in stores.items():
         if store.manifest.tokenizer.sha256 != stores[first].manifest.tokenizer.sha256:
-            raise RecipeError(
-                f"prepared with another tokenizer than {first} = {paths[first]!r}",
-                values={name: paths[name]},
-                remedy="prepare both with the same tokenizer",
-            )
+            problem = f"prepared with another tokenizer than {first} = {paths[first]!r}"
+            raise RecipeError(problem, values={name: paths[name]}, remedy="prepare both with the same tokenizer")
     return stores
 
 
 def _check_tokenizer(recipe: Recipe, store: TokenStore) -> None:
-    """Raise RecipeError if the recipe names another tokenizer or vocabulary size; a pretrained model may have more."""
-    tokenizer, n_ids = store.manifest.tokenizer, store.vocab_size
+    """Raise RecipeError if the recipe names another tokenizer."""
+    tokenizer = store.manifest.tokenizer
     # The default name stands for every store's.
     if recipe.data.tokenizer not in (DataOptions().tokenizer, tokenizer.name, tokenizer.sha256):
-        raise RecipeError(
-            f"{store.path} was prepared with the tokenizer {tokenizer.name!r} (sha256 {tokenizer.sha256})",
-            values={"data.tokenizer": recipe.data.tokenizer},
-            remedy="remove data.tokenizer (TOKENIZER) to use the store's, or prepare the data with this tokenizer",
-        )
-    given = recipe.model.vocab_size
-    if given and given != n_ids and not (recipe.model.init_from and given > n_ids):
-        raise RecipeError(
-            f"the tokenizer of {store.path} has {n_ids} ids",
-            values={"model.vocab_size": given},
-            remedy="remove model.vocab_size (VOCAB_SIZE) to use the store's, or prepare the data again",
-        )
+        problem = f"{store.path} was prepared with the tokenizer {tokenizer.name!r} (sha256 {tokenizer.sha256})"
+        remedy = "remove data.tokenizer (TOKENIZER) to use the store's, or prepare the data with this tokenizer"
+        raise RecipeError(problem, values={"data.tokenizer": recipe.data.tokenizer}, remedy=remedy)
 
 
 def _reader(data: DataOptions, store: TokenStore) -> RowReader:
@@ -216,17 +199,17 @@ def data_event_fields(recipe: Recipe) -> dict[str, Any]:
     Read by lt_data.analysis.run_inspection.
     """
     data, ramp, kind = recipe.data, recipe.batch.batch_ramp(recipe.data.seq_len), recipe.data.source_kind
-    rows: dict[str, Any] = {}
+    rows: dict[str, Any] = {"kind": kind}
     if kind == "mixture":
-        stores = {name: source.store for name, source in data.mixture.items()}
-        max_epochs = {name: source.max_epochs for name, source in data.mixture.items() if source.max_epochs}
-        rows = {"kind": kind, "stores": stores, "phases": _phases(recipe), "max_epochs": max_epochs}
+        rows["stores"] = {name: source.store for name, source in data.mixture.items()}
+        rows["max_epochs"] = {name: one.max_epochs for name, one in data.mixture.items() if one.max_epochs}
+        rows["phases"] = _phases(recipe)
     elif kind == "store" and data.packing == "buckets":
         phases = _phases(recipe) if data.bucket_weights else []
         rows = {"kind": "buckets", "store": data.store, "min_seq_len": data.min_seq_len, "phases": phases}
-    elif kind != "store":
-        rows = {"kind": kind} | ({"loader": data.loader} if data.loader else {})
-    return ({"ramp": ramp.to_dict()} if ramp else {}) | ({"rows": rows} if rows else {})
+    elif kind == "loader":
+        rows["loader"] = data.loader
+    return ({"ramp": ramp.to_dict()} if ramp else {}) | ({"rows": rows} if rows != {"kind": "store"} else {})
 
 
 def parse_stream_state(saved: Mapping[str, Any]) -> StreamState:
@@ -241,16 +224,10 @@ def parse_stream_state(saved: Mapping[str, Any]) -> StreamState:
 def open_stream(recipe: Recipe, data: TrainingData, topology: Topology, state: StreamState | None) -> Stream:
     """Open the deterministic stream of this rank's rows, at the start or at a checkpoint's state."""
     assert data.train is not None, "a custom loader has no stream"
-    return Stream(
-        data.train,
-        global_batch_size=recipe.batch.global_batch_size,
-        dp_rank=topology.dp_rank,
-        dp_size=topology.dp_size,
-        seed=recipe.run.seed,
-        shuffle=recipe.data.shuffle,
-        state=state,
-        ramp=recipe.batch.batch_ramp(recipe.data.seq_len),
-    )
+    size, ramp = recipe.batch.global_batch_size, recipe.batch.batch_ramp(recipe.data.seq_len)
+    place = {"dp_rank": topology.dp_rank, "dp_size": topology.dp_size, "seed": recipe.run.seed}
+    shuffle = recipe.data.shuffle
+    return Stream(data.train, global_batch_size=size, shuffle=shuffle, state=state, ramp=ramp, **place)
 
 
 def to_micro_batches(
@@ -267,20 +244,11 @@ def to_micro_batches(
     """
     n, seq_len = rows.input_ids.shape
     assert n % micro_batch_size == 0, (n, micro_batch_size)
-    shape = (n // micro_batch_size, micro_batch_size, seq_len)
-    return StepBatch(
-        input_ids=rows.input_ids.reshape(shape),
-        labels=rows.labels.reshape(shape),
-        position_ids=rows.position_ids.reshape(shape),
-        doc_ids=rows.doc_ids.reshape(shape),
-        cu_seqlens=micro_batch_cu_seqlens(
-            starts,
-            n_micro=shape[0],
-            n_tokens=micro_batch_size * seq_len,
-            max_documents=micro_batch_size * max_segments_per_row,
-        ),
-        valid_tokens=valid_tokens,
-    )
+    arrays = {name: getattr(rows, name).reshape(-1, micro_batch_size, seq_len) for name in ROW_FIELDS}
+    n_micro, max_documents = n // micro_batch_size, micro_batch_size * max_segments_per_row
+    n_tokens = micro_batch_size * seq_len
+    bounds = micro_batch_cu_seqlens(starts, n_micro=n_micro, n_tokens=n_tokens, max_documents=max_documents)
+    return StepBatch(**arrays, cu_seqlens=bounds, valid_tokens=valid_tokens)
 
 
 def to_step_batch(batch: StreamBatch, micro_batch_size: int, seq_len: int = 0) -> StepBatch:
@@ -292,13 +260,9 @@ def to_step_batch(batch: StreamBatch, micro_batch_size: int, seq_len: int = 0) -
         seq_len: positions of such a row; a micro-batch of shorter rows has proportionally more of them.
     """
     tokens = batch.tokens
-    return to_micro_batches(
-        batch.rows,
-        tokens.segments()[0],
-        tokens.max_segments_per_row,
-        micro_batch_size=micro_batch_size * max(1, seq_len // tokens.input_ids.shape[1]),
-        valid_tokens=batch.valid_tokens,
-    )
+    starts, size = tokens.segments()[0], micro_batch_size * max(1, seq_len // tokens.input_ids.shape[1])
+    bound, labels = tokens.max_segments_per_row, batch.valid_tokens
+    return to_micro_batches(batch.rows, starts, bound, micro_batch_size=size, valid_tokens=labels)
 
 
 def validation_rows(n_rows: int, topology: Topology, micro_batch_size: int) -> Iterator[np.ndarray]:
@@ -319,16 +283,9 @@ def validation_batches(
     chosen = np.arange(reader.n_rows) if rows is None else rows
     for numbers in validation_rows(chosen.size, topology, micro_batch_size):
         tokens = reader.read_token_rows(chosen[numbers])
-        starts = np.append(
-            tokens.segments()[0], np.arange(len(numbers), micro_batch_size, dtype=np.int64) * reader.seq_len
-        )
-        n_padding, found = micro_batch_size - len(numbers), tokens.to_int32()
-        padded = Rows(
-            input_ids=_pad(found.input_ids, n_padding, 0),
-            labels=_pad(found.labels, n_padding, IGNORE_INDEX),
-            position_ids=_pad(found.position_ids, n_padding, 0),
-            doc_ids=_pad(found.doc_ids, n_padding, -1),
-        )
+        padding = np.arange(len(numbers), micro_batch_size, dtype=np.int64)
+        starts, found = np.append(tokens.segments()[0], padding * reader.seq_len), tokens.to_int32()
+        padded = Rows(*(_pad(getattr(found, name), padding.size, value) for name, value in ROW_FIELDS.items()))
         n_labels = int((padded.labels != IGNORE_INDEX).sum())
         yield to_micro_batches(
             padded, starts, tokens.max_segments_per_row, micro_batch_size=micro_batch_size, valid_tokens=n_labels

@@ -68,11 +68,9 @@ def check_bf16_decay(options: OptimizerOptions, *names: str) -> None:
     """
     for name in names:
         if options.moments_dtype == "bfloat16" and getattr(options, name) > MAX_BETA_BF16:
-            raise RecipeError(
-                "a moment in bfloat16 that decays so slowly is rounded back to what it was",
-                values={name: getattr(options, name), "moments_dtype": options.moments_dtype},
-                remedy=f"set optimizer.{name} to at most {MAX_BETA_BF16}, or optimizer.moments_dtype to float32",
-            )
+            problem = "a moment in bfloat16 that decays so slowly is rounded back to what it was"
+            values = {name: getattr(options, name), "moments_dtype": options.moments_dtype}
+            raise RecipeError(problem, values=values, remedy=f"set optimizer.{name} to at most {MAX_BETA_BF16}")
 
 
 ADAMW = OptimizerSpec(

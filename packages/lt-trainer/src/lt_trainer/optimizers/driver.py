@@ -182,12 +182,9 @@ def check_optimizer(checkpoint: Checkpoint, spec: OptimizerSpec) -> None:
     saved = checkpoint.manifest.optimizer
     if saved != optimizer_record(spec):
         held = f"the state of {saved.name!r} ({', '.join(saved.slots)})" if saved else "no optimizer state"
-        matching = f"set optimizer.name to {saved.name!r}, or " if saved else ""
-        raise RecipeError(
-            f"{checkpoint.path} holds {held}, but {spec.name!r} needs its own ({', '.join(spec.slot_names)})",
-            values={"optimizer.name": spec.name},
-            remedy=f"{matching}start a new run from its weights alone with model.init_from = {str(checkpoint.path)!r}",
-        )
+        problem = f"{checkpoint.path} holds {held}, but {spec.name!r} needs its own ({', '.join(spec.slot_names)})"
+        remedy = f"start a new run from its weights alone with model.init_from = {str(checkpoint.path)!r}"
+        raise RecipeError(problem, values={"optimizer.name": spec.name}, remedy=remedy)
 
 
 def slot_shard(slot: StateSlot, name: str, weight: LocalShard, local: Tensor) -> LocalShard:
