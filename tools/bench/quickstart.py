@@ -116,7 +116,7 @@ def main() -> None:
     """Measure, print the page and optionally write it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="also write the page here")
-    parser.add_argument("--steps", type=int, default=0, help="training steps of the quickstart; 0 for its default")
+    parser.add_argument("--steps", type=int, default=1000, help="training steps of the quickstart")
     arguments = parser.parse_args()
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # compile modules once, as for users
     facts = machine_info()

@@ -26,7 +26,7 @@ def quickstart(
         str, typer.Option(help="Folder or file with text; by default the sources of Python's standard library.")
     ] = "",
     preset: Annotated[str, typer.Option(help="Model preset, see `lt model list`.")] = "tiny-2m",
-    steps: Annotated[int, typer.Option(help="Training steps; 0 for the default.", min=0)] = 0,
+    steps: Annotated[int, typer.Option(help="Training steps.")] = 1000,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Delete the files of an earlier quickstart and start over.")
     ] = False,

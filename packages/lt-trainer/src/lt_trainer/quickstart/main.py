@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import shlex
 import subprocess
 import sys
@@ -29,11 +28,12 @@ from lt_trainer.config.toml import dump
 from lt_trainer.constants import EXIT_DONE, EXIT_REQUEUE
 from lt_trainer.files import write_atomic
 from lt_trainer.quickstart.corpus import write_corpus
-from lt_trainer.quickstart.settings import QuickstartError, QuickstartSettings, claim_folder
+from lt_trainer.quickstart.settings import QuickstartError, claim_folder
 from lt_trainer.run_directory.jsonl import read_jsonl
 
 MODULES = {"data": "lt_data", "train": "lt_trainer", "ckpt": "lt_ckpt"}
 VOCAB_SIZE, SEQ_LEN, BATCH_SIZE, LEARNING_RATE = 2048, 256, 4, 2e-3
+MIN_STEPS = 4
 
 
 def main(*, out: Path, source: str, preset: str, steps: int, overwrite: bool) -> None:
@@ -44,18 +44,15 @@ def main(*, out: Path, source: str, preset: str, steps: int, overwrite: bool) ->
     """
     if preset not in PRESETS:
         raise ModelError(f"--preset = {preset!r}: unknown preset; the presets are {', '.join(PRESETS)}")
-    settings = QuickstartSettings(
-        source=os.path.realpath(source) if source and "://" not in source else source,
-        interpreter="" if source else f"{platform.python_implementation()} {platform.python_version()}",
-        preset=preset,
-        steps=steps or QuickstartSettings.steps,
-    )
-    if claim_folder(out, settings, overwrite=overwrite):
+    if steps < MIN_STEPS:
+        raise QuickstartError(f"--steps = {steps}: must be at least {MIN_STEPS}, to stop halfway and resume")
+    source = os.path.realpath(source) if source and "://" not in source else source
+    if claim_folder(out, {"source": source, "preset": preset, "steps": steps}, overwrite=overwrite):
         echo(f"{out} has a quickstart with these settings; continuing it (--overwrite starts over)")
     seconds: dict[str, float] = {}
-    _prepare_data(out, settings, seconds)
-    _write_recipe(out, settings)
-    n_equal = _train(out, settings, seconds)
+    _prepare_data(out, source, seconds)
+    _write_recipe(out, preset, steps)
+    n_equal = _train(out, steps, seconds)
     if not (out / "model").exists():
         _run(seconds, "ckpt", "export", out / "run", "--out", out / "model")
     _run(seconds, "ckpt", "verify", out / "model", "--against", out / "run")
@@ -72,9 +69,9 @@ def main(*, out: Path, source: str, preset: str, steps: int, overwrite: bool) ->
     echo(f"model: {out / 'model'}; report of the run, to open in a browser: {out / 'report.html'}")
 
 
-def _prepare_data(out: Path, settings: QuickstartSettings, seconds: dict[str, float]) -> None:
+def _prepare_data(out: Path, source: str, seconds: dict[str, float]) -> None:
     if not (out / "corpus").exists():
-        trained, held_out = write_corpus(out / "corpus", settings.source)
+        trained, held_out = write_corpus(out / "corpus", source)
         echo(f"corpus: {trained} documents for training, {held_out} for validation")
     if not (out / "tokenizer").exists():
         size = ("--vocab-size", VOCAB_SIZE)
@@ -88,39 +85,38 @@ def _prepare_data(out: Path, settings: QuickstartSettings, seconds: dict[str, fl
             _run(seconds, "data", "pack", store, "--seq-len", SEQ_LEN, "--mode", "bfd")
 
 
-def _write_recipe(out: Path, settings: QuickstartSettings) -> None:
-    steps, interval = settings.steps, _log_interval(settings)
+def _write_recipe(out: Path, preset: str, steps: int) -> None:
     values: dict[str, Any] = {
         "run": {"dir": str(out / "run")},
-        "model": {"preset": settings.preset},
+        "model": {"preset": preset},
         "data": {"store": str(out / "train"), "validation": str(out / "validation"), "seq_len": SEQ_LEN},
         "batch": {"global_batch_size": BATCH_SIZE, "micro_batch_size": BATCH_SIZE},
         "optimizer": {"lr": LEARNING_RATE, "weight_decay": 0.1},
         "schedule": {"max_steps": steps, "warmup_steps": max(1, steps // 20), "min_lr": LEARNING_RATE / 10},
         "checkpoint": {"interval": max(50, steps // 4), "keep_last": 2},
-        "metrics": {"log_interval": interval},
+        "metrics": {"log_interval": _log_interval(steps)},
         "engine": {"gpu": {"deterministic": True, "compile": False}},
     }
     load(base=values, base_name="quickstart")  # validate before writing
     write_atomic(out / "run.toml", dump(flatten(values)))
 
 
-def _log_interval(settings: QuickstartSettings) -> int:
-    return max(1, settings.steps // 100)
+def _log_interval(steps: int) -> int:
+    return max(1, steps // 100)
 
 
-def _train(out: Path, settings: QuickstartSettings, seconds: dict[str, float]) -> int:
+def _train(out: Path, steps: int, seconds: dict[str, float]) -> int:
     """Train with a stop and a resume, and the first steps without; return the number of equal losses.
 
     Raises:
         QuickstartError: A loss differs, or training was stopped.
     """
-    recipe, shown = out / "run.toml", 10 * _log_interval(settings)
-    stop, end = min(shown // 2, settings.steps // 2), min(shown, settings.steps)
+    recipe, shown = out / "run.toml", 10 * _log_interval(steps)
+    stop, end = min(shown // 2, steps // 2), min(shown, steps)
     codes = (EXIT_DONE, EXIT_REQUEUE)
     if not (out / "run").exists():
         _run(seconds, "train", "run", recipe, "--stop-after-step", stop, codes=codes)
-    if max(_losses(out / "run"), default=0) < settings.steps:
+    if max(_losses(out / "run"), default=0) < steps:
         _run(seconds, "train", "run", recipe)
     undisturbed = out / "undisturbed"
     if max(_losses(undisturbed), default=0) < end:
