@@ -1,6 +1,5 @@
-"""Records: lines and their regular expressions, JSON lines with torn ends, and rates with a fake clock."""
+"""Records: lines and their regular expressions, JSON lines with torn ends, and which steps count."""
 
-import doctest
 import json
 import math
 import re
@@ -12,32 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lt_trainer.errors import RunDirError
-from lt_trainer.run_directory import jsonl as module
-from lt_trainer.run_directory.jsonl import JsonlWriter, format_record, read_jsonl, record_to_dict
-from lt_trainer.run_directory.records import (
-    METRIC_DEFINITIONS,
-    MetricsRecord,
-    ValidationRecord,
-)
+from lt_trainer.run_directory.jsonl import JsonlWriter, format_record, read_jsonl
+from lt_trainer.run_directory.records import METRIC_DEFINITIONS, drop_superseded_records
 
-VALUES: dict[str, Any] = {
-    "step": 10,
-    "loss": 3.2104567,
-    "learning_rate": 1e-05,
-    "grad_norm": 0.5,
-    "batches_per_sec": 2.0,
-    "samples_per_sec": 8.0,
-    "tokens_per_sec": 32768.0,
-    "flops_per_sec": 1.25e14,
-    "mfu": 0.4,
-    "memory_gib": 61.5,
-    "valid_tokens": 1048000,
-    "elapsed_s": 12.3456789,
-}
-
-
-def record(**changes: Any) -> MetricsRecord:
-    return MetricsRecord(**{**VALUES, **changes})
+RECORD: dict[str, Any] = {"step": 10, "loss": 3.2104567, "batches_per_sec": 2.0, "samples_per_sec": 8.0}
+RECORD |= {"tokens_per_sec": 32768.0, "flops_per_sec": 1.25e14, "mfu": 0.4, "elapsed_s": 12.3456789}
 
 
 def scraped(text: str) -> dict[str, float]:
@@ -49,133 +27,81 @@ def scraped(text: str) -> dict[str, float]:
     return found
 
 
-def test_the_line_is_exactly_this() -> None:
-    assert format_record(record()) == (
-        "step=10 loss=3.21046 learning_rate=1e-05 grad_norm=0.5 batches_per_sec=2 samples_per_sec=8 "
-        "tokens_per_sec=32768 flops_per_sec=1.25e+14 mfu=0.4 memory_gib=61.5 valid_tokens=1048000 elapsed_s=12.3457"
+def test_the_six_metrics_of_the_algorithm_are_scraped_from_a_line() -> None:
+    line = format_record(RECORD)
+    assert line == (
+        "step=10 loss=3.21046 batches_per_sec=2 samples_per_sec=8 tokens_per_sec=32768 flops_per_sec=1.25e+14 mfu=0.4 "
+        "elapsed_s=12.3457"
     )
-
-
-def test_the_six_metrics_of_the_algorithm_are_scraped_from_it() -> None:
-    assert scraped(format_record(record())) == {
-        "batches_per_sec": 2.0,
-        "flops_per_sec": 1.25e14,
-        "loss": 3.21046,
-        "samples_per_sec": 8.0,
-        "mfu": 0.4,
-        "tokens_per_sec": 32768.0,
-    }
-
-
-@pytest.mark.parametrize("value", [1e-05, 1.5e-07, 0.0, 1e20, math.inf, -math.inf, -2.5])
-def test_unusual_numbers_are_scraped_whole(value: float) -> None:
-    assert scraped(format_record(record(loss=value, mfu=value)))["loss"] == value
-
-
-def test_nan_is_scraped() -> None:
-    assert math.isnan(scraped(format_record(record(loss=math.nan)))["loss"])
-
-
-@given(st.floats())
-def test_any_loss_is_scraped_to_six_digits(value: float) -> None:
-    got = scraped(format_record(record(loss=value)))["loss"]
-    assert (math.isnan(value) and math.isnan(got)) or got == float(format(value, ".6g"))
-
-
-def test_prefixes_of_a_launcher_do_not_matter() -> None:
-    assert scraped("[default0]:" + format_record(record()))["loss"] == 3.21046
-
-
-def test_a_validation_line_is_not_taken_for_a_training_loss() -> None:
-    text = format_record(ValidationRecord(step=20, val_loss=3.25, val_tokens=4096, elapsed_s=1.0))
-    assert text == "step=20 val_loss=3.25 val_tokens=4096 elapsed_s=1"
-    assert all(re.search(definition["Regex"], text) is None for definition in METRIC_DEFINITIONS)
-
-
-def test_the_definitions_fit_the_limits_of_the_service() -> None:
-    assert len(METRIC_DEFINITIONS) == 6
-    for definition in METRIC_DEFINITIONS:
+    wanted = {name: value for name, value in RECORD.items() if name not in ("step", "elapsed_s")}
+    assert scraped("[default0]:" + line) == wanted | {"loss": 3.21046}
+    validation = format_record({"step": 20, "val_loss": 3.25, "val_tokens": 4096, "elapsed_s": 1.0})
+    assert validation == "step=20 val_loss=3.25 val_tokens=4096 elapsed_s=1"
+    assert all(re.search(definition["Regex"], validation) is None for definition in METRIC_DEFINITIONS)
+    for definition in METRIC_DEFINITIONS:  # the service's limits
         assert definition.keys() == {"Name", "Regex"}
-        assert len(definition["Name"]) <= 255
         assert len(definition["Regex"]) <= 500
         assert re.compile(definition["Regex"]).groups == 1
 
 
-def test_doctest() -> None:
-    result = doctest.testmod(module)
-    assert (result.attempted, result.failed) == (2, 0)
+@given(st.floats())
+def test_any_loss_is_scraped_to_six_digits(value: float) -> None:
+    got = scraped(format_record(RECORD | {"loss": value}))["loss"]
+    assert (math.isnan(value) and math.isnan(got)) or got == float(format(value, ".6g"))
 
 
-# ---- JSON lines ----
-
-
-def test_json_lines_keep_every_digit_and_every_number(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    written = [record(loss=0.1 + 0.2), record(loss=math.inf, mfu=-math.inf)]
+def test_json_lines_keep_every_digit_and_every_number_as_soon_as_written(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "metrics.jsonl"
+    written = {"loss": 0.1 + 0.2, "mfu": -math.inf, "inner": [{"x": math.inf}], "note": "nan is not here"}
     with JsonlWriter(path) as sink:
-        for one in written:
-            sink.write(one)
-    assert read_jsonl(path) == [record_to_dict(one) for one in written]
-    assert list(json.loads(path.read_text().splitlines()[0])) == list(VALUES)
-    assert json.loads(path.read_text().splitlines()[1])["loss"] == "inf"
+        sink.write(written)
+        assert read_jsonl(path) == [written]
+        assert json.loads(path.read_text())["inner"] == [{"x": "inf"}]
+        sink.write({"loss": math.nan})
+        assert math.isnan(read_jsonl(path)[1]["loss"])
 
 
-def test_nan_is_a_string_in_json_and_a_number_again_when_read(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    with JsonlWriter(path) as sink:
-        sink.write({"loss": math.nan, "note": "nan is not here"})
-    assert path.read_text() == '{"loss": "nan", "note": "nan is not here"}\n'
-    (read,) = read_jsonl(path)
-    assert math.isnan(read["loss"])
-    assert read["note"] == "nan is not here"
-
-
-def test_each_line_is_on_disk_before_the_next(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    sink = JsonlWriter(path)
-    sink.write({"step": 1})
-    assert path.read_text() == '{"step": 1}\n'
-    sink.close()
-
-
-def test_a_torn_last_line_is_not_read_and_is_cut_before_more_is_written(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n{"st')
-    assert read_jsonl(path) == [{"step": 1}, {"step": 2}]
+@pytest.mark.parametrize("content", ["", "\n", "x" * 10000, '{"a": 1}\n' + "x" * 9000, '{"a": 1}\n{"a": 2}\n'])
+def test_a_torn_last_line_is_not_read_and_is_cut_before_more_is_written(tmp_path: Path, content: str) -> None:
+    path, kept = tmp_path / "metrics.jsonl", content[: content.rfind("\n") + 1]
+    path.write_text(content)
+    if kept != "\n":
+        assert read_jsonl(path) == [json.loads(line) for line in kept.splitlines()]
     with JsonlWriter(path) as sink:
         sink.write({"step": 3})
-    assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+    assert path.read_text() == kept + '{"step": 3}\n'
 
 
-@pytest.mark.parametrize("content", [b"", b"\n", b"x" * 10000, b'{"a": 1}\n' + b"x" * 9000, b'{"a": 1}\n', b"\xff\xfe"])
-def test_the_cut_keeps_exactly_the_finished_lines(tmp_path: Path, content: bytes) -> None:
+def test_what_cannot_be_read_or_written_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(content)
-    JsonlWriter(path).close()
-    assert path.read_bytes() == content[: content.rfind(b"\n") + 1]
-
-
-def test_a_broken_line_in_the_middle_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
-    with pytest.raises(RunDirError, match=rf"^{re.escape(str(path))}:2: not a JSON object \(.*\); remove the line$"):
-        read_jsonl(path)
-    path.write_text("[1]\n")
-    with pytest.raises(RunDirError, match=r":1: not a JSON object .*; remove the line$"):
-        read_jsonl(path)
-
-
-def test_files_that_cannot_be_opened(tmp_path: Path) -> None:
+    for content, line in (('{"step": 1}\n{"st\n{"step": 3}\n', 2), ("[1]\n", 1)):
+        path.write_text(content)
+        with pytest.raises(RunDirError, match=rf"^{re.escape(str(path))}:{line}: not a JSON object \(.*\); remove the"):
+            read_jsonl(path)
     with pytest.raises(RunDirError, match=r"cannot read .*: No such file or directory; pass the path"):
         read_jsonl(tmp_path / "none.jsonl")
     with pytest.raises(RunDirError, match=r"cannot open .*: Is a directory; free space or fix its permissions"):
         JsonlWriter(tmp_path)
+    if Path("/dev/full").exists():
+        sink = JsonlWriter("/dev/full")
+        with pytest.raises(RunDirError, match=r"^cannot write /dev/full: No space left on device; free space") as full:
+            sink.write({"step": 1})
+        assert full.value.exit_code == 64
+        sink.close()  # quietly: a second error would hide the first
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_a_full_disk_is_one_clear_error() -> None:
-    sink = JsonlWriter("/dev/full")
-    with pytest.raises(RunDirError, match=r"^cannot write /dev/full: No space left on device; free space") as caught:
-        sink.write({"step": 1})
-    assert caught.value.exit_code == 64
-    sink.close()  # quietly: a second error would hide the first
+def test_steps_that_are_done_again_take_the_place_of_the_first() -> None:
+    rows = [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.0}, {"step": 2, "val_loss": 0.2}, {"step": 3, "loss": 3.0}]
+    again = [{"step": 2, "loss": 2.5}, {"step": 2, "val_loss": 0.25}, {"step": 2, "val_loss": 0.75, "val_set": "code"}]
+    assert drop_superseded_records([*rows, *again]) == [rows[0], *again]
+
+
+@given(st.lists(st.integers(1, 9), max_size=40))
+def test_the_newest_way_only_goes_forward_and_has_the_last_word_on_each_step(steps: list[int]) -> None:
+    rows = [{"step": number, "loss": float(index)} for index, number in enumerate(steps)]
+    found = drop_superseded_records(rows)
+    numbers = [row["step"] for row in found]
+    assert numbers == sorted(set(numbers))
+    assert found[-1:] == rows[-1:]
+    for row in found:
+        assert not [other for other in rows[rows.index(row) + 1 :] if other["step"] <= row["step"]]

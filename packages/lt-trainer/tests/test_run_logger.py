@@ -1,7 +1,6 @@
 """Run logger: fields of records, rates of the last interval, time by part, energy, what a terminal shows."""
 
 import errno
-import math
 import os
 import pty
 import re
@@ -9,7 +8,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,12 +26,7 @@ from lt_trainer.errors import RecipeError
 from lt_trainer.observability.run_display import HEADER
 from lt_trainer.observability.run_logger import ComputeCost, RunLogger
 from lt_trainer.run_directory.jsonl import RankLog, format_record, read_jsonl
-from lt_trainer.run_directory.records import (
-    METRIC_DEFINITIONS,
-    MetricsRecord,
-    StepRecord,
-    drop_superseded_records,
-)
+from lt_trainer.run_directory.records import StepRecord
 from lt_trainer.run_directory.run_dir import RunDir
 
 
@@ -112,41 +105,30 @@ def test_rates_are_those_of_the_rows_since_the_last_record(tmp_path: Path) -> No
     assert second["samples_per_sec"] == 32 / 0.5 / 2
 
 
-@pytest.mark.parametrize("n_pauses", [1, 2, 3])
-def test_any_number_of_pauses_is_left_out_of_the_rates(tmp_path: Path, n_pauses: int) -> None:
+def test_any_number_of_pauses_is_left_out_of_the_rates(tmp_path: Path) -> None:
     clock = Clock()
     with logger(tmp_path, clock) as one:
-        for _ in range(n_pauses):
+        for _ in range(3):
             clock.now += 2.0
             with one.pause("a save"):
                 clock.now += 100.0
                 with one.pause("a validation within it"):
                     clock.now += 30.0
         clock.now += 2.0
-        one.log_steps([step(1, 12 * (n_pauses + 1))], 0, {})
+        one.log_steps([step(1, 12 * 4)], 0, {})
     assert records(tmp_path)[0]["tokens_per_sec"] == 30.0
 
 
-def test_attention_within_documents_is_a_second_mfu(tmp_path: Path) -> None:
+def test_attention_within_documents_and_recomputation_have_shares_of_their_own(tmp_path: Path) -> None:
     """Of 3 FLOPs per token, 2 are attention over 10 positions; positions see 4 and 8 of them on average."""
     clock = Clock()
-    with logger(tmp_path, clock, attention_flops=0.2) as one:
+    with logger(tmp_path, clock, attention_flops=0.2, recomputed_flops_per_token=1.0) as one:
         clock.now += 5.0
         one.log_steps([step(1, 8, 4.0), step(2, 24, 8.0)], 0, {})
     (record,) = records(tmp_path)
     assert record["mfu"] == 3 * 320 / 5 / 2 / 1000
+    assert record["hfu"] == pytest.approx(4 * 320 / 5 / 2 / 1000)
     assert record["mfu_documents"] == pytest.approx((80 * (1 + 0.8) + 240 * (1 + 1.6)) / 5 / 2 / 1000)
-
-
-@pytest.mark.parametrize(("again", "hfu"), [(1.0, 4 * 320 / 5 / 2 / 1000), (math.nan, math.nan)])
-def test_what_is_computed_again_counts_for_hfu_alone(tmp_path: Path, again: float, hfu: float) -> None:
-    clock = Clock()
-    with logger(tmp_path, clock, recomputed_flops_per_token=again) as one:
-        clock.now += 5.0
-        one.log_steps([step(1, 32)], 0, {})
-    (record,) = records(tmp_path)
-    assert record["mfu"] == 3 * 320 / 5 / 2 / 1000
-    assert record["hfu"] == pytest.approx(hfu, nan_ok=True)
 
 
 def test_rows_of_each_length_cost_what_their_attention_sees() -> None:
@@ -160,21 +142,18 @@ def test_rows_of_each_length_cost_what_their_attention_sees() -> None:
     assert costs.flops_by_length == {n: flops_per_token(model, n, "full") for n in (32, 16)}
 
 
-def test_the_seeds_names_come_first_and_the_line_is_scraped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_seeds_names_come_first_and_the_line_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
     with logger(tmp_path, clock, monitor=FakeMonitor(0.0)) as one:
         clock.now += 5.0
         one.log_steps([step(1, 32)], 3 * 2**30, dict.fromkeys(STEP_PARTS, 0.5))
-    (record,) = records(tmp_path)
-    names = [field.name for field in fields(MetricsRecord)]
-    assert [name for name in names if name in record] == list(record)
+        one.log_validation(1, "", 40.0, 20, 0)
+    record, validation = records(tmp_path)
     first = "step loss learning_rate grad_norm batches_per_sec samples_per_sec tokens_per_sec flops_per_sec mfu"
     assert list(record)[:12] == [*first.split(), "memory_gib", "valid_tokens", "elapsed_s"]
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step=")]
-    assert line == format_record(record)
-    for definition in METRIC_DEFINITIONS:
-        (found,) = re.findall(definition["Regex"], line)
-        assert float(found) == pytest.approx(record[definition["Name"]], rel=1e-5)
+    assert list(validation) == ["step", "val_loss", "val_tokens", "elapsed_s", "val_perplexity"]
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step=")]
+    assert lines == [format_record(record), format_record(validation)]
 
 
 # ---- a terminal ----
@@ -261,33 +240,23 @@ def test_where_there_is_no_terminal_a_long_pause_says_every_ten_seconds_what_is_
 # ---- energy ----
 
 
-def test_energy_is_per_token_since_the_last_record_and_in_kwh_since_the_first_start(tmp_path: Path) -> None:
-    monitor = FakeMonitor(1000.0)
+@pytest.mark.parametrize(
+    ("joules", "per_token"),
+    [((1000.0, 1640.0, 1720.0), [2.0, 0.25]), ((None, None, 500.0, 820.0), [None, None, 1.0])],
+)
+def test_energy_is_per_token_since_the_last_record_and_in_kwh_since_the_first_start(
+    tmp_path: Path, joules: Any, per_token: Any
+) -> None:
+    """Energy that is counted late begins with the first look."""
+    monitor = FakeMonitor(joules[0])
     with logger(tmp_path, Clock(), monitor=monitor) as one:
-        monitor.value = 1640.0
-        one.log_steps([step(1, 32)], 0, {})
-        monitor.value = 1720.0
-        one.log_steps([step(2, 8)], 0, {})
-        monitor.value = 1740.0  # the last save
-    first, second = records(tmp_path)
-    assert first["joules_per_token"] == 2.0
-    assert first["energy_kwh"] == 1640.0 / 3.6e6
-    assert second["joules_per_token"] == 1.0
-    (event,) = [event for event in read_jsonl(tmp_path / "events.jsonl") if event["event"] == "energy"]
-    assert (event["joules"], event["joules_per_token"], event["run_kwh"]) == (740.0, 740 / 400, 1740.0 / 3.6e6)
-
-
-def test_energy_that_is_counted_late_begins_with_the_first_look(tmp_path: Path) -> None:
-    monitor = FakeMonitor(None)
-    with logger(tmp_path, Clock(), monitor=monitor) as one:
-        for number, monitor.value in enumerate((None, 500.0, 820.0), start=1):
+        for number, monitor.value in enumerate(joules[1:], start=1):
             one.log_steps([step(number, 32)], 0, {})
-    first, second, third = records(tmp_path)
-    assert not [name for name in first if "joules" in name or "kwh" in name]
-    assert "joules_per_token" not in second
-    assert third["joules_per_token"] == 1.0
-    (event,) = [event for event in read_jsonl(tmp_path / "events.jsonl") if event["event"] == "energy"]
-    assert event["joules_per_token"] == 1.0
+    found = records(tmp_path)
+    assert [record.get("joules_per_token") for record in found] == per_token
+    assert [record.get("energy_kwh", 0.0) * 3.6e6 for record in found] == pytest.approx(
+        [one or 0 for one in joules[1:]]
+    )
 
 
 # ---- where the time goes ----
@@ -371,88 +340,34 @@ def test_what_a_start_takes_is_no_training(recipe_base, fake_engine, monkeypatch
     assert sum(r["rest_s"] for r in found) == 0.0
 
 
-# ---- what supersedes what ----
-
-
-def test_steps_that_are_done_again_take_the_place_of_the_first() -> None:
-    rows = [
-        {"step": 1, "loss": 1.0},
-        {"step": 2, "loss": 2.0},
-        {"step": 2, "val_loss": 0.2},
-        {"step": 3, "loss": 3.0},
-        {"step": 2, "loss": 2.5},
-        {"step": 2, "val_loss": 0.25},
-        {"step": 2, "val_loss": 0.75, "val_set": "code"},
-        {"step": 3, "loss": 3.5},
-    ]
-    assert drop_superseded_records(rows) == [rows[0], *rows[4:]]
-
-
-@given(st.lists(st.integers(1, 9), max_size=40))
-def test_the_newest_way_only_goes_forward_and_has_the_last_word_on_each_step(steps: list[int]) -> None:
-    rows = [{"step": number, "loss": float(index)} for index, number in enumerate(steps)]
-    found = drop_superseded_records(rows)
-    numbers = [row["step"] for row in found]
-    assert numbers == sorted(set(numbers))
-    if rows:
-        assert found[-1] is rows[-1]
-    for row in found:
-        later = [other for other in rows[rows.index(row) + 1 :] if other["step"] <= row["step"]]
-        assert later == []
-
-
 # ---- what is refused ----
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("capable", "overrides", "message"),
     [
-        (
-            ["metrics.profile_steps=2"],
-            r"metrics.profile_steps = 2 \(--set\), .*: the fake engine does not support this",
-        ),
-        (["metrics.memory_snapshot_on_oom=true"], r"metrics.memory_snapshot_on_oom = True .*does not support this"),
-        (
-            ["metrics.profile_start_step=3"],
-            r"profile_start_step = 3.*has no effect with profile_steps = 0; set profile_steps",
-        ),
-        (["metrics.profile_steps=2", "metrics.profile_ranks="], r"profile_ranks = .*at least 1 item"),
-        (["metrics.sinks=neptune"], r"metrics.sinks = .*must be 'tensorboard', 'wandb' or 'trackio'"),
-        (["metrics.monitor_interval_s=-1"], r"metrics.monitor_interval_s = .*must be at least 0"),
+        (False, ["profile_steps=2"], r"metrics.profile_steps = 2 \(--set\), .*: the fake engine does not support this"),
+        (False, ["memory_snapshot_on_oom=true"], r"metrics.memory_snapshot_on_oom = True .*does not support this"),
+        (False, ["profile_start_step=3"], r"profile_start_step = 3.*has no effect with profile_steps = 0"),
+        (True, ["profile_steps=2", "profile_ranks="], r"profile_ranks = .*at least 1 item"),
+        (True, ["profile_steps=10"], r"the run ends before step 20; .*"),
+        (True, ["profile_steps=1", "profile_ranks=0,1"], r"ranks must be between 0 and 0"),
+        (True, ["memory_snapshot_step=20"], r"before step 20; change or remove metrics.memory_snapshot_step"),
     ],
 )
-def test_views_that_cannot_be_had_are_refused(recipe_base, fake_engine, overrides, message) -> None:
+def test_views_that_cannot_be_had_are_refused(recipe_base, fake_engine, capable, overrides, message) -> None:
+    fake_engine.capabilities |= {"profile", "memory_snapshot"} if capable else set()
+    sets = ["run.engine=fake", "schedule.max_steps=19", *(f"metrics.{one}" for one in overrides)]
     with pytest.raises(RecipeError, match=message):
-        run(load(base=recipe_base, overrides=["run.engine=fake", *overrides]), environ={})
+        run(load(base=recipe_base, overrides=sets), environ={})
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["metrics.profile_steps=10"], r"the run ends before step 20; .*"),
-        (["metrics.profile_steps=1", "metrics.profile_ranks=0,1"], r"ranks must be between 0 and 0"),
-        (
-            ["metrics.memory_snapshot_step=20"],
-            r"the run ends before step 20; change or remove metrics.memory_snapshot_step",
-        ),
-    ],
-)
-def test_windows_that_never_come_are_refused(recipe_base, fake_engine, overrides, message) -> None:
-    fake_engine.capabilities |= {"profile", "memory_snapshot"}
-    overrides = ["run.engine=fake", "schedule.max_steps=19", *overrides]
-    with pytest.raises(RecipeError, match=message):
-        run(load(base=recipe_base, overrides=overrides), environ={})
-
-
-def test_no_monitor_where_none_is_wanted(recipe_base, fake_engine) -> None:
-    recipe_base["metrics"]["monitor_interval_s"] = 0
+@pytest.mark.parametrize("interval", [0, 10])
+def test_a_run_on_a_cpu_has_samples_of_its_own_process(recipe_base, fake_engine, interval) -> None:
+    recipe_base["metrics"]["monitor_interval_s"] = interval
     assert run(load(base=recipe_base, overrides=["run.engine=fake"]), environ={}) == 0
-    assert not (Path(recipe_base["run"]["dir"]) / "monitor").exists()
-
-
-def test_a_run_on_a_cpu_has_samples_of_its_own_process(recipe_base, fake_engine) -> None:
-    assert run(load(base=recipe_base, overrides=["run.engine=fake"]), environ={}) == 0
-    samples = read_jsonl(Path(recipe_base["run"]["dir"]) / "monitor" / "node00000.jsonl")
-    assert len(samples) >= 2
-    assert samples[-1]["ranks"]["0"]["rss_gib"] > 0.01
-    assert "gpus" not in samples[-1]
+    path = Path(recipe_base["run"]["dir"]) / "monitor" / "node00000.jsonl"
+    assert path.exists() == bool(interval)
+    for sample in read_jsonl(path)[1:] if interval else ():
+        assert sample["ranks"]["0"]["rss_gib"] > 0.01
+        assert "gpus" not in sample

@@ -235,7 +235,7 @@ def report(
     png: Annotated[Path | None, typer.Option(help="Folder for the figures as PNG.", show_default=False)] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Overwrite existing files.")] = False,
 ) -> None:
-    """Write a self-contained HTML report of runs: curves, evaluation, data, model, events, recipe."""
+    """Write a self-contained HTML report of runs: curves, data, model, machine, recipe, events."""
     from lt_trainer.observability.report import write_report
 
     for path in write_report(runs, out, png=png, overwrite=overwrite):

@@ -1,4 +1,4 @@
-"""Figures of runs by matplotlib: loss, rates, step times and parameters, as SVG for a page or PNG files.
+"""Figures of runs by matplotlib: a field of the records over the steps, as SVG for a page or PNG files.
 
 Text, axes and grid of an SVG have the color of the page's text, so that a figure can be read on light and dark ground.
 Equal runs give equal bytes. Cost: about 0.2 s per figure; matplotlib leaves out points that nobody could tell apart.
@@ -10,17 +10,14 @@ import io
 import math
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lt_trainer.engine import STEP_PARTS
-
-if TYPE_CHECKING:
-    from lt_trainer.observability.report import RunHistory
+from lt_trainer.observability.run_history import RunHistory
 
 COLORS = ("#2f78cf", "#d98324", "#35a065", "#c4508c", "#7d63d1", "#1f9aa5", "#a8941f", "#c2564a")
 INK = "#0b0c0d"
@@ -40,42 +37,9 @@ MAX_RULES = 40
 
 def draw_figures(runs: Sequence[RunHistory]) -> dict[str, Figure]:
     """Return the figures for which the runs have numbers, by name; the first is that of the loss."""
-    figures: dict[str, Figure] = {}
-    last_step = max((run.step for run in runs), default=0)
     with rc_context(fname=STYLE):
-        for name, (title, fields) in CURVES.items():
-            figure = Figure(figsize=(12, 3.6) if name == "loss" else (6, 2.6), layout="constrained")
-            axes = figure.subplots()
-            for number, run in enumerate(runs):
-                for field in fields:
-                    _draw_curve(axes, run, field, COLORS[number % len(COLORS)])
-                for index, (set_name, records) in enumerate(run.validation.items(), start=1):
-                    if name == "loss":
-                        color = COLORS[(index if len(runs) == 1 else number) % len(COLORS)]
-                        label = f" {run.name}, validation {set_name}".rstrip()
-                        axes.plot(*_points(records, "val_loss"), "o", color=color, label=label, clip_on=False)
-            if axes.lines:
-                _draw_events(axes, runs)
-                _set_axes(axes, title, last_step)
-                if name == "loss":
-                    axes.legend(loc="upper right", ncols=4)
-                figures[name] = figure
-        figures |= {f"time-{number}": _draw_times(run) for number, run in enumerate(runs, 1) if len(run.train) > 1}
-    return figures
-
-
-def draw_parameters(n_parameters: Mapping[str, int]) -> Figure:
-    """Return bars of the number of parameters by kind."""
-    names, numbers = list(n_parameters)[::-1], list(n_parameters.values())[::-1]
-    with rc_context({"axes.grid": False}, fname=STYLE):
-        figure = Figure(figsize=(12, 0.4 + 0.24 * len(names)), layout="constrained")
-        axes = figure.subplots()
-        bars = axes.barh(names, numbers, color=COLORS[0], height=0.6)
-        axes.bar_label(bars, [f"{number:,} ({number / sum(numbers):.1%})" for number in numbers], padding=4)
-        axes.margins(x=0.12)
-        axes.xaxis.set_visible(False)
-        axes.spines[:].set_visible(False)
-    return figure
+        figures = {name: _draw(runs, name, title, fields) for name, (title, fields) in CURVES.items()}
+    return {name: figure for name, figure in figures.items() if figure.axes[0].lines}
 
 
 def to_svg(figure: Figure) -> str:
@@ -92,6 +56,33 @@ def to_png(figure: Figure) -> bytes:
     with rc_context(fname=STYLE):
         figure.savefig(file, format="png")
     return file.getvalue()
+
+
+def _draw(runs: Sequence[RunHistory], name: str, title: str, fields: Sequence[str]) -> Figure:
+    figure = Figure(figsize=(12, 3.6) if name == "loss" else (6, 2.6), layout="constrained")
+    axes = figure.subplots()
+    axes.set_title(title)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.yaxis.set_major_formatter((lambda x, _: f"{100 * x:.3g}%") if name == "mfu" else "{x:,g}")
+    for number, run in enumerate(runs):
+        for field in fields:
+            _draw_curve(axes, run, field, COLORS[number % len(COLORS)])
+        for index, (set_name, records) in enumerate(run.validation.items() if name == "loss" else (), start=1):
+            color = COLORS[(index if len(runs) == 1 else number) % len(COLORS)]
+            label = f" {run.name}, validation {set_name}".rstrip()
+            axes.plot(*_points(records, "val_loss"), "o", color=color, label=label, clip_on=False)
+    if not axes.lines:
+        return figure
+    for event in [event for run in runs for event in run.events if event["event"] in EVENT_COLORS][:MAX_RULES]:
+        kind, known = event["event"].replace("_", " "), axes.get_legend_handles_labels()[1]
+        label = "" if kind in known else kind
+        axes.axvline(event.get("step", 0), color=EVENT_COLORS[event["event"]], linewidth=1, linestyle=":", label=label)
+    if name == "loss":
+        axes.legend(loc="upper right", ncols=4)
+    elif axes.get_yscale() != "log":
+        axes.set_ylim(bottom=0)
+    axes.set_xlim(0, max(1, *(run.step for run in runs)))
+    return figure
 
 
 def _points(records: Sequence[Mapping[str, Any]], field: str) -> np.ndarray:
@@ -114,47 +105,3 @@ def _draw_curve(axes: Axes, run: RunHistory, field: str, color: str) -> None:
         steps = steps[width // 2 :][: len(values)]
     style = "--" if field == "hfu" else "-" if len(steps) > 1 else "o"
     axes.plot(steps, values, style, color=color, label=f" {run.name}")  # labels that begin with _ are hidden
-
-
-def _draw_events(axes: Axes, runs: Sequence[RunHistory]) -> None:
-    """Draw a dotted line at stops, resumes, rollbacks and skipped steps, and a triangle at checkpoints."""
-    events = [event for run in runs for event in run.events if "step" in event]
-    for kind, color in EVENT_COLORS.items():
-        steps = sorted({event["step"] for event in events if event["event"] == kind})
-        for number, step in enumerate(steps[:MAX_RULES]):
-            label = "" if number else kind.replace("_", " ")
-            axes.axvline(step, color=color, linewidth=1, linestyle=":", label=label)
-    if steps := [event["step"] for event in events if event["event"] == "checkpoint"]:
-        bottom = [0.02] * len(steps)
-        look = {"color": INK, "alpha": 0.5, "clip_on": False, "transform": axes.get_xaxis_transform()}
-        axes.plot(steps, bottom, "^", label="checkpoint", **look)
-
-
-def _set_axes(axes: Axes, title: str, last_step: int) -> None:
-    axes.set_title(title)
-    axes.set_xlim(0, max(last_step, 1))
-    axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.yaxis.set_major_formatter((lambda x, _: f"{100 * x:.3g}%") if "MFU" in title else "{x:,g}")
-    if axes.get_yscale() == "log":
-        axes.yaxis.set_minor_formatter("")
-    elif "Loss" not in title:
-        axes.set_ylim(bottom=0)
-
-
-def _draw_times(run: RunHistory) -> Figure:
-    """Return the share of each part of a step, averaged over groups of records."""
-    figure = Figure(figsize=(6, 2.6), layout="constrained")
-    axes = figure.subplots()
-    seconds = np.array([[record.get(f"{part}_s", 0.0) for part in STEP_PARTS] for record in run.train])
-    starts = np.unique(np.linspace(0, len(seconds), 100, endpoint=False, dtype=int))
-    edges = [0, *(run.train[start - 1]["step"] for start in starts[1:]), run.step]
-    groups = np.add.reduceat(seconds, starts)
-    tops = np.cumsum(groups / np.maximum(groups.sum(axis=1, keepdims=True), 1e-9), axis=1)
-    for index, part in enumerate(STEP_PARTS):
-        label = f"{part.replace('_', ' + ')} {seconds[:, index].sum() / max(seconds.sum(), 1e-9):.0%}"
-        bottoms = tops[:, index - 1] if index else 0
-        axes.stairs(tops[:, index], edges, baseline=bottoms, fill=True, color=COLORS[index], alpha=0.85, label=label)
-    _set_axes(axes, f"Time of a step by part, {run.name}", run.step)
-    axes.yaxis.set_major_formatter("{x:.0%}")
-    figure.legend(loc="outside lower center", ncols=3)
-    return figure

@@ -1,7 +1,7 @@
-"""What a run shows on a terminal: aligned lines, and a moving line at the bottom.
+"""What a run prints: aligned lines and a moving line on a terminal, `key=value` lines into files, pipes and CI.
 
-Each logging interval is one line below a header; the moving line stands there during validation, a checkpoint or the
-first steps, which may compile. Files, pipes and CI get `key=value` lines instead (`run_logger`).
+On a terminal each logging interval is one line below a header; the moving line stands there during validation, a
+checkpoint or the first steps, which may compile.
 
 Cost: a line per record; the moving line is drawn by a thread of rich, ten times a second.
 """
@@ -9,12 +9,17 @@ Cost: a line per record; the moving line is drawn by a thread of rich, ten times
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Mapping
 from datetime import timedelta
-
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 from lt_data.display.progress_bars import format_si
-from lt_trainer.run_directory.records import MetricsRecord, ValidationRecord
+from lt_trainer.run_directory.jsonl import format_record
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 HEADER_INTERVAL = 20
 """Lines of metrics between two headers."""
@@ -22,7 +27,7 @@ HEADER = f"{'step':>15} {'loss':>9} {'lr':>9} {'grad':>8} {'tokens/s':>9} {'MFU'
 
 
 class RunDisplay:
-    """Lines of a run on a terminal; every method may raise OSError once that is closed.
+    """Standard output of a run; every method may raise OSError once that is closed.
 
     Args:
         last_step: Last step of the run.
@@ -30,6 +35,7 @@ class RunDisplay:
 
     def __init__(self, last_step: int) -> None:
         self._last_step, self._n_lines = last_step, 0
+        self.is_terminal = sys.stdout.isatty() and find_spec("rich") is not None
         self._moving: Progress | None = None
         """The line at the bottom, with one task."""
 
@@ -40,28 +46,34 @@ class RunDisplay:
         else:
             self._moving.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def print_step(self, record: MetricsRecord, seconds_left: float) -> None:
-        """Print the aligned line of a metrics record; the first steps are over then."""
-        self.stop_moving()
-        if self._n_lines % HEADER_INTERVAL == 0:
-            self.print(HEADER)
-        self._n_lines += 1
-        step = f"{record.step:,}/{self._last_step:,}"
-        left = str(timedelta(seconds=round(seconds_left))) if math.isfinite(seconds_left) else ""
-        self.print(
-            f"{step:>15} {record.loss:>9.4f} {record.learning_rate:>9.2e} {record.grad_norm:>8.3f} "
-            f"{format_si(record.tokens_per_sec):>9} {record.mfu:>6.1%} {record.memory_gib:>5.1f} GiB {left:>9}"
-        )
-
-    def print_validation(self, record: ValidationRecord) -> None:
-        """Print the line of a validation, with the loss below those of the steps."""
-        name, bits = f"validation {record.val_set or ''}".rstrip(), record.val_bits_per_byte
-        more = "" if bits is None else f", {bits:.3f} bits per byte"
-        self.print(f"{name:>15} {record.val_loss:>9.4f}  perplexity {record.val_perplexity:.4g}{more}")
+    def print_record(self, record: Mapping[str, Any], seconds_left: float) -> None:
+        """Print a record; with the metrics of a step the first steps are over."""
+        if not self.is_terminal or not {"loss", "val_loss"} & record.keys():
+            self.print(format_record(record))
+        elif "loss" in record:
+            self.stop_moving()
+            if self._n_lines % HEADER_INTERVAL == 0:
+                self.print(HEADER)
+            self._n_lines += 1
+            step = f"{record['step']:,}/{self._last_step:,}"
+            left = str(timedelta(seconds=round(seconds_left))) if math.isfinite(seconds_left) else ""
+            self.print(
+                f"{step:>15} {record['loss']:>9.4f} {record['learning_rate']:>9.2e} {record['grad_norm']:>8.3f} "
+                f"{format_si(record['tokens_per_sec']):>9} {record['mfu']:>6.1%} {record['memory_gib']:>5.1f} GiB "
+                f"{left:>9}"
+            )
+        else:
+            name, bits = f"validation {record.get('val_set', '')}".rstrip(), record.get("val_bits_per_byte")
+            more = "" if bits is None else f", {bits:.3f} bits per byte"
+            self.print(f"{name:>15} {record['val_loss']:>9.4f}  perplexity {record['val_perplexity']:.4g}{more}")
 
     def start_moving(self, text: str) -> None:
-        """Show a moving line with a text in place of the present one."""
+        """Show a moving line with a text in place of the present one; only on a terminal."""
         self.stop_moving()
+        if not self.is_terminal:
+            return
+        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
         text_column = TextColumn("{task.description}", markup=False)
         self._moving = Progress(SpinnerColumn(), text_column, BarColumn(), TimeElapsedColumn(), transient=True)
         # A rank that the watchdog ends would leave the terminal without a cursor.

@@ -17,38 +17,39 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from importlib.util import find_spec
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lt_data.display.progress_bars import SECONDS_BETWEEN_LINES, format_progress
 from lt_data.display.terminal import escape_controls
 from lt_trainer.constants import GIB
-from lt_trainer.engine import Device
+from lt_trainer.engine import Device, EngineSpec, World
+from lt_trainer.errors import RecipeError
 from lt_trainer.observability.monitor import NodeMonitor
-from lt_trainer.observability.sinks import Sinks
-from lt_trainer.run_directory.jsonl import JsonlWriter, RankLog, format_record, record_to_dict
-from lt_trainer.run_directory.records import (
-    EvaluationRecord,
-    MetricsRecord,
-    StepRecord,
-    ValidationRecord,
-)
+from lt_trainer.observability.run_display import RunDisplay
+from lt_trainer.observability.sinks import Sinks, check_sinks_installed
+from lt_trainer.run_directory.jsonl import JsonlWriter, RankLog, format_record
+from lt_trainer.run_directory.records import StepRecord
 from lt_trainer.run_directory.run_dir import RunDir
 
 if TYPE_CHECKING:
     from lt_model import LlamaConfig
     from lt_trainer.config.sections import Recipe
     from lt_trainer.evaluation.scorer import TaskResult
-    from lt_trainer.observability.run_display import RunDisplay
 
 JOULES_PER_KWH = 3.6e6
 RESUME_CHECK_FILE = "resume_check.jsonl"
 FLOPS_CONVENTION = "full"
 """6 FLOPs per parameter and token plus full attention, as in torchtitan and NeMo."""
-MAX_LOSS_FOR_EXP = 700.0
-"""Above this, exp overflows a float."""
+
+
+CAPABILITIES = {
+    "profile_steps": "profile",
+    "memory_snapshot_step": "memory_snapshot",
+    "memory_snapshot_on_oom": "memory_snapshot",
+}
+"""Required engine capability by field of `[metrics]`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,15 +114,13 @@ class RunLogger:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._run_dir, self._log, self._device, self._cost, self._clock = run_dir, log, device, cost, clock
-        self._last_step, self._sinks = last_step, sinks
-        self._monitor = monitor
-        self._meter = monitor if device.kind == "cuda" else None
-        """Measures energy."""
+        self._last_step, self._sinks, self._monitor = last_step, sinks, monitor
+        self._joules = None if monitor is None else monitor.energy_joules()
+        """Energy at the last record."""
         self._metrics = None if run_dir is None else JsonlWriter(run_dir.metrics)
-        self._display = _open_display(last_step) if run_dir is not None else None
-        self._stdout_open = run_dir is not None
-        self._tokens = 0
-        self._joules = self._first_joules = None if self._meter is None else self._meter.energy_joules()
+        self._display = None if run_dir is None else RunDisplay(last_step)
+        """None also once standard output is closed."""
+        self._seconds_left = math.nan
         self._start = clock()
         self._since: float | None = None
         """Time from which training counts; None before the first step and in a pause."""
@@ -133,13 +132,13 @@ class RunLogger:
 
     def log_message(self, text: str) -> None:
         """Print a message, and log it as a `note` event."""
-        self._show(text)
+        self._print_note(text)
         self.log_event("note", text=text)
 
-    def _show(self, text: str) -> None:
+    def _print_note(self, text: str) -> None:
         if self._run_dir is not None:
             line = escape_controls(f"# {text}")
-            self._print(line)
+            self._on_stdout(RunDisplay.print, line)
             self._log.write(line)
 
     def log_event(self, kind: str, **values: object) -> None:
@@ -155,25 +154,25 @@ class RunLogger:
         if self._since is not None:
             self._trained_s += self._pause_began - self._since
         self._since = None
-        self._show_moving(name)
+        self._on_stdout(RunDisplay.start_moving, name)
         try:
             yield
         finally:
-            self._show_moving("")
+            self._on_stdout(RunDisplay.stop_moving)
             self._since = self._clock()
             if has_begun:
                 self._paused_s += self._since - self._pause_began
             else:
-                self._show_moving("first steps")
+                self._on_stdout(RunDisplay.start_moving, "first steps")
 
     def show_progress(self, done: int, total: int, of: str = "") -> None:
         """Show how far the present pause is: in the moving line, or every ten seconds a line."""
         now, name = self._clock(), self._pause_name + (f" of {escape_controls(of, keep='')}" if of else "")
-        if self._display is not None:
+        if self._display is not None and self._display.is_terminal:
             self._display.move(done, total, name)
         elif 0 < done < total and now - self._shown_at >= SECONDS_BETWEEN_LINES:
             self._shown_at = now
-            self._show(f"{name}: {format_progress(done, total, 'batches', now - self._pause_began)}")
+            self._print_note(f"{name}: {format_progress(done, total, 'batches', now - self._pause_began)}")
 
     def log_steps(self, records: list[StepRecord], memory_bytes: int, times: Mapping[str, float]) -> None:
         """Write a metrics record of the last of the steps since the last call, with their rates.
@@ -193,41 +192,21 @@ class RunLogger:
         peak = self._device.peak_flops or math.nan
         n_done = last.step - records[0].step + 1
         self._n_steps += n_done
-        seconds_left = (self._last_step - last.step) * (seconds / n_done + self._paused_s / self._n_steps)
-        self._write(
-            MetricsRecord(
-                step=last.step,
-                loss=last.loss,
-                learning_rate=last.learning_rate,
-                grad_norm=last.grad_norm,
-                batches_per_sec=rates[0],
-                samples_per_sec=rates[1],
-                tokens_per_sec=rates[2],
-                flops_per_sec=rates[3],
-                mfu=rates[3] / peak,
-                memory_gib=memory_bytes / GIB,
-                valid_tokens=last.valid_tokens,
-                elapsed_s=now - self._start,
-                hfu=rates[4] / peak,
-                mfu_documents=rates[5] / peak,
-                **{f"{part}_s": seconds for part, seconds in times.items()},
-                **({} if self._meter is None else self._energy_fields(self._meter, int(amounts[2]))),
-            ),
-            seconds_left,
-        )
-
-    def _energy_fields(self, meter: NodeMonitor, tokens: int) -> dict[str, float]:
-        """Return the energy per token since the last record and that of the whole run, if measured."""
-        joules = meter.energy_joules()
-        if joules is None:
-            return {}
-        previous, self._joules = self._joules, joules
-        fields = {"energy_kwh": joules / JOULES_PER_KWH}
-        if previous is None or self._first_joules is None:  # the first reading is the baseline
-            self._first_joules = joules
-            return fields
-        self._tokens += tokens
-        return {"joules_per_token": (joules - previous) / tokens, **fields}
+        self._seconds_left = (self._last_step - last.step) * (seconds / n_done + self._paused_s / self._n_steps)
+        names = ("step", "loss", "learning_rate", "grad_norm")
+        rate_names = ("batches_per_sec", "samples_per_sec", "tokens_per_sec", "flops_per_sec")
+        record: dict[str, Any] = {name: getattr(last, name) for name in names}
+        record |= dict(zip(rate_names, rates[:4], strict=True))
+        record |= {"mfu": rates[3] / peak, "memory_gib": memory_bytes / GIB, "valid_tokens": last.valid_tokens}
+        record |= {"elapsed_s": now - self._start, "hfu": rates[4] / peak, "mfu_documents": rates[5] / peak}
+        record |= {f"{part}_s": seconds for part, seconds in times.items()}
+        joules = None if self._monitor is None else self._monitor.energy_joules()
+        if joules is not None:
+            if self._joules is not None:  # the first reading is the baseline
+                record["joules_per_token"] = (joules - self._joules) / amounts[2]
+            record["energy_kwh"] = joules / JOULES_PER_KWH
+        self._joules = joules
+        self._write(record)
 
     def log_validation(self, step: int, name: str, loss_sum: float, tokens: int, text_bytes: int) -> None:
         """Write the validation record of a set.
@@ -240,38 +219,26 @@ class RunLogger:
             text_bytes: UTF-8 bytes of the set's text.
         """
         loss = loss_sum / tokens
-        self._write(
-            ValidationRecord(
-                step=step,
-                val_loss=loss,
-                val_tokens=tokens,
-                elapsed_s=self._clock() - self._start,
-                val_perplexity=math.exp(loss) if loss < MAX_LOSS_FOR_EXP else math.inf,
-                val_bits_per_byte=loss_sum / math.log(2) / text_bytes if text_bytes else None,
-                val_set=name or None,
-            )
-        )
+        record: dict[str, Any] = {"step": step, "val_loss": loss, "val_tokens": tokens}
+        record |= {"elapsed_s": self._clock() - self._start, "val_perplexity": math.exp(min(loss, 700.0))}
+        if text_bytes:
+            record["val_bits_per_byte"] = loss_sum / math.log(2) / text_bytes
+        if name:
+            record["val_set"] = name
+        self._write(record)
 
     def log_evaluation(self, step: int, result: TaskResult) -> None:
         """Write the record of a task, and its items to evaluation/step-N/TASK.jsonl."""
         if self._run_dir is None:
             return
-        folder = self._run_dir.path / "evaluation" / f"step-{step:08d}"
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{result.file_stem}.jsonl"
+        path = self._run_dir.path / "evaluation" / f"step-{step:08d}" / f"{result.file_stem}.jsonl"
         path.unlink(missing_ok=True)  # of a start that reached this step before
         with JsonlWriter(path) as items:
             for item in result.items:
                 items.write(item)
-        self._write(
-            EvaluationRecord(
-                step=step,
-                eval_task=result.task,
-                eval_items=result.n_items,
-                elapsed_s=self._clock() - self._start,
-                metrics=result.metrics,
-            )
-        )
+        record = {"step": step, "eval_task": result.task, "eval_items": result.n_items}
+        record |= {"elapsed_s": self._clock() - self._start}
+        self._write(record | {f"eval_{name}": value for name, value in result.metrics.items()})
 
     def log_skipped_step(self, record: StepRecord, count: int) -> None:
         """Log a step that did not change the weights."""
@@ -290,7 +257,7 @@ class RunLogger:
         """Append a resume-check step to its own file: it is not part of the run."""
         if self._run_dir is not None:
             with JsonlWriter(self._run_dir.path / RESUME_CHECK_FILE) as file:
-                file.write(record)
+                file.write(asdict(record))
 
     def log_sink_failures(self, errors: Mapping[str, str]) -> None:
         """Log failed sinks; the run continues without them."""
@@ -298,77 +265,61 @@ class RunLogger:
             self.log_message(f"warning: sink {name} failed and is disabled for this start: {error}")
             self.log_event("sink_failed", sink=name, error=error)
 
-    def _write(self, record: MetricsRecord | ValidationRecord | EvaluationRecord, seconds_left: float = 0.0) -> None:
+    def _write(self, record: Mapping[str, Any]) -> None:
         if self._metrics is None:
             return
-        values = record_to_dict(record)
-        line = format_record(values)
-        self._print(line, record, seconds_left)
-        self._log.write(line)
-        self._metrics.write(values)
+        self._on_stdout(RunDisplay.print_record, record, self._seconds_left)
+        self._log.write(format_record(record))
+        self._metrics.write(record)
         if self._sinks is not None:
-            node_scalars = self._monitor.scalars() if self._monitor and isinstance(record, MetricsRecord) else {}
-            self.log_sink_failures(self._sinks.log(values, node_scalars))
+            node_scalars = self._monitor.scalars() if self._monitor and "loss" in record else {}
+            self.log_sink_failures(self._sinks.log(record, node_scalars))
 
-    def _print(
-        self,
-        line: str,
-        record: MetricsRecord | ValidationRecord | EvaluationRecord | None = None,
-        seconds_left: float = 0.0,
-    ) -> None:
-        """Print a line, on a terminal that of the record, until standard output is closed."""
-        if not self._stdout_open:
+    def _on_stdout(self, action: Callable[..., None], *arguments: object) -> None:
+        """Show something, until standard output is closed: losing the terminal must not end a run."""
+        if self._display is None:
             return
         try:
-            if self._display is None:
-                print(line, flush=True)  # noqa: T201
-            elif isinstance(record, MetricsRecord):
-                self._display.print_step(record, seconds_left)
-            elif isinstance(record, ValidationRecord):
-                self._display.print_validation(record)
-            else:
-                self._display.print(line)
+            action(self._display, *arguments)
         except OSError as exc:
-            self._close_stdout(exc)
-
-    def _show_moving(self, text: str) -> None:
-        """Show a moving line, if this is a terminal; with "" none."""
-        if self._display is not None and self._stdout_open:
-            try:
-                self._display.start_moving(text) if text else self._display.stop_moving()
-            except OSError as exc:
-                self._close_stdout(exc)
-
-    def _close_stdout(self, error: OSError) -> None:
-        """Go on without standard output: losing the terminal must not end a run."""
-        self._stdout_open = False
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, sys.stdout.fileno())  # otherwise the flush at exit fails again
-        os.close(null)
-        self._log.write(f"# standard output is closed ({error.strerror}); further messages are written only here")
-        self.log_event("stdout_lost", error=error.strerror)
+            self._display = None
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, sys.stdout.fileno())  # otherwise the flush at exit fails again
+            os.close(null)
+            self._log.write(f"# standard output is closed ({exc.strerror}); further messages are written only here")
+            self.log_event("stdout_lost", error=exc.strerror)
 
     def __enter__(self) -> RunLogger:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Log the energy of this start; close the sinks and the metrics file."""
-        self._show_moving("")
-        if self._meter is not None and self._first_joules is not None and self._tokens:
-            self._joules = self._meter.energy_joules() or self._first_joules
-            spent = self._joules - self._first_joules
-            self.log_event(
-                "energy", joules=spent, joules_per_token=spent / self._tokens, run_kwh=self._joules / JOULES_PER_KWH
-            )
+        self._on_stdout(RunDisplay.stop_moving)
         self.log_sink_failures({} if self._sinks is None else self._sinks.close())
         if self._metrics is not None:
             self._metrics.close()
 
 
-def _open_display(last_step: int) -> RunDisplay | None:
-    """Return what shows a run on a terminal; None if standard output is none, or rich is not installed."""
-    if not sys.stdout.isatty() or find_spec("rich") is None:
-        return None
-    from lt_trainer.observability.run_display import RunDisplay
+def check_metrics_options(recipe: Recipe, spec: EngineSpec, world: World) -> None:
+    """Check `[metrics]` against the engine's capabilities, the run length and the installed libraries.
 
-    return RunDisplay(last_step)
+    Raises:
+        RecipeError: unsupported by the engine, beyond the last step or rank, or a sink's library is not installed.
+    """
+    options, last = recipe.metrics, recipe.schedule.max_steps
+    problems = {
+        name: f"the {spec.name} engine does not support this"
+        for name, capability in CAPABILITIES.items()
+        if capability not in spec.capabilities and getattr(options, name)
+    }
+    if options.memory_snapshot_step > last:
+        problems["memory_snapshot_step"] = f"the run ends before step {options.memory_snapshot_step}"
+    if options.profile_steps:
+        profile_end = options.profile_start_step + options.profile_steps - 1
+        if profile_end > last:
+            problems["profile_steps"] = f"the run ends before step {profile_end}"
+        if max(options.profile_ranks) >= world.size:
+            problems["profile_ranks"] = f"ranks must be between 0 and {world.size - 1}"
+    for name, problem in problems.items():
+        values = {f"metrics.{name}": getattr(options, name), "schedule.max_steps": last}
+        raise RecipeError(problem, values=values, remedy=f"change or remove metrics.{name}")
+    check_sinks_installed(options.sinks)

@@ -21,7 +21,6 @@ import os
 import re
 import secrets
 import threading
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from importlib import import_module
@@ -29,29 +28,23 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lt_trainer.errors import RecipeError, RunDirError, TrainerError
+from lt_trainer.errors import RecipeError, TrainerError
 from lt_trainer.files import write_atomic
+from lt_trainer.run_directory.jsonl import read_jsonl
 
-NAME_FILE = "sinks.json"
 WANDB_FINISH_S = 30.0
 """Maximum wait for pending uploads at the end of a run."""
 WANDB_OFF: dict[str, Any] = {"console": "off", "disable_git": True, "save_code": False, "symlink": False}
 WANDB_OFF |= {"x_disable_meta": True, "x_disable_stats": True, "x_save_requirements": False}
-TAG_GROUPS = {
-    "train": ("loss", "learning_rate", "grad_norm", "valid_tokens"),
-    "speed": ("batches_per_sec", "samples_per_sec", "tokens_per_sec", "flops_per_sec", "mfu", "hfu", "mfu_documents"),
-    "memory": ("memory_gib",),
-    "time": ("elapsed_s", "data_s", "forward_backward_s", "optimizer_s", "checkpoint_s", "validation_s", "rest_s"),
-    "energy": ("joules_per_token", "energy_kwh"),
-}
-TAG_BY_FIELD = {field: f"{group}/{field}" for group, names in TAG_GROUPS.items() for field in names}
+USER_ERRORS = ("UsageError", "ValueError")
+"""Errors of W&B and Trackio for a missing key or a wrong variable, which end a start."""
 
 
 class Sinks:
     """Open sinks of a run; a failure of one never reaches the run or the others."""
 
-    def __init__(self, sinks: Mapping[str, _TensorBoard | _History] | None = None) -> None:
-        self._sinks = dict(sinks or {})
+    def __init__(self, sinks: Mapping[str, _TensorBoard | _History]) -> None:
+        self._sinks = dict(sinks)
         self._last: int | None = None
 
     def log(self, record: Mapping[str, Any], extra: Mapping[str, float] | None = None) -> dict[str, str]:
@@ -91,16 +84,15 @@ class Sinks:
 
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:
     """Return a record's numbers by tag: "train/loss", "validation/NAME/loss", "evaluation/TASK/acc"."""
+    group, prefix = "train", ""
     if "eval_task" in record:
-        prefix, group = "eval_", f"evaluation/{record['eval_task']}"
+        group, prefix = f"evaluation/{record['eval_task']}", "eval_"
     elif "val_loss" in record:
-        prefix, group = "val_", f"validation/{record['val_set']}" if "val_set" in record else "validation"
-    else:
-        return {TAG_BY_FIELD[name]: float(value) for name, value in record.items() if name in TAG_BY_FIELD}
+        group, prefix = f"validation/{record.get('val_set', '')}".rstrip("/"), "val_"
     return {
         f"{group}/{name.removeprefix(prefix)}": float(value)
         for name, value in record.items()
-        if name.startswith(prefix) and name not in ("eval_task", "val_set")
+        if name.startswith(prefix) and name != "step" and not isinstance(value, str)
     }
 
 
@@ -120,38 +112,36 @@ def check_sinks_installed(names: Sequence[str]) -> None:
             )
 
 
-def open_sinks(
-    names: Sequence[str], run: Path, *, recipe: Mapping[str, Any], step: int
-) -> tuple[Sinks, dict[str, str]]:
+def open_sinks(names: Sequence[str], run: Path, recipe: Mapping[str, Any]) -> tuple[Sinks, dict[str, str]]:
     """Open the sinks of a recipe.
 
     Args:
         names: names of the sinks.
         run: run directory.
         recipe: recipe as nested tables.
-        step: highest step that was reported before this start; 0 if none.
 
     Returns:
         The open sinks, and the errors of the others (such as an unreachable service) by name.
 
     Raises:
         TrainerError: a sink needs user action, such as a missing key.
-        RunDirError: the run directory cannot be written.
     """
+    metrics = run / "metrics.jsonl"
+    records = read_jsonl(metrics) if metrics.exists() else []
+    last_step = max((record["step"] for record in records if "loss" in record), default=0)
     opened: dict[str, _TensorBoard | _History] = {}
     errors: dict[str, str] = {}
     for name in names:
         try:
             if name == "tensorboard":
                 opened[name] = _TensorBoard(run / "tensorboard", recipe)
-            elif name == "wandb":
-                opened[name] = _open_wandb(run, recipe, step)
             else:
-                opened[name] = _open_trackio(run, recipe, step)
-        except TrainerError:
-            Sinks(opened).close()
-            raise
-        except Exception as exc:  # noqa: BLE001 - an unreachable service must not stop the run
+                opened[name] = {"wandb": _open_wandb, "trackio": _open_trackio}[name](run, recipe, last_step)
+        except Exception as exc:
+            if type(exc).__name__ in USER_ERRORS:
+                Sinks(opened).close()
+                remedy = f"fix the {name.upper()}_* variables (WANDB_MODE=offline needs no key)"
+                raise TrainerError(f"cannot start {name}: {exc}; {remedy}, or remove it from metrics.sinks") from exc
             errors[name] = f"{type(exc).__name__}: {exc}"
     return Sinks(opened), errors
 
@@ -160,21 +150,15 @@ class _TensorBoard:
     """Event files in `<run>/tensorboard/`, one for each start and rollback; flushed after each record."""
 
     def __init__(self, folder: Path, recipe: Mapping[str, Any]) -> None:
-        self._folder = str(folder)
-        try:
-            self._open(None)
-        except OSError as exc:
-            raise RunDirError(f"cannot write {folder}: {exc.strerror}; free space or fix its permissions") from exc
-        self._writer.add_text("recipe", f"```json\n{json.dumps(recipe, indent=1)}\n```", 0)
-
-    def _open(self, purge_step: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(self._folder, purge_step=purge_step)
+        self._open = lambda purge_step: SummaryWriter(str(folder), purge_step=purge_step)
+        self._writer = self._open(None)
+        self._writer.add_text("recipe", f"```json\n{json.dumps(recipe, indent=1)}\n```", 0)
 
     def restart(self, step: int) -> None:
         self._writer.close()
-        self._open(step)
+        self._writer = self._open(step)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for tag, value in values.items():
@@ -210,21 +194,15 @@ class _History:
 def _open_wandb(run: Path, recipe: Mapping[str, Any], step: int) -> _History:
     """Create or resume the W&B run, by WANDB_MODE and the other WANDB_* variables; its files are in `<run>/wandb/`."""
     import wandb
-    from wandb.errors import UsageError
 
-    try:
-        opened = wandb.init(
-            id=_saved_name(run),
-            resume="allow",
-            dir=str(run),
-            name=os.environ.get("WANDB_NAME") or run.resolve().name,
-            config=dict(recipe),
-            settings=wandb.Settings(**WANDB_OFF),
-        )
-    except UsageError as exc:
-        raise TrainerError(
-            f"cannot start W&B: {exc}; set WANDB_API_KEY or WANDB_MODE=offline, or remove wandb from metrics.sinks"
-        ) from exc
+    opened = wandb.init(
+        id=_saved_name(run),
+        resume="allow",
+        dir=str(run),
+        name=os.environ.get("WANDB_NAME") or run.resolve().name,
+        config=dict(recipe),
+        settings=wandb.Settings(**WANDB_OFF),
+    )
     opened.define_metric("step", hidden=True)
     opened.define_metric("*", step_metric="step")
 
@@ -242,41 +220,22 @@ def _open_trackio(run: Path, recipe: Mapping[str, Any], step: int) -> _History:
     """Create or resume the Trackio run, in `<run>/trackio/` unless a TRACKIO_* variable names another place."""
     os.environ.setdefault("TRACKIO_DIR", str((run / "trackio").resolve()))  # read when trackio is imported
     trackio = import_module("trackio")
-    try:
-        with redirect_stdout(io.StringIO()):  # keep the library's messages out of the run's output
-            opened = trackio.init(
-                project=os.environ.get("TRACKIO_PROJECT", "lt"),
-                name=_saved_name(run),
-                config=dict(recipe),
-                resume="allow",
-                embed=False,
-                auto_log_gpu=False,
-                auto_log_cpu=False,
-            )
-    except ValueError as exc:
-        raise TrainerError(
-            f"cannot start Trackio: {exc}; fix the TRACKIO_* variables, or remove trackio from metrics.sinks"
-        ) from exc
+    options = {"name": _saved_name(run), "config": dict(recipe), "resume": "allow", "embed": False}
+    with redirect_stdout(io.StringIO()):  # keep the library's messages out of the run's output
+        project = os.environ.get("TRACKIO_PROJECT", "lt")
+        opened = trackio.init(project=project, **options, auto_log_gpu=False, auto_log_cpu=False)
 
     def finish() -> None:
-        with warnings.catch_warnings(record=True) as caught, redirect_stdout(io.StringIO()):
-            warnings.simplefilter("always")  # the library reports what it could not store as warnings
+        with redirect_stdout(io.StringIO()):
             trackio.finish()  # opened.finish() would make the library's atexit hook finish it again
-        if messages := [str(warning.message) for warning in caught if "trackio" in str(warning.filename)]:
-            raise RuntimeError("; ".join(messages))
 
     return _History(lambda step, values: opened.log(dict(values), step=step), finish, step)
 
 
 def _saved_name(run: Path) -> str:
     """Return the name of the run at W&B and Trackio; make and save it if there is none."""
-    path = run / NAME_FILE
-    try:
-        if path.exists():
-            return str(json.loads(path.read_text(encoding="utf-8"))["name"])
+    path = run / "sinks.json"
+    if not path.exists():
         folder = re.sub(r"[^A-Za-z0-9_-]+", "-", run.resolve().name)[:40]  # what W&B takes as an id
-        name = f"{folder}-{secrets.token_hex(4)}"
-        write_atomic(path, json.dumps({"name": name}) + "\n")
-    except (OSError, ValueError, KeyError) as exc:
-        raise RunDirError(f"cannot read or write {path}: {exc}; remove it to start a new W&B or Trackio run") from exc
-    return name
+        write_atomic(path, json.dumps({"name": f"{folder}-{secrets.token_hex(4)}"}) + "\n")
+    return json.loads(path.read_bytes())["name"]

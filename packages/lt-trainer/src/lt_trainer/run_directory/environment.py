@@ -8,7 +8,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ PYTORCH_CUDA_ALLOC_CONF SLURM_JOB_ID SLURM_JOB_NUM_NODES TRAINING_JOB_NAME WORLD
 def describe_environment(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Return the environment of this process as plain values for JSON; "commit" only in a git checkout of lt."""
     environ = os.environ if environ is None else environ
+    names = {found: found.name.lower().replace("_", "-") for found in distributions()}
+    packages = {name: found.version for found, name in names.items() if name in PACKAGES.split()}
     commit = _commit()
     return {
         "python": platform.python_version(),
@@ -33,16 +35,9 @@ def describe_environment(environ: Mapping[str, str] | None = None) -> dict[str, 
         "cpu": _cpu_model(),
         "cpus": os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB, 2),
-        "packages": {name: text for name in PACKAGES.split() if (text := _version(name))},
+        "packages": dict(sorted(packages.items())),
         "variables": {name: environ[name] for name in RECORDED_VARIABLES.split() if name in environ},
     } | ({"commit": commit} if commit else {})
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 def _commit() -> str:

@@ -52,19 +52,19 @@ class EvaluationResults:
         Raises:
             RunDirError: the folder has results of another evaluation, or it cannot be written.
         """
-        results = cls(folder=folder, description=description)
-        if folder is None:
-            return results
-        kept = read_results(folder) if (folder / RESULTS_FILE).exists() else results
-        for name, value in description.items():
-            if kept.description and name not in INFORMATIVE and kept.description.get(name) != value:
+        found = cls(folder=folder, description={})
+        if folder is not None and (folder / RESULTS_FILE).exists():
+            found = read_results(folder)
+        for name, value in description.items() if found.description else ():
+            if name not in INFORMATIVE and found.description.get(name) != value:
                 raise RunDirError(
-                    f"{folder / RESULTS_FILE} has results with {name} = {kept.description.get(name)!r}, not {value!r}; "
-                    "pass another --out, or move it away"
+                    f"{found.folder}/{RESULTS_FILE} has results with {name} = {found.description.get(name)!r}, not "
+                    f"{value!r}; pass another --out, or move it away"
                 )
-        if kept is results or not kept.description:  # none, or the process that made the file was ended at once
+        results = cls(folder=folder, description=description, units=found.units)
+        if not found.description:
             results._append(RESULTS_FILE, [description])
-        return cls(folder=folder, description=description, units=kept.units)
+        return results
 
     def find(self, kind: str, name: str, options: Mapping[str, Any]) -> Sequence[Mapping[str, Any]] | None:
         """Return the newest results of a task or store with these options, or None."""
@@ -85,12 +85,7 @@ class EvaluationResults:
     def _append(self, name: str, records: Sequence[Mapping[str, Any]]) -> None:
         if self.folder is None:
             return
-        path = self.folder / name
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as exc:
-            raise RunDirError(f"cannot make {path.parent}: {exc.strerror}; pass another folder as --out") from exc
-        with JsonlWriter(path) as writer:
+        with JsonlWriter(self.folder / name) as writer:
             for record in records:
                 writer.write(record)
 

@@ -5,7 +5,6 @@ process killed while writing leaves a last line without its newline: readers ski
 Cost: one `write` per line, no buffer, no fsync.
 """
 
-import dataclasses
 import json
 import math
 import os
@@ -14,7 +13,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from lt_trainer.errors import RunDirError
 
@@ -22,8 +21,8 @@ NON_FINITE = {text: float(text) for text in ("nan", "inf", "-inf")}
 TAIL_BYTES = 65536
 
 
-class LogFile:
-    """Unbuffered append-only file: a write that failed on a full disk is not retried on close.
+class LineFile:
+    """Unbuffered append-only file, a context: a write that failed on a full disk is not retried on close.
 
     Raises:
         RunDirError: the file cannot be opened or written, for example because the disk is full.
@@ -32,11 +31,12 @@ class LogFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
         except OSError as exc:
             raise _io_error("open", path, exc) from exc
 
-    def write(self, text: str) -> None:
+    def append(self, text: str) -> None:
         """Append text."""
         data = memoryview(text.encode("utf-8", errors="backslashreplace"))
         try:
@@ -49,88 +49,42 @@ class LogFile:
         """Close the file."""
         self._file.close()
 
+    def __enter__(self) -> Self:
+        return self
 
-class RankLog:
-    """Log file of one rank in the run directory; on exit, also logs the traceback of an error.
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self.close()
 
-    Raises:
-        RunDirError: the file cannot be written.
-    """
+
+class RankLog(LineFile):
+    """Log file of one rank in the run directory; on exit, also logs the traceback of an error."""
 
     def __init__(self, run: Path, rank: int) -> None:
-        self.path = run / "logs" / f"rank{rank:05}.log"
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as exc:
-            raise RunDirError(
-                f"cannot create {self.path.parent}: {exc.strerror}; free space or fix its permissions, then rerun"
-            ) from exc
-        self._file = LogFile(self.path)
+        super().__init__(run / "logs" / f"rank{rank:05}.log")
 
     def write(self, text: str) -> None:
         """Append lines with UTC timestamps."""
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        self._file.write("".join(f"{now} {line}\n" for line in text.splitlines()))
-
-    def __enter__(self) -> "RankLog":
-        return self
+        self.append("".join(f"{now} {line}\n" for line in text.splitlines()))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is not None:
             with suppress(RunDirError):  # do not mask the original error
                 self.write("".join(traceback.format_exception(error)))
-        self._file.close()
+        self.close()
 
 
-def record_to_dict(record: Any) -> dict[str, Any]:
-    """Return a record (dataclass or mapping) as plain values, without fields of a dataclass that are None."""
-    if isinstance(record, Mapping):
-        return dict(record)
-    values = dataclasses.asdict(record)
-    metrics = {f"eval_{name}": value for name, value in values.pop("metrics", {}).items()}
-    return {name: value for name, value in values.items() if value is not None} | metrics
-
-
-def format_record(record: Any) -> str:
-    """Format a record as one `key=value` line for people and log scrapers: six significant digits.
-
-    Example:
-        >>> from lt_trainer.run_directory.records import ValidationRecord
-        >>> format_record(ValidationRecord(step=20, val_loss=3.25, val_tokens=4096, elapsed_s=12.3456789))
-        'step=20 val_loss=3.25 val_tokens=4096 elapsed_s=12.3457'
-    """
-    return " ".join(f"{name}={_format_value(value)}" for name, value in record_to_dict(record).items())
-
-
-def _format_value(value: Any) -> str:
-    return format(value, ".6g") if isinstance(value, float) else str(value)
-
-
-class JsonlWriter:
-    """Append-only JSON-lines file; removes an unfinished line of an earlier process.
-
-    Raises:
-        RunDirError: the file cannot be opened or written, for example because the disk is full.
-    """
+class JsonlWriter(LineFile):
+    """Append-only JSON-lines file; removes an unfinished line of an earlier process."""
 
     def __init__(self, path: str | Path) -> None:
-        self._file = LogFile(Path(path))
-        if Path(path).is_file():  # not /dev/full
-            os.truncate(path, Path(path).read_bytes().rfind(b"\n") + 1)
+        super().__init__(Path(path))
+        if self.path.is_file():  # not /dev/full
+            os.truncate(path, self.path.read_bytes().rfind(b"\n") + 1)
 
-    def write(self, record: Any) -> None:
+    def write(self, record: Mapping[str, Any]) -> None:
         """Append one object."""
-        self._file.write(json.dumps(_to_json(record_to_dict(record)), allow_nan=False) + "\n")
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-    def __enter__(self) -> "JsonlWriter":
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+        self.append(json.dumps(_to_json(record), allow_nan=False) + "\n")
 
 
 class JsonlReader:
@@ -156,7 +110,7 @@ class JsonlReader:
             self._n_lines += 1
             self._offset += len(line) + 1
             try:
-                objects.append({name: _from_json(value) for name, value in json.loads(line).items()})
+                objects.append(dict(json.loads(line, object_hook=_with_numbers).items()))
             except (ValueError, AttributeError) as exc:
                 raise RunDirError(f"{self.path}:{self._n_lines}: not a JSON object ({exc}); remove the line") from exc
         return objects
@@ -183,6 +137,18 @@ def read_last_object(path: Path) -> dict[str, Any]:
         return {}
 
 
+def format_record(record: Mapping[str, Any]) -> str:
+    """Format a record as one `key=value` line for people and log scrapers: six significant digits.
+
+    Example:
+        >>> format_record({"step": 20, "val_loss": 3.25, "val_tokens": 4096, "elapsed_s": 12.3456789})
+        'step=20 val_loss=3.25 val_tokens=4096 elapsed_s=12.3457'
+    """
+    return " ".join(
+        f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value}" for name, value in record.items()
+    )
+
+
 def _io_error(action: str, path: Path, exc: OSError) -> RunDirError:
     return RunDirError(f"cannot {action} {path}: {exc.strerror}; free space or fix its permissions, then rerun")
 
@@ -195,7 +161,5 @@ def _to_json(value: Any) -> Any:
     return [_to_json(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
-def _from_json(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _from_json(inner) for name, inner in value.items()}
-    return NON_FINITE.get(value, value) if isinstance(value, str) else value
+def _with_numbers(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: NON_FINITE.get(value, value) if isinstance(value, str) else value for name, value in values.items()}

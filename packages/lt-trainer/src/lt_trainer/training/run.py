@@ -28,10 +28,9 @@ from lt_trainer.data.training_data import STORES, TrainingData, open_data
 from lt_trainer.engine import Engine, EngineSpec, World, engine_spec
 from lt_trainer.errors import PeerError, RecipeError
 from lt_trainer.evaluation.during_training import RunEvaluation
-from lt_trainer.observability.gpu_sampler import load_nvml
-from lt_trainer.observability.monitor import NodeMonitor
-from lt_trainer.observability.run_logger import ComputeCost, RunLogger
-from lt_trainer.observability.setup import check_metrics_options, open_run_sinks
+from lt_trainer.observability.monitor import NodeMonitor, load_nvml
+from lt_trainer.observability.run_logger import ComputeCost, RunLogger, check_metrics_options
+from lt_trainer.observability.sinks import open_sinks
 from lt_trainer.resilience.stop_signals import StopSignals
 from lt_trainer.resilience.watchdog import Watchdog
 from lt_trainer.run_directory.jsonl import RankLog
@@ -168,7 +167,7 @@ def open_run(
         cost = ComputeCost.of_recipe(recipe, inputs.model, engine.recomputed_flops_per_token)
         sinks, failures = None, {}
         if run_dir is not None and recipe.metrics.sinks:
-            sinks, failures = open_run_sinks(recipe, run_dir)
+            sinks, failures = open_sinks(recipe.metrics.sinks, folder, to_dict(recipe))
         last_step = recipe.schedule.max_steps
         log = enter(
             RunLogger(run_dir, rank_log, engine.device, cost, last_step=last_step, sinks=sinks, monitor=monitor)
