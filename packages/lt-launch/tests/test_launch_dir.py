@@ -159,9 +159,11 @@ def test_looking_at_a_repository_runs_no_program_that_it_names(repository: Path,
     script = tmp_path / "script"
     script.write_text(f"#!/bin/sh\necho $0 >> {proof}\n")
     script.chmod(0o755)
-    (repository / ".gitattributes").write_text("*.py diff=mine\n")
-    for name in ("core.fsmonitor", "diff.external", "diff.mine.textconv", "diff.mine.command", "core.pager"):
+    (repository / ".gitattributes").write_text("*.py diff=mine filter=my=own\n")
+    names = ("core.fsmonitor", "diff.external", "diff.mine.textconv", "diff.mine.command", "core.pager")
+    for name in (*names, "filter.my=own.clean", "filter.my=own.process", "core.sshCommand"):
         git(repository, "config", name, str(script))
+    git(repository, "config", "filter.my=own.required", "true")
     hooks = repository / ".git" / "hooks"
     hooks.mkdir(exist_ok=True)
     (hooks / "post-index-change").symlink_to(script)
@@ -170,6 +172,12 @@ def test_looking_at_a_repository_runs_no_program_that_it_names(repository: Path,
     state, patch = git_state(repository)
     assert state["changed"] == ["train.py"]
     assert "+changed" in patch
+    for name, value in {"core.repositoryFormatVersion": "1", "extensions.partialClone": "origin"}.items():
+        git(repository, "config", name, value)
+    git(repository, "config", "remote.origin.url", "ssh://nowhere.invalid/x")
+    blob = git(repository, "rev-parse", "HEAD:train.py")
+    (repository / ".git" / "objects" / blob[:2] / blob[2:]).unlink()
+    assert git_state(repository)[1] == "", "what a partial clone lacks is not fetched"
     assert not proof.exists(), proof.read_text()
 
 

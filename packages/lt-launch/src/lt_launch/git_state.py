@@ -8,8 +8,10 @@ git, and reading the untracked files of up to 16 MiB.
 from __future__ import annotations
 
 import hashlib
+import os
 import stat
 import subprocess
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,13 @@ from lt_launch.secrets import SECRET_FILES, find_secret
 
 __all__ = ["git_state"]
 
-GIT_SETTINGS = ("core.quotepath=off", "core.fsmonitor=false", "core.hooksPath=/dev/null")
-GIT_OPTIONS = ["--no-optional-locks", *(word for setting in GIT_SETTINGS for word in ("-c", setting))]
-"""Options of every git call: the repository's monitor and hooks, which are programs, do not run."""
+GIT_SETTINGS = {
+    "core.quotepath": "off",
+    "core.fsmonitor": "false",
+    "core.hooksPath": "/dev/null",
+    "protocol.allow": "never",
+}
+"""Of every git call: the repository's monitor, hooks and ways to fetch, which are programs, do not run."""
 GIT_DIFF_ARGS = ["--binary", "--no-color", "--no-ext-diff", "--no-textconv", "--src-prefix=a/", "--dst-prefix=b/"]
 """Options that make a patch portable, independent of the user's git configuration."""
 MAX_PATCHED_BYTES, MAX_PATCHED_FILES = 1 << 20, 200
@@ -67,9 +73,22 @@ def git_state(folder: Path, *, include_untracked: bool = False) -> tuple[dict[st
 
 
 def _git(folder: Path, *arguments: str, code: int = 0) -> str:
+    """Return what git prints, with the settings above and without the repository's filters, which are programs."""
+    pattern = r"^filter\..*\.(clean|smudge|process)$"
+    filters = _run_git(folder, ["config", "-z", "--name-only", "--get-regexp", pattern], GIT_SETTINGS).split("\0")
+    emptied = {name: "" for name in filters if name}
+    required = {f"{name.rpartition('.')[0]}.required": "false" for name in emptied}
+    return _run_git(folder, arguments, {**GIT_SETTINGS, **emptied, **required}, code)
+
+
+def _run_git(folder: Path, arguments: Sequence[str], settings: Mapping[str, str], code: int = 0) -> str:
+    env = {"GIT_CONFIG_COUNT": str(len(settings))}
+    for at, (name, value) in enumerate(settings.items()):
+        env |= {f"GIT_CONFIG_KEY_{at}": name, f"GIT_CONFIG_VALUE_{at}": value}
     result = subprocess.run(
-        ["git", *GIT_OPTIONS, *arguments],
+        ["git", "--no-optional-locks", *arguments],
         cwd=folder,
+        env=os.environ | env,
         capture_output=True,
         text=True,
         errors="surrogateescape",
