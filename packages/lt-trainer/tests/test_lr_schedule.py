@@ -29,11 +29,11 @@ def test_the_defaults_of_the_recipe() -> None:
     assert learning_rate(20000, schedule, peak) == 4e-4
 
 
-@pytest.mark.parametrize("step", [500, 501, 3000, 9000, 9998])
-def test_cosine_is_the_stated_formula(step: int) -> None:
-    progress = (step + 1 - 500) / (10000 - 500)
-    wanted = 4e-4 + (1.6e-3 - 4e-4) * (1 + math.cos(math.pi * progress)) / 2
-    assert learning_rate(step, plan(), 1.6e-3) == wanted
+def test_cosine_is_the_stated_formula() -> None:
+    for step in (500, 501, 3000, 9000, 9998):
+        progress = (step + 1 - 500) / (10000 - 500)
+        wanted = 4e-4 + (1.6e-3 - 4e-4) * (1 + math.cos(math.pi * progress)) / 2
+        assert learning_rate(step, plan(), 1.6e-3) == wanted
 
 
 def test_linear_falls_by_equal_steps_to_min_lr() -> None:

@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 import tomllib
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -138,7 +137,7 @@ def test_malformed_sets(text: str, problem: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", sorted(PRESETS))
+@pytest.mark.parametrize("name", ["tiny-2m", "llama3-8b"])
 def test_a_preset_fills_what_is_not_given(name: str) -> None:
     resolved = load(base=STORE, overrides=[f"model.preset={name}", "data.seq_len=128"])
     config = PRESETS[name]
@@ -148,7 +147,10 @@ def test_a_preset_fills_what_is_not_given(name: str) -> None:
     assert resolved.origins["model.vocab_size"] == "default"
 
 
-def test_a_preset_fills_a_section_that_is_made_in_python() -> None:
+def test_a_preset_is_overridden_and_fills_a_section_made_in_python() -> None:
+    given = load(base={"data": {"store": "x"}, "model": {"preset": "llama3-8b", "n_layers": 12}})
+    assert (given.recipe.model.hidden_size, given.recipe.model.n_layers) == (4096, 12)
+    assert (given.origins["model.hidden_size"], given.origins["model.n_layers"]) == ("preset llama3-8b", "base")
     made = ModelOptions(preset="llama3-8b", n_layers=2)
     assert (made.hidden_size, made.n_layers, made.vocab_size) == (4096, 2, 0)
 
@@ -178,15 +180,8 @@ def test_an_installed_engine_gets_its_own_options() -> None:
     assert resolved.origins["engine.fake.label"] == "base"
     assert resolved.unchecked == ()
     assert load(base=STORE, overrides=["run.engine=fake"]).recipe.engine == {"fake": FakeOptions()}
-
-
-@pytest.mark.usefixtures("only_fake")
-def test_wrong_options_of_an_installed_engine() -> None:
     assert message_of(load, base=STORE, overrides=["run.engine=fake", "engine.fake.dpth=5"]) == (
         "engine.fake.dpth = '5' (--set): unknown field; did you mean engine.fake.depth?"
-    )
-    assert message_of(load, base=STORE, overrides=["engine.fake.depth=x"]).startswith(
-        "engine.fake.depth = 'x' (--set): must be a valid integer"
     )
 
 
@@ -216,26 +211,6 @@ def test_engine_options_turns_a_raw_table_into_the_class() -> None:
     assert engine_options(Recipe(engine={"fake": {"depth": 4}}), "fake", FakeOptions) == FakeOptions(depth=4)
     made = FakeOptions(depth=9)
     assert engine_options(Recipe(engine={"fake": made}), "fake", FakeOptions) is made
-
-
-VALUES = {"set": 96, "hyperparameter": 240, "toml": 288, "preset": 192, "default": 768}
-"""Widths by source; the first wins."""
-ORIGINS = ("--set", "hyperparameter HIDDEN_SIZE", "run.toml", "preset tiny-2m", "default")
-
-
-@pytest.mark.parametrize("given", [*pairwise(VALUES), tuple(VALUES)], ids=" over ".join)
-def test_the_first_source_wins_and_is_named(tmp_path: Path, given: tuple[str, ...]) -> None:
-    lines = ["[data]", 'store = "store"', "seq_len = 64", "[model]"]
-    lines += [f"hidden_size = {VALUES['toml']}"] if "toml" in given else []
-    lines += ['preset = "tiny-2m"'] if "preset" in given else []
-    (tmp_path / "run.toml").write_text("\n".join(lines), encoding="utf-8")
-    resolved = load(
-        tmp_path / "run.toml",
-        hyperparameters={"HIDDEN_SIZE": str(VALUES["hyperparameter"])} if "hyperparameter" in given else {},
-        overrides=[f"model.hidden_size={VALUES['set']}"] if "set" in given else [],
-    )
-    assert resolved.recipe.model.hidden_size == VALUES[given[0]]
-    assert resolved.origins["model.hidden_size"].endswith(ORIGINS[list(VALUES).index(given[0])])
 
 
 @pytest.mark.parametrize(

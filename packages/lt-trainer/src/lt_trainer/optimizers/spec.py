@@ -116,7 +116,8 @@ class StateSlot:
         for dim, keeps in enumerate(kept):
             if not keeps and local_shape[dim] != shape[dim]:
                 problem = f"the optimizer's slot {self.name!r} reduces dimension {dim} of {name}, of which this layout "
-                raise RecipeError(f"{problem}gives a rank {local_shape[dim]} of {shape[dim]} elements")
+                problem += f"gives a rank {local_shape[dim]} of {shape[dim]} elements"
+                raise RecipeError(problem, remedy="change parallel.tp or parallel.dp_shard")
         local_offset = tuple(at if keeps else 0 for keeps, at in zip(kept, offset, strict=True))
         return local_offset, tuple(size if keeps else 1 for keeps, size in zip(kept, local_shape, strict=True))
 
