@@ -52,7 +52,7 @@ def test_ranks_and_merge(run: Run, prepared: list[str]) -> None:
         "2 documents left out: duplicate (8 bytes)",
         "3 documents left out: empty (0 bytes)",
         "3 documents left out: too many characters (120 bytes)",
-        "3 records skipped: broken JSON line",
+        "3 skipped: broken JSON line",
         "special string <|eos|> occurs 3 times in the text, encoded as its special id",
         "merged from 2 parts, which are no longer needed",
     ]

@@ -44,7 +44,7 @@ def test_a_link_to_nothing_is_named(tmp_path: Path, target: str) -> None:
     reader = DocumentReader([tmp_path], on_bad="skip")
     assert [document.text for document in reader] == ["a"]
     assert reader.source_files().skipped_links == 1
-    assert reader.unreadable_files == (f"{tmp_path}/loop.txt: a symbolic link to nothing; remove or correct it",)
+    assert reader.notices()[:1] == [f"skipped {tmp_path}/loop.txt: a symbolic link to nothing; remove or correct it"]
 
 
 def test_a_pipe_is_refused_at_once(tmp_path: Path, tokenizer: Tokenizer) -> None:

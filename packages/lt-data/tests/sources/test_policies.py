@@ -60,7 +60,7 @@ def stream_of(texts: list[str], rows: int) -> bytes:
             r".*name the field with text_field \(--text-field\); "
             r"for the ids in 'input_ids' give tokens_field='input_ids' \(--tokens-field input_ids\)",
         ),
-        (b'{"text": null}', "not a string", "field 'text' holds NoneType, not a string"),
+        (b'{"text": null}', "null", "field 'text' is null"),
     ],
 )
 @pytest.mark.parametrize("packed", ["", ".gz", ".zst"])
@@ -68,7 +68,7 @@ def test_bad_lines(tmp_path: Path, line: bytes, reason: str, message: str, packe
     path = tmp_path / f"x.jsonl{packed}"
     content = GOOD + line + b"\n" + GOOD + line
     path.write_bytes({"": bytes, ".gz": gzip.compress, ".zst": zstandard_of}[packed](content))
-    with pytest.raises(DataError, match=rf"x\.jsonl{packed}:2: {message}"):
+    with pytest.raises(DataError, match=rf"x\.jsonl{packed}:2: {message}.*give on_bad='skip' \(--on-bad skip\)$"):
         list(read_documents([path]))
     reader = DocumentReader([path], on_bad="skip")
     assert [(d.text, d.next_record, d.source) for d in reader] == [("good", 1, f"{path}:1"), ("good", 3, f"{path}:3")]
@@ -80,9 +80,7 @@ def test_bad_lines(tmp_path: Path, line: bytes, reason: str, message: str, packe
     assert reader.source_files().bytes == path.stat().st_size
 
 
-@pytest.mark.parametrize(
-    "value", ["3", '"1 2"', "[1, -1]", "[1.0]", "[true]", "[2147483648]", "[[1]]", "null", "[null]"]
-)
+@pytest.mark.parametrize("value", ["3", '"1 2"', "[1, -1]", "[1.0]", "[true]", "[2147483648]", "[[1]]", "[null]"])
 def test_bad_ids(tmp_path: Path, value: str) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text(f'{{"input_ids": [1]}}\n{{"input_ids": {value}}}\n{{"input_ids": [2]}}\n')
@@ -118,8 +116,11 @@ def test_bad_ids_in_columns(tmp_path: Path) -> None:
         reader = DocumentReader([path], tokens_field="tokens", on_bad="skip")
         kept = [d.ids.tolist() for d in reader if d.ids is not None]
         all_bad = name in ("float", "text", "number")
-        assert (kept, reader.skipped) == ([] if all_bad else [[1], [2]], {"not a list of ids": 3 if all_bad else 1})
-        with pytest.raises(DataError, match=rf"{name}\.parquet#{1 if all_bad else 2}: field 'tokens' is not a list"):
+        reason = "null" if name == "null" else "not a list of ids"
+        assert (kept, reader.skipped) == ([] if all_bad else [[1], [2]], {reason: 3 if all_bad else 1})
+        said = reason.removesuffix(" of ids")
+        message = rf"{name}\.parquet#{1 if all_bad else 2}: field 'tokens' is {said}.*\(--on-bad skip\)$"
+        with pytest.raises(DataError, match=message):
             list(read_documents([path], tokens_field="tokens"))
 
 
@@ -133,7 +134,7 @@ def test_bad_strings_in_columns(tmp_path: Path) -> None:
         list(read_documents([path]))
     reader = DocumentReader([path], on_bad="skip")
     assert [(d.text, d.next_record) for d in reader] == [("good", 1), ("good", 4)]
-    assert reader.skipped == {"not UTF-8": 1, "not a string": 1}
+    assert reader.skipped == {"not UTF-8": 1, "null": 1}
     path.write_bytes(parquet_of({"text": list(range(300)), "n": list(range(300))}))
     with pytest.raises(DataError, match=r"x\.parquet#1: field 'text' holds int64, not a string"):
         list(read_documents([path]))
@@ -183,7 +184,7 @@ def test_a_file_that_is_cut_off_anywhere_is_an_error(tmp_path: Path, kind: str) 
     cuts = {1, 7, 8, 9, len(whole) // 3, len(whole) // 2, *range(len(whole) - 12, len(whole))}
     for cut in sorted(cuts):
         path.write_bytes(whole[:cut])
-        with pytest.raises(DataError, match=rf"{kind}: .*({message}).*again"):
+        with pytest.raises(DataError, match=rf"{kind}: .*({message}).*again; .*\(--on-bad skip\)$"):
             list(read_documents([path]))
         reader = DocumentReader([path, tmp_path / "y.txt"], on_bad="skip")
         found = [d.text for d in reader]
@@ -255,7 +256,7 @@ def test_a_bad_text_file(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes("caf\xe9".encode("latin-1"))
     (tmp_path / "b.txt").write_bytes("\ufeffa".encode("utf-16"))
     (tmp_path / "c.txt").write_bytes(b"good")
-    with pytest.raises(DataError, match=rf"{tmp_path}/a\.txt: not UTF-8 at byte 3 \(.*iconv"):
+    with pytest.raises(DataError, match=rf"{tmp_path}/a\.txt: not UTF-8 at byte 3 \(.*iconv; .*\(--on-bad skip\)$"):
         list(read_documents([tmp_path]))
     reader = DocumentReader([tmp_path], on_bad="skip")
     assert [d.text for d in reader] == ["good"]
@@ -331,12 +332,30 @@ def test_options_are_checked() -> None:
 
 
 def test_files_that_a_folder_holds_besides_are_told(tmp_path: Path) -> None:
-    for name in ("a.txt", "b.bin", "c.bin", "d.json", "Makefile"):
+    for name in ("a.txt", "b.bin", "c.bin", "d.yml", "Makefile"):
         (tmp_path / name).write_bytes(b"x")
     reader = DocumentReader([tmp_path])
-    assert reader.ignored_files == "4 files (.bin 2, .json 1, Makefile 1)"
-    assert "4 files (.bin 2, .json 1, Makefile 1) ignored" in reader.description
+    others = "4 files (.bin 2, .yml 1, Makefile 1)"
+    assert (reader.ignored_files, reader.notices()) == (
+        others,
+        [f"not read: {others}; name their suffixes to read them (--suffix)"],
+    )
+    assert f"{others} ignored" in reader.description
     assert DocumentReader([tmp_path / "a.txt"]).ignored_files == ""
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b'{"body": "a"}\n\n{"body": "b"}\n', b' [{"body": "a"},\n {"body": "b"}]\n', b'{"body": "a"}\r\n{"body": "b"}'],
+    ids=["lines", "array", "lines without an end"],
+)
+def test_json_of_a_folder_is_read_packed_or_not(tmp_path: Path, content: bytes) -> None:
+    for packed, pack in (("", bytes), (".gz", gzip.compress), (".zst", zstandard_of)):
+        for kind in (".json", ".ndjson") if content.startswith(b"{") else (".json",):
+            (tmp_path / f"x{kind}{packed}").write_bytes(pack(content))
+    reader = DocumentReader([tmp_path], text_field="body")
+    assert [d.text for d in reader] == ["a", "b"] * reader.n_files
+    assert (reader.n_files, reader.notices()) == (len(list(tmp_path.iterdir())), [])
 
 
 BIG = """

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from lt_data.cli import analysis, exports, prepare, remote, split
-from lt_data.display.terminal import echo
+from lt_data.display.terminal import echo, echo_error
 
 if TYPE_CHECKING:
     from lt_data.sources.options import OnBad
@@ -70,7 +70,9 @@ def train_tokenizer(
     note = f" ({vocab_size} requested; the text has no more merges)" if tokenizer.vocab_size < vocab_size else ""
     echo(f"tokenizer of {tokenizer.vocab_size} ids in {out}{note}")
     for reason, count in sorted(reader.skipped.items()):
-        echo(f"left out: {count} of {reason!r}, first {reader.skip_examples[reason]}")
+        echo(f"{count} skipped: {reason}")
+    for notice in reader.notices():
+        echo_error(notice)
 
 
 @app.command()

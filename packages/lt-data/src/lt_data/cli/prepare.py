@@ -281,8 +281,7 @@ def _summary_lines(manifest: "StoreManifest", folder: Path) -> list[str]:
     for reason, amount in manifest.left_out.items():
         tokens = f", {amount.tokens} tokens" if amount.tokens else ""
         lines.append(f"{amount.documents} documents left out: {reason} ({amount.text_bytes} bytes{tokens})")
-    for reason, records in manifest.skipped.items():
-        lines.append(f"{records} records skipped: {reason}")
+    lines += [f"{count} skipped: {reason}" for reason, count in manifest.skipped.items()]
     encoding = "as text" if manifest.special_tokens_as == "text" else "as its special id"
     for string, count in manifest.special_strings.items():
         lines.append(f"special string {string} occurs {count} times in the text, encoded {encoding}")

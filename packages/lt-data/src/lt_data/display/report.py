@@ -232,7 +232,7 @@ def _format_percent(part: int, whole: int) -> str:
 
 def _render_exclusions(store_stats: StoreStats, manifest: StoreManifest) -> str:
     rows = [(f"documents left out: {reason}", f"{count:,}") for reason, count in store_stats.left_out.items()]
-    rows += [(f"records skipped: {reason}", f"{count:,}") for reason, count in manifest.skipped.items()]
+    rows += [(f"skipped: {reason}", f"{count:,}") for reason, count in manifest.skipped.items()]
     rows += [(f"files without a checksum: {kind}", f"{count:,}") for kind, count in manifest.sources.unchecked.items()]
     rows += [
         (f"special string {string} in the text", f"{count:,}") for string, count in store_stats.special_strings.items()

@@ -185,9 +185,12 @@ def prepare(
         partial(build_on_ray, workers=workers, address=ray) if ray else partial(build_with_processes, workers=workers)
     )
     drop_duplicates = selection.drop_duplicates
-    return _prepare_units(
+    manifest = _prepare_units(
         encode, reader, settings, Path(out), unit_bytes, build_tasks, progress, drop_duplicates=drop_duplicates
     )
+    for notice in reader.notices():
+        notify(notice)
+    return manifest
 
 
 def _prepare_units(

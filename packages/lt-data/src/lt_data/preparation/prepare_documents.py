@@ -51,7 +51,6 @@ from lt_data.tokenizing.engine_selection import EngineRequest
 from lt_data.tokenizing.tokenizer import SpecialTokensAs, Tokenizer
 
 DEFAULT_SHARD_TOKENS = 2**27
-MAX_NAMED_FILES = 5
 
 
 def prepare_documents(
@@ -164,13 +163,11 @@ def prepare_documents(
         )
         extra = extra_files(manifest) if extra_files else {}
         publish_store(build_folder, tokenizer.files, manifest, listed, overwrite=overwrite, extra_files=extra)
-    for reason, example in sorted(reader.skip_examples.items()) if reader else ():
-        notify(f"skipped as {reason}: for example {example}")
     for column in manifest.columns:
         if manifest.documents and column.nulls == manifest.documents:
             notify(f"keep: no document has a field {column.name!r}; check the name")
-    for message in reader.unreadable_files[:MAX_NAMED_FILES] if reader else ():
-        notify(f"skipped {message}")
+    for notice in reader.notices() if reader else ():
+        notify(notice)
     return manifest
 
 

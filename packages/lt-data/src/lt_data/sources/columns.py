@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
-from lt_data.sources.fields import ATTENTION_MASK, missing_field, strip_padding
+from lt_data.sources.fields import ATTENTION_MASK, missing_field, null_field, strip_padding
 from lt_data.sources.options import ReadOptions
 from lt_data.sources.record import BadRecord, SourceRecord, too_large
 
@@ -138,9 +138,10 @@ def _iter_texts(name: str, column: Any, limit: int) -> Iterator[str | BadRecord]
             yield too_large(limit, "text") if is_large else value
         elif isinstance(value, UnicodeDecodeError):
             yield BadRecord("not UTF-8", f"not UTF-8 at byte {value.start} ({value.reason}); write the table again")
+        elif not column[i].is_valid:
+            yield null_field(name)
         else:
-            kind = str(column.type) if column[i].is_valid else "null"
-            yield BadRecord("not a string", f"field {name!r} holds {kind}, not a string")
+            yield BadRecord("not a string", f"field {name!r} holds {column.type}, not a string")
 
 
 def _python_values(column: Any) -> list[Any]:
@@ -159,6 +160,9 @@ def _python_value(scalar: Any) -> Any:
 
 def _iter_ids(name: str, column: Any, masks: Any, limit: int) -> "Iterator[tuple[np.ndarray | BadRecord, int]]":
     for i in range(len(column)):
+        if not column[i].is_valid:
+            yield null_field(name), 0
+            continue
         ids = _to_int64(column[i])
         if ids is None or (ids.size and (int(ids.min()) < 0 or int(ids.max()) >= 2**31)):
             yield BadRecord("not a list of ids", f"field {name!r} is not a list of whole numbers from 0 to 2^31 - 1"), 0

@@ -33,6 +33,8 @@ def extract_value(record: Any, options: ReadOptions) -> "tuple[str | np.ndarray 
     if name not in record:
         return missing_field(name, option, list(record)), 0
     value = record[name]
+    if value is None:
+        return null_field(name), 0
     if options.tokens_field:
         return parse_ids(name, value, record.get(ATTENTION_MASK))
     if not isinstance(value, str):
@@ -48,6 +50,11 @@ def missing_field(name: str, option: str, found: Sequence[str]) -> BadRecord:
     names = ", ".join(map(repr, found))
     remedy = f"name the field with {_format_option(option)}{hint}"
     return BadRecord(f"no field {name!r}", f"no field {name!r} (found fields {names}); {remedy}")
+
+
+def null_field(name: str) -> BadRecord:
+    """Return the `BadRecord` of a field or column without a value."""
+    return BadRecord("null", f"field {name!r} is null; give it a value")
 
 
 def _format_option(option: str) -> str:

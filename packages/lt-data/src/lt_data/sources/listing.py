@@ -17,7 +17,7 @@ from typing import Any
 from lt_data.errors import DataError
 from lt_data.file_names import redact_url
 from lt_data.sources.hub import HUB_SCHEME, list_hub_dataset
-from lt_data.sources.options import ReadOptions
+from lt_data.sources.options import SKIP_REMEDY, ReadOptions
 from lt_data.sources.saved_dataset import list_arrow_files
 from lt_data.sources.source_unit import ListedFile, SourceUnit
 from lt_data.sources.transfer_errors import translate_answer_errors, translate_transfer_errors
@@ -162,7 +162,7 @@ class SourceListing:
 
     def _handle_bad(self, message: str, options: ReadOptions) -> None:
         if options.on_bad == "error":
-            raise DataError(message)
+            raise DataError(message + SKIP_REMEDY)
         self.unreadable_files.append(message)
 
     def _has_suffix(self, name: str, options: ReadOptions) -> bool:

@@ -9,8 +9,8 @@ from lt_data.errors import DataError
 OnBad = Literal["error", "skip"]
 
 DEFAULT_MAX_DOCUMENT_BYTES = 1 << 28
+SKIP_REMEDY = "; to leave out and count bad input give on_bad='skip' (--on-bad skip)"
 
-# Suffixes read in a folder. A `.json` file is more often configuration than text, so it must be requested.
 SUFFIXES = (
     ".txt",
     ".txt.gz",
@@ -21,11 +21,17 @@ SUFFIXES = (
     ".jsonl",
     ".jsonl.gz",
     ".jsonl.zst",
+    ".ndjson",
+    ".ndjson.gz",
+    ".ndjson.zst",
+    ".json",
     ".json.gz",
     ".json.zst",
     ".parquet",
+    ".arrow",
     ".pdf",
 )
+"""Suffixes read in a folder."""
 
 
 @dataclass(frozen=True, kw_only=True)

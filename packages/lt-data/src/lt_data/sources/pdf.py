@@ -46,8 +46,8 @@ def _text(pypdf: Any, content: bytearray) -> str | BadRecord:
     try:
         reader = pypdf.PdfReader(io.BytesIO(content))
         if reader.is_encrypted and not reader.decrypt(""):
-            return BadRecord("encrypted PDF", "the PDF needs a password; remove it, or leave the file out")
+            return BadRecord("encrypted PDF", "the PDF needs a password; remove it")
         return check_surrogates("\n".join(page.extract_text() for page in reader.pages))
     except (pypdf.errors.PyPdfError, *_FAULTS) as exc:
         kind = type(exc).__name__
-        return BadRecord("damaged PDF", f"pypdf cannot read it ({kind}: {exc}); download it again, or leave it out")
+        return BadRecord("damaged PDF", f"pypdf cannot read it ({kind}: {exc}); download it again")

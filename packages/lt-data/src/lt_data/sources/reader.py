@@ -21,12 +21,13 @@ from lt_data.sources.document import Document
 from lt_data.sources.file_ranges import divide
 from lt_data.sources.hashing_reader import HashedPrefix, HashingCounter
 from lt_data.sources.listing import SourceListing
-from lt_data.sources.options import DEFAULT_MAX_DOCUMENT_BYTES, OnBad, ReadOptions
+from lt_data.sources.options import DEFAULT_MAX_DOCUMENT_BYTES, SKIP_REMEDY, OnBad, ReadOptions
 from lt_data.sources.record import BadRecord, ChangedFileError, DamagedFileError, SourceRecord
 from lt_data.sources.source_unit import SourceUnit
 from lt_data.store.document_sources import encode_source_files, format_source
 from lt_data.store.source_files import MAX_LISTED_SOURCES, SourceFile, SourceFiles
 
+_MAX_NAMED = 10
 UNCONFIRMED = "unconfirmed before damage"
 """Reason of records that are left out because the checksum that would confirm them comes after the damage."""
 
@@ -182,13 +183,17 @@ class DocumentReader:
         if not others:
             return ""
         ranked = sorted(others.items(), key=lambda item: (-item[1], item[0]))
-        shown = ", ".join(f"{suffix} {count}" for suffix, count in ranked[:5])
-        return f"{others.total()} files ({shown}{', ...' if len(ranked) > 5 else ''})"
+        shown = ", ".join(f"{suffix} {count}" for suffix, count in ranked[:_MAX_NAMED])
+        return f"{others.total()} files ({shown}{', ...' if len(ranked) > _MAX_NAMED else ''})"
 
-    @property
-    def unreadable_files(self) -> tuple[str, ...]:
-        """Messages of links to nothing and of pipes in the folders, which are skipped (on_bad="skip")."""
-        return tuple(self._listing.unreadable_files)
+    def notices(self) -> list[str]:
+        """Return what was left out in this iteration: an example of each kind of bad input, and files not read."""
+        lines = [
+            f"skipped as {reason}: for example {example}" for reason, example in sorted(self.skip_examples.items())
+        ]
+        lines += [f"skipped {message}" for message in self._listing.unreadable_files[:_MAX_NAMED]]
+        others = self.ignored_files
+        return [*lines, f"not read: {others}; name their suffixes to read them (--suffix)"] if others else lines
 
     def source_files(self) -> SourceFiles:
         """Return the files read completely in this iteration, for the manifest."""
@@ -311,7 +316,7 @@ class DocumentReader:
 
     def _handle_bad(self, reason: str, message: str) -> None:
         if self.options.on_bad == "error":
-            raise DataError(message)
+            raise DataError(message + SKIP_REMEDY)
         self.skipped[reason] += 1
         self.skip_examples.setdefault(reason, message)
 

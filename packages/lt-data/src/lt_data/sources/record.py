@@ -62,7 +62,7 @@ def too_large(limit: int, what: str = "document") -> BadRecord:
     """Return the `BadRecord` of a document above the limit of its size."""
     return BadRecord(
         "too large",
-        f"{what} of more than {limit} bytes; leave it out, or raise max_document_bytes (--max-document-bytes)",
+        f"{what} of more than {limit} bytes; raise max_document_bytes (--max-document-bytes)",
     )
 
 
@@ -73,7 +73,7 @@ def decode_utf8(content: bytes | bytearray) -> str | BadRecord:
     except UnicodeDecodeError as exc:
         return BadRecord(
             "not UTF-8",
-            f"not UTF-8 at byte {exc.start} ({exc.reason}); convert the file, for example with iconv, or leave it out",
+            f"not UTF-8 at byte {exc.start} ({exc.reason}); convert the file, for example with iconv",
         )
 
 
