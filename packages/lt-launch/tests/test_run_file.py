@@ -195,7 +195,7 @@ def test_profiles_are_found_checked_and_typed_by_their_backend(write, tmp_path: 
         ("pyton = 'x'\n", "pyton = 'x' (bad.toml): unknown field; did you mean python?"),
         ("[ssh]\nhotsfile = 'x'\n", r"ssh.hotsfile = 'x' (bad.toml): unknown field; did you mean ssh.hostfile?"),
         ("[ssh]\nlink_timeout_s = 'x'\n", "ssh.link_timeout_s = 'x' (bad.toml): must be a valid number"),
-        ("[ssh]\nhosts = ['a']\nhostfile = 'h'\n", "ssh.hostfile = 'h' (bad.toml), ssh.hosts = ('a',) (bad.toml)"),
+        ("[ssh]\nhosts = ['a']\nhostfile = '/h'\n", "ssh.hostfile = '/h' (bad.toml), ssh.hosts = ('a',) (bad.toml)"),
         ("[env]\nHF_TOKEN = 'hush'\n", "looks like a secret"),
         ("python = 3\n", "python = 3 (bad.toml): expected text"),
     ]:
@@ -214,3 +214,11 @@ def test_a_run_files_profile_wins_over_the_persons(write) -> None:
         ("a", "b"),
     )
     assert found.with_hostfile(Path("h")).options("ssh", SshOptions).hostfile == "h"
+
+
+def test_a_hostfile_in_a_file_is_relative_to_that_file(write, tmp_path: Path) -> None:
+    mine = load_profile(write("deep/mine.toml", "[ssh]\nhostfile = 'hosts'\n"))
+    assert mine.options("ssh", SshOptions).hostfile == str(tmp_path / "deep" / "hosts")
+    file = write("other/x.toml", "[job]\nargv = ['x']\n[profile.ssh]\nhostfile = '../hosts'\n")
+    found = read_run_file(file, mine).profile.options("ssh", SshOptions)
+    assert Path(found.hostfile).resolve() == tmp_path / "hosts"

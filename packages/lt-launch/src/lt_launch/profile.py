@@ -139,9 +139,23 @@ def load_profile(path: str | Path | None = None, environ: Mapping[str, str] | No
         if explicit:
             raise LaunchError(f"profile {str(file)!r}: no such file; give the path of a TOML file")
         return Profile()
-    given = {name: Given(value, str(file)) for name, value in flatten(read_toml(file)).items()}
+    given = read_values(file)
     check_profile_keys(given)
     return Profile(values=given)
+
+
+def read_values(file: Path, prefix: str = "") -> dict[str, Given]:
+    """Return the values of a TOML file by dotted name; the path of a hostfile in it is relative to the file.
+
+    Args:
+        file: profile or run file.
+        prefix: what the names of a profile's values begin with in it.
+    """
+    given = {name: Given(value, str(file)) for name, value in flatten(read_toml(file)).items()}
+    hostfile = given.get(name := f"{prefix}ssh.hostfile")
+    if hostfile is not None and isinstance(hostfile.value, str) and hostfile.value:
+        given[name] = Given(str(file.absolute().parent / hostfile.value), hostfile.source)
+    return given
 
 
 def check_profile_keys(given: Mapping[str, Given]) -> None:

@@ -23,8 +23,8 @@ file with `[job]` is one job; a file with `[[stages]]` a pipeline, where `[job]`
     [profile.slurm]                     # profile values of this run
     partition = "train"
 
-Paths of recipes are relative to the run file, all others to the working folder of the job. Cost: one recipe
-is resolved per training job; no engine is opened and nothing heavy is imported.
+Paths of recipes and hostfiles are relative to the run file, all others to the working folder of the job. Cost: one
+recipe is resolved per training job; no engine is opened and nothing heavy is imported.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from typing import Any
 
 from lt_launch.errors import LaunchError
 from lt_launch.job import Job, Pipeline, Stage
-from lt_launch.profile import Profile, check_profile_keys
-from lt_trainer.config.recipe import load, read_toml, to_toml
+from lt_launch.profile import Profile, check_profile_keys, read_values
+from lt_trainer.config.recipe import load, to_toml
 from lt_trainer.config.section import Given, build, flatten, suggest
 from lt_trainer.errors import RecipeError
 
@@ -88,7 +88,7 @@ def read_run_file(path: str | Path, profile: Profile, overrides: RunOverrides | 
         RecipeError: unreadable, unknown key, wrong type, contradiction; with field, value, source and remedy.
     """
     path, overrides = Path(path), overrides or RunOverrides()
-    given = {name: Given(value, str(path)) for name, value in flatten(read_toml(path)).items()}
+    given = read_values(path, "profile.")
     if not any(name.partition(".")[0] in TABLES for name in given):
         given = {"job.recipe": Given(str(path.absolute()), str(path))}
     _check_table_names(given)

@@ -408,7 +408,9 @@ def test_a_job_at_its_limits_is_accepted(job: dict[str, Any], recipe: dict[str, 
 def test_a_small_volume_for_copied_channels_is_told() -> None:
     notes = request_notes(make({}, on("ml.m5.xlarge")))
     assert len(notes) == 1
-    assert "ml.m5.xlarge" in notes[0]
+    assert "ml.m5.xlarge has no local disks" in notes[0]
     assert "job.resources.volume_gib" in notes[0]
     assert request_notes(make({}, on("ml.m5.xlarge", volume_gib=100))) == ()
     assert request_notes(make({"input_mode": "FastFile"}, on("ml.m5.xlarge"))) == ()
+    assert request_notes(make({}, on("ml.p5.48xlarge"))) == ()
+    assert request_notes(make({}, on("ml.r5d.large"))) == ()

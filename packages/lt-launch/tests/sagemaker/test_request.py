@@ -232,7 +232,6 @@ def test_variables_of_the_profile_travel_and_those_by_name_are_refused() -> None
     assert json.loads(text)["Environment"] == {"A": "profile", "B": "job"}
     with pytest.raises(RecipeError, match=r"job.pass_env = \['HF_TOKEN'\]: SageMaker passes no variables"):
         target.render(Pipeline.from_job(job(pass_env=("HF_TOKEN",))), profile)
-    profile = profile.with_values({"sagemaker.input_mode": "FastFile"}, "test")
     assert target.render(Pipeline.from_job(job()), profile).notes == ()
     told = target.render(Pipeline.from_job(job()), profile.with_values({"setup": ["module load x"]}, "test")).notes
     assert told == ("setup of the profile is not run in containers; put it into the image",)

@@ -15,7 +15,6 @@ JOB = {
     "procs_per_node = 8": "procs_per_node = 2",
     'NCCL_DEBUG = "WARN"': 'NCCL_DEBUG = "WARN"\nOMP_NUM_THREADS = "1"\nGLOO_SOCKET_IFNAME = "eth0"',
     'python = "/data/venv/bin/python"': 'python = "{python}"',
-    'hostfile = "examples/launch/hosts.txt"': 'hostfile = "hosts.txt"',
 }
 RECIPE = {
     'preset = "llama2-7b"': "hidden_size = 32\nintermediate_size = 64\nn_heads = 2\nn_kv_heads = 1\nn_layers = 1",

@@ -12,6 +12,7 @@ Pure; the first contradiction is raised.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,6 +29,8 @@ OVERRIDE_PREFIX = "LT_SET_"
 TOOLKIT_PREFIX = "SM_"
 DEFAULT_VOLUME_GB = 1
 """Smallest volume; channels in File mode need more, file systems and FastFile do not."""
+WITHOUT_DISKS = re.compile(r"ml\.(?:[cmr]\d+[in]?|t3|p2|p3)\.")
+"""Families of instances that have a volume only; the newer ones with accelerators have NVMe disks."""
 RUN_REMEDY = 'add a writable file system, "run=fsx://FILE_SYSTEM_ID/FOLDER?rw", to sagemaker.channels'
 
 
@@ -63,11 +66,11 @@ def request_notes(request: Mapping[str, Any]) -> tuple[str, ...]:
         for channel in request["InputDataConfig"]
         if channel["InputMode"] == "File" and "S3DataSource" in channel["DataSource"]
     ]
-    if copied and resources["VolumeSizeInGB"] == DEFAULT_VOLUME_GB:
+    kind = resources["InstanceType"]
+    if copied and WITHOUT_DISKS.match(kind) and resources["VolumeSizeInGB"] == DEFAULT_VOLUME_GB:
         return (
-            f"channels {', '.join(copied)} are copied to the local disks of {resources['InstanceType']}, or, if it has "
-            f"none, to a volume of {DEFAULT_VOLUME_GB} GB: set job.resources.volume_gib, or sagemaker.input_mode to "
-            "FastFile",
+            f"{kind} has no local disks, and its volume of {DEFAULT_VOLUME_GB} GB must hold the channels "
+            f"{', '.join(copied)}: set job.resources.volume_gib, or sagemaker.input_mode to FastFile",
         )
     return ()
 
