@@ -11,13 +11,9 @@ from safetensors.numpy import load_file, save_file
 
 from lt_ckpt import open_source
 from lt_ckpt.formats import ConvertOptions, convert_checkpoint
-from lt_data import DataError, RowReader, TokenStore, open_pack, prepare, train_bpe
-from lt_trainer.config.recipe import from_dict
-from lt_trainer.engine import StepBatch, Topology, World
+from lt_data import DataError, TokenStore, prepare, train_bpe
 from lt_trainer.errors import RunDirError
-from lt_trainer.evaluation.position_scores import PositionScores
-from lt_trainer.evaluation.scorer import BatchShape, EvaluationError
-from lt_trainer.evaluation.store_losses import evaluate_store
+from lt_trainer.evaluation.scorer import EvaluationError
 from lt_trainer.run_directory.evaluation_results import find_results
 from lt_trainer.run_directory.jsonl import read_jsonl
 
@@ -85,35 +81,6 @@ def test_losses_are_those_of_each_document_by_source_and_by_length(
     }
     assert len(lengths) > 1
     assert f"loss {whole['loss']:.4g}" in lines[0]
-
-
-class OneOfTwo:
-    """A model of the fake engine on one of two data-parallel ranks, whose exchange is the test's."""
-
-    def __init__(self, engine: Any, rank: int, all_gather: Any) -> None:
-        self.engine, self.topology = engine, Topology(rank=rank, world_size=2, dp_rank=rank, dp_size=2)
-        self.control: Any = type("Control", (), {"all_gather": staticmethod(all_gather)})
-
-    def score(self, batch: StepBatch) -> PositionScores:
-        return self.engine.score(batch)
-
-
-def test_two_data_parallel_ranks_have_the_numbers_of_one(model: Path, fake_engine, little_data: Path) -> None:
-    store = TokenStore.open(little_data / "validation")
-    reader = RowReader(store, open_pack(store, seq_len=SEQ_LEN))
-    engine = fake_engine.open(from_dict({"data": {"store": "unused"}}), load_model(model).model.config, World())
-    shape = BatchShape(micro_batch_size=2, seq_len=SEQ_LEN)
-    one = evaluate_store(engine, reader, shape, name="s")
-    given: list[Any] = []
-    n_batches: list[tuple[int, int]] = []
-    for rank in (0, 1):
-        sent = OneOfTwo(engine, rank, lambda value: given.append(value) or [value])
-        evaluate_store(sent, reader, shape, name="s", on_batch=lambda *numbers: n_batches.append(numbers))
-    two = evaluate_store(OneOfTwo(engine, 0, lambda value: given), reader, shape, name="s")
-    for ours, theirs in zip(two, one, strict=True):
-        assert ours == {name: pytest.approx(x, rel=1e-12) if isinstance(x, float) else x for name, x in theirs.items()}
-    half = -(-reader.n_rows // 4)
-    assert n_batches == [(i, half) for i in range(1, half + 1)] * 2
 
 
 def test_a_repeated_command_computes_only_what_is_missing_or_changed(
