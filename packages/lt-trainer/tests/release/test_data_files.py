@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lt_data import Selection, TokenStore, append, merge, pack, prepare, split, train_bpe, verify
+from lt_data import Selection, TokenStore, append, pack, prepare, split, train_bpe, verify
 from lt_trainer.config.data_section import DataOptions, SourceOptions
 from lt_trainer.release.bundle import hash_file
 from lt_trainer.release.data_files import StoreToRelease, store_names
@@ -41,11 +41,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_store(kind: str, texts: Path, out: Path) -> DataOptions:
     """Make and pack a store; return the section of a recipe that names it."""
     files, tokenizer = sorted((texts / "text").iterdir()), texts / "tokenizer"
-    if kind == "parts":
-        for i in range(3):
-            prepare(files, tokenizer=tokenizer, out=out, part_index=i, num_parts=3, shard_tokens=500)
-        merge(out)
-    elif kind == "split":
+    if kind == "split":
         prepare(files, tokenizer=tokenizer, out=out.with_name("whole"))
         split(TokenStore.open(out.with_name("whole")), holdout="20%", train=out, validation=out.with_name("held"))
     elif kind == "selected":
@@ -65,7 +61,7 @@ def describe(out: Path, data: DataOptions, licenses: LicenseFile = OPEN, hidden:
     return StoreToRelease("train", TokenStore.open(out), data, licenses, TextFilter(folders=[hidden]), ())
 
 
-@pytest.mark.parametrize("kind", ["plain", "selected", "buckets", "appended", "parts", "split"])
+@pytest.mark.parametrize("kind", ["plain", "selected", "buckets", "appended", "split"])
 def test_a_store_in_a_release_is_whole_and_made_again(kind: str, texts: Path, tmp_path: Path) -> None:
     data = make_store(kind, texts, tmp_path / "store")
     released = describe(tmp_path / "store", data, hidden=str(texts))
@@ -85,7 +81,7 @@ def test_a_store_in_a_release_is_whole_and_made_again(kind: str, texts: Path, tm
         info=OPEN, release=SimpleNamespace(stores={"train": SimpleNamespace(joined=released.store.is_joined)})
     )
     script = store_commands(facts, StoreFacts("train", manifest, header, True, released.entries))
-    assert any("cp -R" in line for line in script) == (kind in ("appended", "parts", "split"))
+    assert any("cp -R" in line for line in script) == (kind in ("appended", "split"))
     variables = os.environ | {"release": str(bundle), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     script = ["set -e", "mkdir -p data", *script]
     subprocess.run(["bash", "-c", "\n".join(script)], check=True, cwd=tmp_path, env=variables)

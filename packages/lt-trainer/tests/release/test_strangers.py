@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from pydantic import ValidationError
 from lt_ckpt.finished_folder import is_valid_name
 from lt_data.display.terminal import escape_controls
 from lt_trainer.release.bundle import Release, check_inside
-from lt_trainer.release.data_files import SOURCE_LIST, name_in_release, read_source_list
+from lt_trainer.release.data_files import SourceEntry, name_in_release
 from lt_trainer.release.filtering import TextFilter
 from lt_trainer.release.markdown import plain, table
 from lt_trainer.release.script import quote
@@ -43,30 +42,20 @@ TEXTS = st.one_of(st.text(st.sampled_from("ab1 _*`|\\<>[]()!#&;$~=+-.\n\t\x1b:/"
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [("bytes", "x"), ("license", None), ("more", 1)]
-    + [("file", name) for name in ("../../etc/passwd", "/etc/passwd", "sources//x", "sources/../x", "sources/\0")],
-)
-def test_a_source_of_another_shape(field: str, value: Any, tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    (tmp_path / SOURCE_LIST).write_text(json.dumps(ENTRY) + "\n")
-    assert [entry.model_dump() for entry in read_source_list(tmp_path)] == [ENTRY]
-    (tmp_path / SOURCE_LIST).write_text(json.dumps(ENTRY | {field: value}) + "\n")
-    with pytest.raises(ValidationError, match=field):
-        read_source_list(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
+    ("record", "field", "value"),
     [
-        *[("step", "x"), ("format", "another"), ("version", 2), ("python", "--help"), ("python", "3.11.7\n")],
-        *[("stores", {"../../x": STORE}), ("stores", {"train": {"field": 3}})],
+        *[(ENTRY, "bytes", "x"), (ENTRY, "license", None), (ENTRY, "more", 1)],
+        *[(ENTRY, "file", name) for name in ("../../etc/passwd", "/etc/passwd", "sources//x", "sources/../x", "x/\0")],
+        *[(RELEASE, "step", "x"), (RELEASE, "format", "another"), (RELEASE, "version", 2)],
+        *[(RELEASE, "python", "--help"), (RELEASE, "python", "3.11.7\n")],
+        *[(RELEASE, "stores", {"../../x": STORE}), (RELEASE, "stores", {"train": {"field": 3}})],
     ],
 )
-def test_a_description_of_another_shape(field: str, value: Any) -> None:
-    assert Release.model_validate(RELEASE).step == 8
+def test_a_record_of_another_shape(record: dict[str, Any], field: str, value: Any) -> None:
+    model = SourceEntry if record is ENTRY else Release
+    assert record.items() <= model.model_validate_json(json.dumps(record)).model_dump().items()
     with pytest.raises(ValidationError, match=field):
-        Release.model_validate(RELEASE | {field: value})
+        model.model_validate_json(json.dumps(record | {field: value}))
 
 
 def test_names_of_sources_in_the_release() -> None:
@@ -136,19 +125,15 @@ HOME = "/" + "home"
 @pytest.mark.parametrize(
     ("text", "filtered"),
     [
-        *[
-            ("x" + " " + secret + '"', 'x <secret>"')
-            for secret in ("hf_" + "a" * 30, "sk-" + "b1" * 15, "ghp_" + "C" * 30)
-        ],
-        ("AKIA" + "ABCDEFGH12345678", "<secret>"),
+        (
+            "hf_" + "a" * 30 + " sk-" + "b1" * 15 + " ghp_" + "C" * 30 + " AKIA" + "ABCDEFGH12345678",
+            "<secret>" + 3 * " <secret>",
+        ),
         ("-----BEGIN RSA PRIVATE KEY-----\nMIIE\n-----END RSA PRIVATE KEY-----.", "<secret>."),
         ("s3://ada:hunter2@store/x", "s3://<secret>@store/x"),
         (f"{HOME}/ada/x /Users/grace/y /own/z /scratch/p1/run", "<home>/x <home>/y <home>/z <folder>/run"),
         ("on node17.lab, node17: ada at 10.1.2.3, 127.0.0.1", "on <host>, <host>: <user> at <host>, 127.0.0.1"),
-        *[
-            (text, text)
-            for text in ("adam adapter node170 /owned /scratch/p12 2.15.0 1.2.3.4.5 /x/own", "<home> <user>")
-        ],
+        ("adam node170 /owned /scratch/p12 1.2.3.4.5 /x/own", "adam node170 /owned /scratch/p12 1.2.3.4.5 /x/own"),
     ],
 )
 def test_what_must_not_be_published_becomes_a_placeholder(text: str, filtered: str) -> None:
