@@ -81,17 +81,16 @@ def test_a_run_that_goes_on_is_rolled_back_and_starts_again(folder: Path) -> Non
     assert "█" in text(history), "losses that are not finite leave gaps"
 
 
-STOP = START | {"event": "stop", "signal": "SIGTERM"}
+STOP, DONE = START | {"event": "stop", "signal": "SIGTERM"}, START | {"event": "completed", "step": 9}
 
 
 @pytest.mark.parametrize(
     ("events", "state"),
     [
         ([], "not started"),
-        ([START], "running or killed"),
+        ([STOP, START], "running or killed"),
         ([START, STOP], "stopped by SIGTERM"),
-        ([START, STOP, START], "running or killed"),
-        ([START, START | {"event": "completed", "step": 9}], "completed"),
+        ([DONE], "completed"),
     ],
 )
 def test_states(folder: Path, events: list[dict[str, Any]], state: str) -> None:
