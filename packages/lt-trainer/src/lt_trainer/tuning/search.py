@@ -9,7 +9,7 @@ compiled or not) the search walks from the best micro-batch known so far to larg
 smaller ones, and stops in a direction after `PATIENCE` settings in a row that are slower than the best of the line.
 
 Cost: two thirds of a grid in the mean of the generated ones of `tests/test_tuning.py`, in all of which what is found is
-within 3 % of the fastest.
+within 4 % of the fastest.
 """
 
 import json
