@@ -64,23 +64,11 @@ def test_training_learns(uninterrupted_run: Path) -> None:
 
 
 def test_stop_and_resume_are_bit_equal(uninterrupted_run: Path, prepared: Path, lt, tmp_path: Path) -> None:
-    lt(
-        "train",
-        "run",
-        prepared / "run.toml",
-        "--stop-after-step",
-        "11",
-        "--verify-resume-steps",
-        "5",
-        cwd=tmp_path,
-        code=75,
-    )
+    lt("train", "run", prepared / "run.toml", "--stop-after-step", "11", cwd=tmp_path, code=75)
     run = tmp_path / "run"
     assert latest_checkpoint(run).step == 11
     lt("train", "run", prepared / "run.toml", cwd=tmp_path)
     assert read_losses(run) == read_losses(uninterrupted_run)
-    shadow = {r["step"]: r["loss"] for r in read_jsonl(run / "resume_check.jsonl")}
-    assert shadow == {step: read_losses(uninterrupted_run)[step] for step in range(12, 17)}
     expected, found = read_tensors(latest_checkpoint(uninterrupted_run)), read_tensors(latest_checkpoint(run))
     assert found.keys() == expected.keys()
     assert all((found[key] == expected[key]).all() for key in expected)

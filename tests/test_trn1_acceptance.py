@@ -64,13 +64,13 @@ elif arguments[0] in ("torchrun", "run"):
         sys.exit(64)
     out = Path(recipe.run.dir)
     out.mkdir(parents=True, exist_ok=True)
-    shadow = "--verify-resume-steps" in arguments
-    steps = range(21, 26) if shadow else range(1, recipe.schedule.max_steps + 1)
+    stops = "--stop-after-step" in arguments
+    steps = range(1, recipe.schedule.max_steps + 1)
     rows = [json.dumps({"step": step, "loss": math.log(32000) + step / 1000}) for step in steps]
-    (out / ("resume_check.jsonl" if shadow else "metrics.jsonl")).write_text("\\n".join(rows) + "\\n")
-    if recipe.checkpoint.interval:
+    (out / "metrics.jsonl").write_text("\\n".join(rows) + "\\n")
+    if recipe.checkpoint.interval or stops:
         (out / "checkpoints" / f"step-{steps[-1]:09d}").mkdir(parents=True, exist_ok=True)
-    sys.exit(1 if shadow else 0)
+    sys.exit(1 if stops else 0)
 """
 
 

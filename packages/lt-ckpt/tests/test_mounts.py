@@ -17,8 +17,8 @@ from pathlib import Path
 sys.path.insert(0, {tests!r})
 from conftest import toy_check, toy_save, toy_shards, toy_state
 from lt_ckpt import (
-    CheckpointError, CheckpointMetadata, begin_preflight, begin_save, commit_save, discard_save, find_latest_valid,
-    finish_preflight, prune_checkpoints, write_preflight, write_rank_files,
+    CheckpointError, CheckpointMetadata, begin_save, commit_save, discard_save, find_latest_valid,
+    prune_checkpoints, write_rank_files,
 )
 disk = Path({disk!r})
 root = disk / "checkpoints"
@@ -132,30 +132,6 @@ def test_a_full_disk_at_every_write_of_a_save(in_own_mounts, fill):
     assert out.strip() == str(stages)
 
 
-def test_a_rehearsal_on_a_full_disk_and_on_one_that_is_too_small(in_own_mounts):
-    out = in_own_mounts("""
-mount("size=256k")
-toy_save(root, 1)
-def preflight(need):
-    tmp = begin_preflight(root, world_size=2)
-    for rank in range(2):
-        write_preflight(tmp, rank=rank, required_bytes=need)
-    print(finish_preflight(tmp, world_size=2).required_bytes)
-preflight(10)
-said = error_of(lambda: preflight(2**17))
-assert said.startswith(f"{root}: a checkpoint needs {2**18} bytes (262.1 kB), "), said
-assert [path.name for path in root.iterdir()] == ["step-00000001"]
-space = os.statvfs(disk)
-with open(disk / "filler", "wb") as filler:
-    filler.write(bytes(space.f_bavail * space.f_frsize))
-said = error_of(lambda: preflight(0))
-assert said.startswith(f"{root}: beginning a save failed: No space left on device; free some space"), said
-assert [path.name for path in root.iterdir()] == ["step-00000001"]
-assert newest() == 1
-""")
-    assert out == "20\n"
-
-
 READ_ONLY = """
 mount("size=4m")
 def set_writable(writable):
@@ -179,7 +155,6 @@ for stop_before in (0, 1, 2):
     assert newest() == 2
     for action in (
         lambda: begin_save(root, step=3, world_size=2),
-        lambda: begin_preflight(root, world_size=1),
         lambda: discard_save(unfinished()[0]),
         lambda: prune_checkpoints(root, keep_last=1),
     ):
@@ -211,9 +186,8 @@ toy_save(real, 1)
 root.mkdir()
 subprocess.run(["mount", "--bind", str(real), str(root)], check=True)
 subprocess.run(["mount", "-o", "remount,bind,ro", str(root)], check=True)
-for action in (lambda: begin_save(root, step=2, world_size=1), lambda: begin_preflight(root, world_size=1)):
-    said = error_of(action)
-    assert said.startswith(f"{root}: beginning a save failed: Read-only file system; "), said
+said = error_of(lambda: begin_save(root, step=2, world_size=1))
+assert said.startswith(f"{root}: beginning a save failed: Read-only file system; "), said
 assert newest() == 1
 assert [path.name for path in real.iterdir()] == ["step-00000001"]
 """)

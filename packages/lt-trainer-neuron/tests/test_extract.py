@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lt_trainer.engine import SoloControl, StepBatch, Topology
+from lt_trainer.engine import Control, StepBatch, Topology
 from lt_trainer.training.benchmark import resolve_bench_recipe
 from lt_trainer.training.run import Inputs
 from lt_trainer_neuron.graph_extraction import extract_graphs
@@ -36,7 +36,7 @@ class RecordingEngine:
     """Notes the shapes that it is given."""
 
     topology = Topology(rank=0, world_size=1, dp_rank=0, dp_size=1)
-    control = SoloControl()
+    control = Control()
 
     def __init__(self) -> None:
         self.calls: list[object] = []

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from lt_test_helpers.layouts import step_batch
-from lt_trainer.engine import SoloControl
+from lt_trainer.engine import Control
 from lt_trainer_neuron.engine import NeuronEngine
 from lt_trainer_neuron.grid import Grid
 
@@ -40,7 +40,7 @@ def summed(grid: Grid, control: object) -> tuple[float, int]:
 
 def test_counts_are_exact_and_losses_are_added_in_float64() -> None:
     rounded = float(torch.tensor(LOSS * TOKENS, dtype=torch.bfloat16))
-    assert summed(Grid(), SoloControl()) == (30 * rounded, 19770)  # 19770 is 19712 in bfloat16
+    assert summed(Grid(), Control()) == (30 * rounded, 19770)  # 19770 is 19712 in bfloat16
 
 
 def test_only_the_last_stage_of_each_tensor_parallel_group_counts() -> None:

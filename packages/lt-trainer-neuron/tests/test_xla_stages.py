@@ -22,7 +22,7 @@ import json
 import numpy as np, torch
 import torch_xla.debug.metrics as met
 from lt_model import LlamaConfig
-from lt_trainer.engine import SoloControl
+from lt_trainer.engine import Control
 from lt_trainer.engine import World
 from lt_test_helpers.layouts import step_batch
 from lt_trainer.config.recipe import load
@@ -55,7 +55,7 @@ class PipelineP2P:
     def recv(self, shape, dtype, direction):
         return gathered(torch.full(shape, 0.5, dtype=dtype, device=device.torch_device))
 
-nxd.GlooControl = lambda *_: SoloControl()
+nxd.GlooControl = lambda *_: Control()
 nxd._open_runtime = lambda recipe, options, grid, policy: (
     device, SingleRankCollectives(), PipelineP2P(), TorchLayerFactory(policy.compute_dtype)
 )

@@ -18,7 +18,7 @@ from lt_trainer import engine as engine_module
 from lt_trainer.checkpointing.pretrained import PretrainedWeights
 from lt_trainer.config.section import Section
 from lt_trainer.config.sections import Recipe
-from lt_trainer.engine import Device, HostStopwatch, Snapshot, SoloControl, StepBatch, StepMetrics, Topology, World
+from lt_trainer.engine import Control, Device, Snapshot, StepBatch, StepMetrics, Stopwatch, Topology, World
 from lt_trainer.evaluation.position_scores import PositionScores
 from lt_trainer.resilience.rank_sync import read_on_all_ranks
 
@@ -33,9 +33,9 @@ class FakeEngine:
 
     def __init__(self, recipe: Recipe, model: LlamaConfig, world: World) -> None:
         self.topology = Topology(rank=world.rank, world_size=world.size, dp_rank=world.rank, dp_size=world.size)
-        self.control = SoloControl()
+        self.control = Control()
         self.device = Device(name="fake", kind="cpu", count=world.size, peak_flops=1e12, peak_source="made up")
-        self.stopwatch = HostStopwatch()
+        self.stopwatch = Stopwatch()
         self.recomputed_flops_per_token = 0.0
         self.weights = np.arange(WIDTH, dtype=np.float64)
         self.steps = self.calls = 0

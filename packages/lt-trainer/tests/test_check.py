@@ -129,7 +129,7 @@ def test_room_for_checkpoints_is_looked_at_before_the_first_step(
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result(fields))
     resolved = load(base=recipe_base, overrides=["run.engine=fake"])
     if free == 100:
-        with pytest.raises(CheckpointError, match="a checkpoint needs 128 bytes"):
+        with pytest.raises(CheckpointError, match="128 bytes will be written and 100 are free"):
             run(resolved, environ={})
         assert fake_engine.opened[-1].calls == 0
     else:

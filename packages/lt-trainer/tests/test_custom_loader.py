@@ -14,7 +14,7 @@ from lt_data import DataError
 from lt_test_helpers.runs import run
 from lt_trainer.config.recipe import load
 from lt_trainer.data.custom_loader import LoaderBatches
-from lt_trainer.engine import SoloControl, Topology
+from lt_trainer.engine import Control, Topology
 from lt_trainer.errors import LoaderError, RecipeError
 from lt_trainer.run_directory.jsonl import read_jsonl
 
@@ -89,7 +89,7 @@ def ids(*numbers: int) -> list[list[int]]:
 
 def batches(base: Base, *, rank: int = 0, size: int = 1, saved: Any = None) -> LoaderBatches:
     topology = Topology(rank=rank, world_size=size, dp_rank=rank, dp_size=size)
-    return LoaderBatches(load(base=base).recipe, topology, SoloControl(), saved)
+    return LoaderBatches(load(base=base).recipe, topology, Control(), saved)
 
 
 def test_it_is_told_who_asks_and_its_rows_are_trained_on(base, fake_engine, give) -> None:

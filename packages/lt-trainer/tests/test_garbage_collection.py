@@ -1,21 +1,13 @@
 """When Python's garbage is collected during training."""
 
 import gc
-import weakref
 from collections.abc import Iterator
 
 import pytest
 
 from lt_test_helpers.runs import run
 from lt_trainer.config.recipe import load
-from lt_trainer.training.garbage_collection import YOUNG_GENERATION, no_automatic_collection
-
-
-class Cyclic:
-    """An object that only the garbage collector frees."""
-
-    def __init__(self) -> None:
-        self.me = self
+from lt_trainer.training.garbage_collection import YOUNG_GENERATION
 
 
 @pytest.fixture
@@ -38,27 +30,3 @@ def test_garbage_is_collected_at_the_same_steps_on_all_ranks(recipe_base, fake_e
 def test_an_interval_of_zero_leaves_it_to_python(recipe_base, fake_engine, collected: list[int]) -> None:
     assert run(load(base=recipe_base, overrides=["run.engine=fake", "run.gc_interval=0"]), environ={}) == 0
     assert collected == []
-
-
-def test_a_caller_that_had_disabled_it_keeps_it_so(collected: list[int]) -> None:
-    gc.disable()
-    with no_automatic_collection(1):
-        pass
-    assert not gc.isenabled()
-
-
-def test_what_was_there_before_is_left_alone_and_given_back_at_the_end() -> None:
-    gc.unfreeze()
-    with no_automatic_collection(1):
-        assert gc.get_freeze_count() > len(gc.get_objects())
-        alive = weakref.finalize(Cyclic(), lambda: None)
-        gc.collect()
-        assert not alive.alive
-    assert gc.get_freeze_count() < len(gc.get_objects())
-
-
-def test_a_caller_that_had_frozen_objects_keeps_them_so(collected: list[int]) -> None:
-    gc.freeze()
-    with no_automatic_collection(1):
-        pass
-    assert gc.get_freeze_count() > len(gc.get_objects())

@@ -10,20 +10,10 @@ import pytest
 
 from lt_ckpt import Checkpoint, CheckpointMetadata, Shard, begin_save, commit_save, find_latest_valid, write_rank_files
 from lt_test_helpers.pool import RankPool
-from lt_test_helpers.runs import run
+from lt_test_helpers.runs import events, start
 from lt_trainer.checkpointing import checkpoints
-from lt_trainer.config.recipe import load
 from lt_trainer.errors import RestoreError
 from lt_trainer.resilience.rank_sync import read_on_all_ranks
-from lt_trainer.run_directory.jsonl import read_jsonl
-
-
-def start(base, overrides=(), **options) -> int:
-    return run(load(base=base, overrides=["run.engine=fake", *overrides]), environ={}, **options)
-
-
-def events(base, kind: str) -> list[dict]:
-    return [e for e in read_jsonl(Path(base["run"]["dir"]) / "events.jsonl") if e["event"] == kind]
 
 
 @pytest.fixture
@@ -73,13 +63,10 @@ def test_a_rollback_leads_past_a_damaged_checkpoint_too(recipe_base, fake_engine
     fake_engine.on_step = on_step
     fake_engine.poison = lambda call, batch: call in (14, 15, 16)
     fake_engine.poisoned = (math.nan, math.nan)
-    assert start(recipe_base, overrides=["fault_tolerance.max_skipped_steps=2"]) == 0
+    assert start(recipe_base, "fault_tolerance.max_skipped_steps=2") == 0
     out = capsys.readouterr().out
     assert f"{newest} is not used" in out
     assert "rollback from step 16 to step-00000006" in out
-
-
-# --- several ranks -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

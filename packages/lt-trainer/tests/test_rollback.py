@@ -8,23 +8,9 @@ import pytest
 
 from lt_ckpt import find_latest_valid
 from lt_data import RowReader, Stream, TokenStore, open_pack
-from lt_test_helpers.runs import run
-from lt_trainer.config.recipe import load
+from lt_test_helpers.runs import events, losses, start
 from lt_trainer.data.training_data import to_step_batch
-from lt_trainer.run_directory.jsonl import read_jsonl
 from lt_trainer.training.loop import TrainingError
-
-
-def start(base, overrides=(), **options) -> int:
-    return run(load(base=base, overrides=["run.engine=fake", *overrides]), environ={}, **options)
-
-
-def events(base, kind: str) -> list[dict]:
-    return [e for e in read_jsonl(Path(base["run"]["dir"]) / "events.jsonl") if e["event"] == kind]
-
-
-def losses(base) -> dict[int, float]:
-    return {r["step"]: r["loss"] for r in read_jsonl(Path(base["run"]["dir"]) / "metrics.jsonl") if "loss" in r}
 
 
 def global_rows(little_data: Path, first: int, last: int) -> list[bytes]:
@@ -56,7 +42,7 @@ def test_a_few_are_skipped_and_said(recipe_base, fake_engine, capsys, bad) -> No
 def test_too_many_lead_back_to_the_checkpoint_past_the_rows(recipe_base, fake_engine, little_data, capsys) -> None:
     """With bound 2, steps 8, 9 and 10 are skipped, then the run goes back to step 6."""
     fake_engine.poison = lambda call, batch: call in (8, 9, 10)
-    assert start(recipe_base, overrides=["fault_tolerance.max_skipped_steps=2"]) == 0
+    assert start(recipe_base, "fault_tolerance.max_skipped_steps=2") == 0
     (engine,) = fake_engine.opened
     expected = [global_rows(little_data, i, i + 8) for i in range(0, 80, 8)]  # steps 1 to 10
     expected += [global_rows(little_data, i, i + 8) for i in range(80, 80 + 8 * 14, 8)]  # steps 7 to 20 behind them
@@ -78,7 +64,7 @@ def test_too_many_lead_back_to_the_checkpoint_past_the_rows(recipe_base, fake_en
 def test_going_back_restores_the_weights(recipe_base, fake_engine, little_data, tmp_path) -> None:
     """From the checkpoint on, the run equals one that never read the rows between."""
     fake_engine.poison = lambda call, batch: call in (8, 9, 10)
-    assert start(recipe_base, overrides=["fault_tolerance.max_skipped_steps=2"]) == 0
+    assert start(recipe_base, "fault_tolerance.max_skipped_steps=2") == 0
     found = losses(recipe_base)
     (engine,) = fake_engine.opened
     weights = engine.weights
@@ -97,68 +83,43 @@ def test_going_back_restores_the_weights(recipe_base, fake_engine, little_data, 
     assert (clean.weights == weights).all()
 
 
-def test_the_skipped_rows_survive_a_stop(recipe_base, fake_engine, tmp_path) -> None:
-    fake_engine.poison = lambda call, batch: call in (8, 9, 10)
-    assert start(recipe_base, overrides=["fault_tolerance.max_skipped_steps=2"]) == 0
-    whole = losses(recipe_base)
-    recipe_base["run"]["dir"] = str(tmp_path / "stopped")
-    fake_engine.on_step = lambda call: None
-    assert start(recipe_base, overrides=["fault_tolerance.max_skipped_steps=2"], stop_after_step=15) == 75
-    fake_engine.poison = lambda call, batch: False
-    assert start(recipe_base) == 0
-    assert {s: loss for s, loss in losses(recipe_base).items() if s > 6} == {
-        s: loss for s, loss in whole.items() if s > 6
-    }
-
-
-def test_it_ends_when_going_back_does_not_help(recipe_base, fake_engine) -> None:
-    fake_engine.poison = lambda call, batch: call > 7
-    with pytest.raises(TrainingError, match=r"3 steps up to step 9 .* after 2 rollbacks.*Lower optimizer.lr"):
-        start(recipe_base, overrides=["fault_tolerance.max_skipped_steps=2", "fault_tolerance.max_rollbacks=2"])
-    assert [e["rows"] for e in events(recipe_base, "rollback")] == [[48, 80], [48, 104]]
-    assert TrainingError.exit_code == 64
-    assert find_latest_valid(Path(recipe_base["run"]["dir"]) / "checkpoints")[0].step == 6
-
-
-def test_it_ends_when_there_is_nothing_to_go_back_to(recipe_base, fake_engine) -> None:
-    fake_engine.poison = lambda call, batch: True
-    with pytest.raises(
-        TrainingError, match=r"3 steps up to step 3 .* and there is no checkpoint yet: training has div"
-    ):
-        start(recipe_base, overrides=["fault_tolerance.max_skipped_steps=2"])
-    assert find_latest_valid(Path(recipe_base["run"]["dir"]) / "checkpoints")[0] is None
+@pytest.mark.parametrize(
+    ("bad", "words", "rewinds"),
+    [
+        (lambda call, batch: call > 7, "3 steps up to step 9 .* after 2 rollbacks.*Lower optimizer.lr", [80, 104]),
+        (lambda call, batch: True, "3 steps up to step 3 .* and there is no checkpoint yet: training has div", []),
+    ],
+)
+def test_it_ends_when_going_back_does_not_help(recipe_base, fake_engine, bad, words, rewinds) -> None:
+    fake_engine.poison = bad
+    with pytest.raises(TrainingError, match=words) as caught:
+        start(recipe_base, "fault_tolerance.max_skipped_steps=2", "fault_tolerance.max_rollbacks=2")
+    assert [e["rows"] for e in events(recipe_base, "rollback")] == [[48, end] for end in rewinds]
+    assert caught.value.exit_code == 64
+    found, _ = find_latest_valid(Path(recipe_base["run"]["dir"]) / "checkpoints")
+    assert (found.step if found else 0) == (6 if rewinds else 0)
 
 
 def test_saves_between_skips_do_not_make_them_endless(recipe_base, fake_engine) -> None:
     """With a save every two steps no stretch has more than two skipped steps, and still they add up."""
     fake_engine.poison = lambda call, batch: call > 6
+    sets = ["fault_tolerance.max_skipped_steps=5", "checkpoint.interval=2", "fault_tolerance.max_rollbacks=1"]
     with pytest.raises(TrainingError):
-        start(
-            recipe_base,
-            overrides=[
-                "fault_tolerance.max_skipped_steps=5",
-                "checkpoint.interval=2",
-                "fault_tolerance.max_rollbacks=1",
-            ],
-        )
+        start(recipe_base, *sets)
     assert len(events(recipe_base, "rollback")) == 1
 
 
 def test_a_clean_stretch_between_two_saves_counts_anew(recipe_base, fake_engine) -> None:
     fake_engine.poison = lambda call, batch: call in (1, 2, 10, 11, 19)
-    assert start(recipe_base, overrides=["fault_tolerance.max_skipped_steps=2", "checkpoint.interval=4"]) == 0
+    assert start(recipe_base, "fault_tolerance.max_skipped_steps=2", "checkpoint.interval=4") == 0
     assert len(events(recipe_base, "step_skipped")) == 5
     assert events(recipe_base, "rollback") == []
 
 
 def test_a_stop_among_skipped_steps_saves_good_weights(recipe_base, fake_engine) -> None:
     fake_engine.poison = lambda call, batch: call > 7
-    assert (
-        start(
-            recipe_base, overrides=["fault_tolerance.max_skipped_steps=2", "metrics.log_interval=5"], stop_after_step=9
-        )
-        == 75
-    )
+    sets = ["fault_tolerance.max_skipped_steps=2", "metrics.log_interval=5"]
+    assert start(recipe_base, *sets, stop_after_step=9) == 75
     found, _ = find_latest_valid(Path(recipe_base["run"]["dir"]) / "checkpoints")
     assert found.step == 9
     assert np.isfinite(found.read("weights", "w").view(np.float64)).all()

@@ -19,7 +19,7 @@ from lt_test_helpers.runs import run
 from lt_trainer.checkpointing.checkpoints import Checkpoints
 from lt_trainer.config.recipe import load
 from lt_trainer.data.batches import StreamBatches
-from lt_trainer.engine import STEP_PARTS, Device, HostStopwatch
+from lt_trainer.engine import STEP_PARTS, Device, Stopwatch
 from lt_trainer.errors import RecipeError
 from lt_trainer.observability.run_display import HEADER
 from lt_trainer.observability.run_logger import ComputeCost, RunLogger
@@ -268,7 +268,7 @@ def test_the_parts_of_a_run_are_told_apart_and_only_training_counts_in_rates(
     monkeypatch.setattr(StreamBatches, "next_batch", taking(2.0, StreamBatches.next_batch))
     monkeypatch.setattr(Checkpoints, "data_state", taking(1000.0, Checkpoints.data_state))
     monkeypatch.setattr("lt_trainer.training.run.RunLogger", partial(RunLogger, clock=clock))
-    monkeypatch.setattr(HostStopwatch.__init__, "__defaults__", (clock,))
+    monkeypatch.setattr(Stopwatch.__init__, "__defaults__", (clock,))
     recipe_base["schedule"] |= {"max_steps": 8}
     recipe_base["metrics"] |= {"log_interval": 2, "validation_interval": 4}
     recipe_base["checkpoint"] |= {"interval": 4}

@@ -13,12 +13,10 @@ import numpy as np
 import pytest
 
 from lt_ckpt import Checkpoint, find_latest_valid
-from lt_data import Mixture, Phase, RowReader, Stream, TokenStore, open_pack
-from lt_test_helpers.runs import run
-from lt_trainer.config.recipe import load
+from lt_test_helpers.runs import losses, start
 from lt_trainer.config.section import flatten
 from lt_trainer.config.toml import dump
-from lt_trainer.engine import HostStopwatch
+from lt_trainer.engine import Stopwatch
 from lt_trainer.observability.run_logger import RunLogger
 from lt_trainer.resilience.stop_signals import STOP_SIGNALS
 from lt_trainer.run_directory.jsonl import read_jsonl
@@ -37,16 +35,8 @@ class Clock:
         return self.now
 
 
-def start(base: Base, *overrides: str, **options: Any) -> int:
-    return run(load(base=base, overrides=["run.engine=fake", *overrides]), environ={}, **options)
-
-
 def records(base: Base, name: str = "metrics") -> list[dict[str, Any]]:
     return read_jsonl(Path(str(base["run"]["dir"])) / f"{name}.jsonl")
-
-
-def losses(base: Base) -> dict[int, float]:
-    return {record["step"]: record["loss"] for record in records(base) if "loss" in record}
 
 
 def steps_of(base: Base, event: str) -> list[int]:
@@ -78,7 +68,7 @@ def test_no_pause_of_a_window_is_in_a_rate(recipe_base, fake_engine, monkeypatch
         clock.now += 2.0
 
     monkeypatch.setattr("lt_trainer.training.run.RunLogger", partial(RunLogger, clock=clock))
-    monkeypatch.setattr(HostStopwatch.__init__, "__defaults__", (clock,))
+    monkeypatch.setattr(Stopwatch.__init__, "__defaults__", (clock,))
     fake_engine.on_step = on_step
     recipe_base["schedule"] |= {"max_steps": 16}
     recipe_base["metrics"] |= {"log_interval": 1, "validation_interval": 2}
@@ -121,16 +111,6 @@ def test_two_rollbacks_skip_two_ranges_and_train_what_never_read_them_trains(rec
     assert engine.lrs[9:15] == engine.lrs[6:9] + engine.lrs[12:15]  # by the step, whatever the way there
 
 
-def test_two_rollbacks_to_one_checkpoint_make_one_range(recipe_base, fake_engine) -> None:
-    fake_engine.poison = lambda call, batch: call in (8, 9, 11, 12)
-    assert start(recipe_base, TOLERANT) == 0
-    rows = [one["rows"] for one in records(recipe_base, "events") if one["event"] == "rollback"]
-    assert rows == [[48, 72], [48, 96]]
-    found, _ = find_latest_valid(Path(recipe_base["run"]["dir"]) / "checkpoints")
-    assert found is not None
-    assert found.manifest.data["skipped"] == [[48, 96]]
-
-
 def test_a_rollback_after_a_resume_after_a_rollback(recipe_base, fake_engine, tmp_path) -> None:
     """Two rollbacks with two stops between and behind them are the two rollbacks of a run in one go."""
     fake_engine.poison = lambda call, batch: call in (8, 9, 17, 18)
@@ -171,79 +151,6 @@ def test_any_number_of_resumes_equal_the_run_in_one_go(
     assert steps_of(recipe_base, "completed") == [20]
     assert start(recipe_base) == 0  # nothing is left to do, and nothing is done again
     assert losses(recipe_base) == whole
-
-
-def test_a_run_after_another_has_nothing_of_it(recipe_base, fake_engine, tmp_path) -> None:
-    assert start(recipe_base) == 0
-    first = losses(recipe_base)
-    for name, sets in (("other", ("optimizer.lr=1e-3", "data.shuffle=false")), ("again", ())):
-        recipe_base["run"]["dir"] = str(tmp_path / name)
-        assert start(recipe_base, *sets) == 0
-        assert (losses(recipe_base) == first) == (name == "again")
-
-
-# ---- two cuts inside one batch ----
-
-
-def all_rows(source: Any, total: int, batch: int, ranks: int = 1) -> list[list[int]]:
-    """Return the ids of the rows of `total` positions, read in batches of one size."""
-    streams = [Stream(source, global_batch_size=batch, seed=3, dp_rank=rank, dp_size=ranks) for rank in range(ranks)]
-    rows: list[list[int]] = []
-    for _ in range(total // batch):
-        rows += [row.tolist() for stream in streams for row in stream.next().rows.input_ids]
-    return rows
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_two_ends_of_epochs_inside_one_batch(little_data: Path, ranks: int) -> None:
-    store = TokenStore.open(little_data / "validation")
-    reader = RowReader(store, open_pack(store, seq_len=32))
-    batch = 2 * (reader.n_rows + 1)  # more than two epochs
-    assert sorted(all_rows(reader, 2 * batch, batch, ranks)) == sorted(all_rows(reader, 2 * batch, 1))
-    if ranks == 1:
-        assert all_rows(reader, 2 * batch, batch) == all_rows(reader, 2 * batch, 1)
-
-
-def test_two_phases_of_a_mixture_inside_one_batch(little_data: Path) -> None:
-    readers = {}
-    for name in ("train", "validation"):
-        store = TokenStore.open(little_data / name)
-        readers[name] = RowReader(store, open_pack(store, seq_len=32))
-    phases = [Phase(from_row=at, weights={"train": one, "validation": 1}) for at, one in ((0, 1), (11, 0), (13, 5))]
-    mixture = Mixture(readers, phases)
-    assert all_rows(mixture, 24, 8) == all_rows(mixture, 24, 1)
-
-
-def test_two_cut_documents_inside_one_batch(little_data: Path) -> None:
-    """Documents of more than a row are cut; a batch with several has the labels that its rows have one by one."""
-    store = TokenStore.open(little_data / "train")
-    reader = RowReader(store, open_pack(store, seq_len=32))
-    first, single = (Stream(reader, global_batch_size=size, seed=3, shuffle=False) for size in (8, 1))
-    most = 0
-    for _ in range(reader.n_rows // 8):
-        batch = first.next()
-        alone = [single.next() for _ in range(8)]
-        for name in ("input_ids", "labels", "position_ids"):
-            rows = np.concatenate([getattr(one.rows, name) for one in alone])
-            np.testing.assert_array_equal(getattr(batch.rows, name), rows)
-        assert batch.valid_tokens == sum(one.valid_tokens for one in alone) == (batch.rows.labels != -100).sum()
-        # One document from the first position to the last: a piece of a longer one.
-        most = max(most, int((batch.rows.position_ids[:, -1] == 31).sum()))
-    assert most >= 2, "a batch with two pieces of long documents"
-
-
-def test_two_skips_inside_one_batch(little_data: Path) -> None:
-    """A second skip from the place of the first goes on behind both."""
-    store = TokenStore.open(little_data / "train")
-    reader = RowReader(store, open_pack(store, seq_len=32))
-    stream = Stream(reader, global_batch_size=8, seed=3)
-    stream.next()
-    stream.skip(3)
-    stream.skip(2)
-    assert stream.state.skipped == ((8, 13),)
-    wanted = all_rows(reader, 24, 1)
-    assert [row.tolist() for row in stream.next().rows.input_ids] == wanted[13:21]
-    assert stream.state.row == 21
 
 
 # ---- commands in one process ----

@@ -2,11 +2,13 @@
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from lt_trainer.config.recipe import ResolvedRecipe
+from lt_trainer.config.recipe import ResolvedRecipe, load
 from lt_trainer.engine import World
 from lt_trainer.resilience.stop_signals import StopSignals
+from lt_trainer.run_directory.jsonl import read_jsonl
 from lt_trainer.training.check import check_run
 from lt_trainer.training.loop import train
 from lt_trainer.training.run import open_run
@@ -27,3 +29,18 @@ def run(
 def check(resolved: ResolvedRecipe, *, environ: Mapping[str, str] | None = None) -> None:
     """Check a run."""
     check_run(resolved, World.from_env(os.environ if environ is None else environ))
+
+
+def start(base: Mapping[str, Any], *overrides: str, **options: Any) -> int:
+    """Train with the fake engine of lt-trainer's tests."""
+    return run(load(base=base, overrides=["run.engine=fake", *overrides]), environ={}, **options)
+
+
+def losses(base: Mapping[str, Any]) -> dict[int, float]:
+    """Return the losses of a recipe's run by step."""
+    return {r["step"]: r["loss"] for r in read_jsonl(Path(base["run"]["dir"]) / "metrics.jsonl") if "loss" in r}
+
+
+def events(base: Mapping[str, Any], *kinds: str) -> list[dict[str, Any]]:
+    """Return the events of these kinds of a recipe's run."""
+    return [one for one in read_jsonl(Path(base["run"]["dir"]) / "events.jsonl") if one["event"] in kinds]

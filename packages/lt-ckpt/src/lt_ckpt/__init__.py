@@ -1,10 +1,9 @@
 """Committed, verified, resharded and exported checkpoints.
 
-Saving (without collectives, protocol in `lt_ckpt.save`): `begin_save`, `write_rank_files`, `commit_save`; preflight
-before the first step: `lt_ckpt.preflight`. Reading: `Checkpoint`, `find_latest_valid`. Maintenance: `verify`,
-`prune_checkpoints`. Other formats: `open_source`, `convert_checkpoint`, `compare`; Hugging Face: `export_hf`,
-`HFFolder`. S3: `upload`, `download`, `Mirror`. Importing the package loads nothing heavy; each name loads its module on
-first use.
+Saving (without collectives, protocol in `lt_ckpt.save`): `begin_save`, `write_rank_files`, `commit_save`.
+Reading: `Checkpoint`, `find_latest_valid`. Maintenance: `verify`, `prune_checkpoints`. Other formats: `open_source`,
+`convert_checkpoint`, `compare`; Hugging Face: `export_hf`, `HFFolder`. S3: `upload`, `download`, `Mirror`. Importing
+the package loads nothing heavy; each name loads its module on first use.
 """
 
 from importlib import import_module
@@ -40,10 +39,6 @@ if TYPE_CHECKING:
     from lt_ckpt.manifest import CheckpointMetadata as CheckpointMetadata
     from lt_ckpt.nxd.options import NxdOptions as NxdOptions
     from lt_ckpt.nxd.zero1_reshard import reshard_optimizer as reshard_optimizer
-    from lt_ckpt.preflight import PreflightReport as PreflightReport
-    from lt_ckpt.preflight import begin_preflight as begin_preflight
-    from lt_ckpt.preflight import finish_preflight as finish_preflight
-    from lt_ckpt.preflight import write_preflight as write_preflight
     from lt_ckpt.records import OptimizerRecord as OptimizerRecord
     from lt_ckpt.s3.download import download as download
     from lt_ckpt.s3.download import download_latest as download_latest
@@ -78,11 +73,9 @@ _EXPORTS = {
     "Source": "source",
     "CheckpointSummary": "summary",
     "TensorSpec": "tensorfile",
-    "PreflightReport": "preflight",
     "ReadItem": "checkpoint",
     "ConvertOptions": "formats",
     "begin_save": "save",
-    "begin_preflight": "preflight",
     "commit_save": "save",
     "compare": "comparison",
     "load_model_config": "formats",
@@ -96,7 +89,6 @@ _EXPORTS = {
     "export_hf": "hf.export",
     "fetch_model": "hub.model",
     "upload_to_hub": "hub.upload",
-    "finish_preflight": "preflight",
     "find_latest_valid": "discovery",
     "list_steps": "discovery",
     "open_source": "formats",
@@ -108,7 +100,6 @@ _EXPORTS = {
     "upload": "s3.upload",
     "verify": "integrity",
     "write_rank_files": "save",
-    "write_preflight": "preflight",
 }
 """Public name → module. No module may have a public function's name, or it would hide the function once imported."""
 
@@ -125,7 +116,6 @@ __all__ = [
     "Mirror",
     "NxdOptions",
     "OptimizerRecord",
-    "PreflightReport",
     "ReadItem",
     "RejectedCheckpoint",
     "Shard",
@@ -133,7 +123,6 @@ __all__ = [
     "TensorComparison",
     "TensorSpec",
     "VerificationReport",
-    "begin_preflight",
     "begin_save",
     "commit_save",
     "compare",
@@ -147,7 +136,6 @@ __all__ = [
     "fetch_model",
     "find_latest_valid",
     "find_replica_mismatches",
-    "finish_preflight",
     "list_steps",
     "load_model_config",
     "open_source",
@@ -159,7 +147,6 @@ __all__ = [
     "upload",
     "upload_to_hub",
     "verify",
-    "write_preflight",
     "write_rank_files",
 ]
 

@@ -23,7 +23,7 @@ from lt_model import LlamaConfig
 from lt_trainer.checkpointing.pretrained import PretrainedWeights
 from lt_trainer.config.section import Section
 from lt_trainer.config.sections import Recipe
-from lt_trainer.engine import Device, HostStopwatch, Snapshot, StepBatch, StepMetrics, Topology, World
+from lt_trainer.engine import Control, Device, Snapshot, StepBatch, StepMetrics, Stopwatch, Topology, World
 from lt_trainer.errors import PeerError
 from lt_trainer.evaluation.position_scores import PositionScores
 
@@ -87,7 +87,7 @@ def _received(link: socket.socket, size: int) -> bytes:
     return bytes(found)
 
 
-class StarControl:
+class StarControl(Control):
     """What the loop's ranks say to each other."""
 
     def __init__(self, star: Star) -> None:
@@ -111,7 +111,7 @@ class NumpyEngine:
         self.star = Star(world, recipe.fault_tolerance.hang_timeout_s)
         self.control = StarControl(self.star)
         self.device = Device(name="numpy", kind="cpu", count=world.size, peak_flops=1e9, peak_source="made up")
-        self.stopwatch = HostStopwatch()
+        self.stopwatch = Stopwatch()
         self.recomputed_flops_per_token = 0.0
         shape = model.vocab_size, model.hidden_size
         self.state_of = {"weights": np.sin(np.arange(shape[0] * shape[1], dtype=np.float64)).reshape(shape) / 8}

@@ -31,7 +31,7 @@ from lt_model.loss import LossParts
 from lt_model.scoring import LabelScores
 from lt_trainer.checkpointing.pretrained import PretrainedWeights
 from lt_trainer.config.sections import Recipe
-from lt_trainer.engine import Control, Device, Snapshot, SoloControl, StepBatch, StepMetrics, World
+from lt_trainer.engine import Control, Device, Snapshot, StepBatch, StepMetrics, World
 from lt_trainer.evaluation.position_scores import PositionScores
 from lt_trainer.torch import GlooControl, PendingStep, allocate_host_memory, local_tensor, translate_dist_errors
 from lt_trainer_gpu import flight_recorder
@@ -67,7 +67,7 @@ class GpuEngine:
         self.topology = layout.topology
         with translate_dist_errors():  # a rank that never joins counts as lost
             init_process_group(computation.device, world, timeout_s)
-            self.control: Control = GlooControl(timeout_s) if world.size > 1 else SoloControl()
+            self.control: Control = GlooControl(timeout_s) if world.size > 1 else Control()
             computation = agree_on_cpu_dtype(computation, recipe, world, self.control)
             self._stages = open_stages(config, computation, layout, timeout_s)
             self._runner: PassRunner = (

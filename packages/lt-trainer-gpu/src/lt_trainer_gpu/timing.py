@@ -13,10 +13,10 @@ from itertools import pairwise
 
 import torch
 
-from lt_trainer.engine import STEP_PARTS, HostStopwatch, Stopwatch
+from lt_trainer.engine import STEP_PARTS, Stopwatch
 
 
-class CudaStopwatch:
+class CudaStopwatch(Stopwatch):
     """Stopwatch on the current stream of the current device; it starts in "rest"."""
 
     def __init__(self) -> None:
@@ -42,4 +42,4 @@ class CudaStopwatch:
 
 def create_stopwatch(device: torch.device) -> Stopwatch:
     """Return the stopwatch for `device`; a GPU must be the current device."""
-    return CudaStopwatch() if device.type == "cuda" else HostStopwatch()
+    return CudaStopwatch() if device.type == "cuda" else Stopwatch()

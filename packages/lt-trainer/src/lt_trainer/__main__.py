@@ -26,20 +26,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             after a training run are ignored then. Otherwise their handlers are restored.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if _is_training(given):
+    is_training = given[:1] != [] and given[0] in TRAINING_COMMANDS
+    if is_training:
         process_stop_signals()
-        try:
-            return _main(given)
-        finally:
+    try:
+        return _main(given, is_training)
+    finally:
+        if is_training:
             (ignore_stop_signals if arguments is None else release_stop_signals)()
-    return _main(given)
 
 
-def _is_training(given: list[str]) -> bool:
-    return given[:1] != [] and given[0] in TRAINING_COMMANDS
-
-
-def _main(given: list[str]) -> int:
+def _main(given: list[str], is_training: bool) -> int:
     import io
     import os
 
@@ -54,13 +51,13 @@ def _main(given: list[str]) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a path that the terminal cannot encode must not end a run
             stream.reconfigure(errors="backslashreplace")
-    code = _run(given)
+    code = _run(given, is_training)
     if is_rank:
         write_exit_code(code, os.environ)
     return code
 
 
-def _run(given: list[str]) -> int:
+def _run(given: list[str], is_training: bool) -> int:
     try:
         from lt_trainer.cli.commands import app
     except ModuleNotFoundError as exc:
@@ -80,7 +77,7 @@ def _run(given: list[str]) -> int:
         from lt_data.errors import describe_unusable_path
 
         # Of a run that has begun, its place tells more.
-        if not _is_training(given) and (unusable := describe_unusable_path(exc)):
+        if not is_training and (unusable := describe_unusable_path(exc)):
             echo_error(f"error: {unusable}")
             return EXIT_USER
         code = getattr(exc, "exit_code", None) if isinstance(exc, ValueError) else None

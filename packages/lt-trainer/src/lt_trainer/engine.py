@@ -59,25 +59,15 @@ class World:
             RecipeError: only some of them are set, or a value is invalid.
         """
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        missing = [name for name in names if name not in environ]
-        if len(missing) == len(names):
+        values = [environ[name] for name in names if name in environ]
+        if not values:
             return World()
-        if missing:
+        if len(values) < len(names) or not all(value.isdecimal() for value in values):
             raise RecipeError(
-                f"environment variables {', '.join(missing)} are missing while others of {', '.join(names)} are set; "
-                "start the ranks with torchrun, or unset all to train in one process"
+                f"environment variables {', '.join(names)} must be set together, to integers",
+                remedy="start the ranks with torchrun, or unset all to train in one process",
             )
-        try:
-            rank, size, local_rank, local_size = (int(environ[name]) for name in names)
-        except ValueError as exc:
-            raise RecipeError(
-                f"environment variables {', '.join(names)} must be integers: {exc}; start the ranks with torchrun"
-            ) from exc
-        if not (0 <= rank < size and 0 <= local_rank < local_size and size % local_size == 0):
-            raise RecipeError(
-                f"RANK={rank}, WORLD_SIZE={size}, LOCAL_RANK={local_rank}, LOCAL_WORLD_SIZE={local_size}: "
-                "inconsistent; start the ranks with torchrun"
-            )
+        rank, size, local_rank, local_size = map(int, values)
         return World(rank=rank, size=size, local_rank=local_rank, local_size=local_size)
 
 
@@ -159,62 +149,31 @@ class Snapshot:
     """The optimizer whose slots are among the shards."""
 
 
-class Control(Protocol):
-    """Control collectives: small exchanges between ranks outside the step, over a CPU process group.
+class Control:
+    """Control collectives: small exchanges between ranks outside the step; these are those of one rank.
 
-    `torch.GlooControl` implements them over a network. Cost: a few hundred bytes between hosts per call.
+    `torch.GlooControl` has those over a network. Cost: a few hundred bytes between hosts per call.
     """
 
     def all_reduce_max(self, value: int) -> int:
         """Return the maximum of all ranks' values."""
-        ...
+        return value
 
     def broadcast(self, value: Any) -> Any:
         """Return rank 0's value (JSON-serializable) on every rank."""
-        ...
+        return value
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return the values (JSON-serializable) of all ranks, by rank."""
-        ...
-
-
-class SoloControl:
-    """Control collectives with one rank."""
-
-    def all_reduce_max(self, value: int) -> int:
-        """Return the value."""
-        return value
-
-    def broadcast(self, value: Any) -> Any:
-        """Return the value."""
-        return value
-
-    def all_gather(self, value: Any) -> list[Any]:
-        """Return the value in a list."""
         return [value]
 
 
-class Stopwatch(Protocol):
-    """Stopwatch of one rank for the parts in `STEP_PARTS`.
+class Stopwatch:
+    """Stopwatch of one rank for the parts in `STEP_PARTS`, on the host's clock; starts in "rest".
 
-    `HostStopwatch` implements it on the host. On a device that runs ahead of the host, laps are events in the
-    device's queue: host time spent waiting while the device is busy is not counted.
+    A device that runs ahead of the host has another, whose laps are events in the device's queue: host time spent
+    waiting while the device is busy is not counted. Cost: a clock reading and an addition per lap.
     """
-
-    def begin(self, part: str) -> None:
-        """Attribute what starts from now on to `part`; never wait for the device."""
-        ...
-
-    def pop_times(self) -> Mapping[str, float]:
-        """Return and reset the seconds by part, up to the newest lap.
-
-        Called only right after `Engine.fetch_metrics`.
-        """
-        ...
-
-
-class HostStopwatch:
-    """Stopwatch on the host's clock; starts in "rest". Cost: a clock reading and an addition per lap."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -222,13 +181,16 @@ class HostStopwatch:
         self._seconds = dict.fromkeys(STEP_PARTS, 0.0)
 
     def begin(self, part: str) -> None:
-        """Attribute the time from now on to `part`, one of `STEP_PARTS`."""
+        """Attribute what starts from now on to `part`, one of `STEP_PARTS`; never wait for the device."""
         now = self._clock()
         self._seconds[self._part] += now - self._since
         self._part, self._since = part, now
 
     def pop_times(self) -> dict[str, float]:
-        """Return and reset the seconds by part since the last call; they sum to the elapsed time."""
+        """Return and reset the seconds by part, up to the newest lap.
+
+        Called only right after `Engine.fetch_metrics`.
+        """
         self.begin(self._part)
         times, self._seconds = self._seconds, dict.fromkeys(STEP_PARTS, 0.0)
         return times

@@ -81,7 +81,3 @@ class RecipeError(TrainerError):
         """Return the same error with the sources of its fields, where known."""
         known = {name: origins[name] for name in self.values if name in origins}
         return RecipeError(self.problem, values=self.values, remedy=self.remedy, origins=known | self.origins)
-
-
-class NoCheckpointError(Exception):
-    """No checkpoint to roll back to."""

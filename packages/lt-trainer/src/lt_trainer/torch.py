@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lt_ckpt import Checkpoint, ReadItem, Shard, TensorSpec
+from lt_ckpt import Checkpoint, ReadItem, Shard
 from lt_model import LlamaConfig, param_specs
+from lt_trainer.engine import Control
 from lt_trainer.errors import PeerError
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def translate_dist_errors() -> Iterator[None]:
         raise
 
 
-class GlooControl:
+class GlooControl(Control):
     """Control collectives over a gloo group of all ranks; well under a millisecond each on one node.
 
     Raises:
@@ -201,50 +202,33 @@ def allocate_host_memory(n_bytes: int, device: torch.device) -> np.ndarray:
     return memory
 
 
-def tensor_spec(tensor: Tensor | LocalShard) -> TensorSpec:
-    """Return dtype and global shape, as in checkpoints (`Checkpoint.require`)."""
-    return TensorSpec(DTYPE_CODES[tensor.dtype], tuple(tensor.shape))
-
-
 def load_tensors(checkpoint: Checkpoint, groups: Mapping[str, Mapping[str, Tensor | LocalShard]]) -> None:
     """Copy a checkpoint's tensors, or this rank's slices, into tensors of the same dtypes and shapes.
 
     Args:
         checkpoint: Checkpoint to read.
-        groups: Group → name → tensor. Contiguous CPU tensors are filled in place, others in batches of
-            `READ_BATCH_BYTES`.
+        groups: Group → name → tensor; filled in batches of `READ_BATCH_BYTES`.
 
     Raises:
         CheckpointError: this rank's part is damaged or cannot be read (see `read_on_all_ranks`).
     """
-    in_place: list[tuple[ReadItem, np.ndarray]] = []
     batch: list[tuple[ReadItem, Tensor]] = []
-    n_bytes = 0
 
     def fill_batch() -> None:
-        nonlocal n_bytes
         with torch.no_grad():
             for (_, local), raw in zip(batch, checkpoint.read_many([item for item, _ in batch]), strict=True):
                 local.copy_(torch.from_numpy(raw).view(local.dtype).view(local.shape))
         batch.clear()
-        n_bytes = 0
 
     for group, tensors in groups.items():
         for name, tensor in tensors.items():
             local, offset = local_slice(tensor)
-            if local.numel() == 0:
-                continue
-            local = local.detach()
-            item = ReadItem(group=group, name=name, offset=offset, shape=tuple(local.shape))
-            if local.device.type == "cpu" and local.is_contiguous():
-                in_place.append((item, local.view(-1).view(torch.uint8).numpy()))
-                continue
-            batch.append((item, local))
-            n_bytes += local.nbytes
-            if n_bytes >= READ_BATCH_BYTES:
+            if local.numel():
+                item = ReadItem(group=group, name=name, offset=offset, shape=tuple(local.shape))
+                batch.append((item, local.detach()))
+            if sum(one.nbytes for _, one in batch) >= READ_BATCH_BYTES:
                 fill_batch()
     fill_batch()
-    checkpoint.read_into([item for item, _ in in_place], [memory for _, memory in in_place])
 
 
 def load_pretrained_tensors(pretrained: PretrainedWeights, tensors: Mapping[str, Tensor | LocalShard]) -> None:
@@ -252,14 +236,10 @@ def load_pretrained_tensors(pretrained: PretrainedWeights, tensors: Mapping[str,
     with torch.no_grad():
         for name, tensor in tensors.items():
             local, offset = local_slice(tensor)
-            flat, at = torch.empty(local.shape, dtype=local.dtype), 0
-            memory = flat.view(-1)
-            for block in pretrained.read(name, offset, tuple(local.shape), DTYPE_CODES[tensor.dtype]):
-                values = torch.from_numpy(block).view(local.dtype)
-                memory[at : at + len(values)] = values
-                at += len(values)
-            assert at == len(memory), (name, at, len(memory))
-            local.copy_(flat)
+            blocks = pretrained.read(name, offset, tuple(local.shape), DTYPE_CODES[tensor.dtype])
+            if local.numel():
+                raw = torch.cat([torch.from_numpy(block) for block in blocks])
+                local.copy_(raw.view(local.dtype).view(local.shape))
 
 
 def init_parameters(shards: Mapping[str, LocalShard], config: LlamaConfig, seed: int) -> None:

@@ -111,6 +111,10 @@ class Tokenizer:
         values = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
         return self._tokenizer.decode(values, skip_special_tokens=skip_special_tokens)
 
+    def tokens_by_id(self) -> dict[int, str]:
+        """Return the tokens, added ones too, by id."""
+        return {number: token for token, number in self._tokenizer.get_vocab(with_added_tokens=True).items()}
+
     def save(self, folder: str | Path) -> None:
         """Write the files to a new or empty folder, atomically.
 

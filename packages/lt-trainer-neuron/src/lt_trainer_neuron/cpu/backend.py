@@ -20,7 +20,7 @@ from torch import Tensor
 from lt_model import LlamaConfig
 from lt_trainer.config.recipe import engine_options
 from lt_trainer.config.sections import Recipe
-from lt_trainer.engine import Control, Device, HostStopwatch, SoloControl, StepBatch, Stopwatch, World
+from lt_trainer.engine import Control, Device, StepBatch, Stopwatch, World
 from lt_trainer.torch import GlooControl, micro_batches_to_device, translate_dist_errors, weight_decay_names
 from lt_trainer_neuron.compute_backend import RowSlice
 from lt_trainer_neuron.cpu.pipeline import PipelineSchedule
@@ -52,7 +52,7 @@ class CpuBackend:
         with translate_dist_errors():
             init_process_group(world, timeout_s)
             self._groups = ProcessGroups.make(self.grid, replicated_kv_heads(nxd_options, config.n_kv_heads), timeout_s)
-        self.control: Control = GlooControl(timeout_s) if world.size > 1 else SoloControl()
+        self.control: Control = GlooControl(timeout_s) if world.size > 1 else Control()
         self._stage = CpuPipelineStage(
             config, nxd_options, self.grid, self._groups.tp, sequence_parallel=sequence_parallel, dtype=dtype
         )
@@ -72,7 +72,7 @@ class CpuBackend:
         self._z_loss, self._document_mask = recipe.optimizer.z_loss, recipe.data.document_mask
         peak, source = _measure_peak_flops(dtype)
         self.device = Device(name="cpu", kind="cpu", count=world.size, peak_flops=peak, peak_source=source)
-        self.stopwatch: Stopwatch = HostStopwatch()
+        self.stopwatch: Stopwatch = Stopwatch()
 
     @property
     def weights(self) -> Mapping[str, Tensor]:

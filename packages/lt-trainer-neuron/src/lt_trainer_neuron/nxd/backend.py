@@ -31,7 +31,7 @@ from lt_ckpt.nxd.zero1 import shard_rows
 from lt_model import LlamaConfig, param_specs
 from lt_trainer.config.recipe import engine_options
 from lt_trainer.config.sections import Recipe
-from lt_trainer.engine import Control, Device, HostStopwatch, SoloControl, StepBatch, Stopwatch, World
+from lt_trainer.engine import Control, Device, StepBatch, Stopwatch, World
 from lt_trainer.errors import RecipeError
 from lt_trainer.torch import GlooControl, weight_decay_names
 from lt_trainer_neuron.compute_backend import MASTER_WEIGHTS, RowSlice
@@ -96,7 +96,7 @@ class NxdBackend:
         device, collectives, p2p, layers = _open_runtime(recipe, options, self.grid, dtype_policy)
         self._tensor_device, self._collectives, nxd_options = device, collectives, build_nxd_options(recipe)
         self.control: Control = (
-            GlooControl(recipe.fault_tolerance.collective_timeout_s) if world.size > 1 else SoloControl()
+            GlooControl(recipe.fault_tolerance.collective_timeout_s) if world.size > 1 else Control()
         )
         self._config, self._nxd_options = config, nxd_options
         layer_indices = sorted(
@@ -145,7 +145,7 @@ class NxdBackend:
                 with_loss, p2p, device=device, grid=self.grid, dtype=dtype_policy.compute_dtype
             )
         self.device = _describe_device(device, world)
-        self.stopwatch: Stopwatch = HostStopwatch()
+        self.stopwatch: Stopwatch = Stopwatch()
         recomputes_attention = options.selective_checkpointing and not options.flash_attention
         attention = 4 * config.n_layers * config.n_heads * config.head_dim * recipe.data.seq_len
         self.recomputed_flops_per_token = float(attention) if recomputes_attention else 0.0

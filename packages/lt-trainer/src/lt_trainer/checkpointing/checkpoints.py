@@ -19,11 +19,11 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from threading import Timer
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -33,13 +33,15 @@ from lt_ckpt.async_save import AsyncRankSaver
 from lt_ckpt.checkpoint import Checkpoint
 from lt_ckpt.discovery import find_latest_valid, list_steps, prune_checkpoints
 from lt_ckpt.errors import CheckpointError, SaveCancelledError, translate_os_errors
+from lt_ckpt.files import check_free_space
 from lt_ckpt.manifest import CheckpointManifest, CheckpointMetadata
 from lt_ckpt.save import begin_save, commit_save, discard_save, write_rank_files
 from lt_trainer.config.recipe import to_dict
 from lt_trainer.constants import GIB
 from lt_trainer.data.training_data import STORES
 from lt_trainer.errors import PeerError, RecipeError
-from lt_trainer.resilience.rank_sync import run_on_rank0
+from lt_trainer.files import write_atomic
+from lt_trainer.resilience.rank_sync import attempt_on_all_ranks, run_on_rank0
 
 if TYPE_CHECKING:
     from lt_data import StreamState
@@ -72,7 +74,6 @@ class Checkpoints:
     def __init__(
         self,
         root: Path,
-        *,
         recipe: Recipe,
         model: LlamaConfig,
         tokenizer_files: Mapping[str, bytes],
@@ -101,28 +102,18 @@ class Checkpoints:
         Raises:
             CheckpointError: on all ranks.
         """
-        n_bytes, free, problem = sum(self._control.all_gather(self._engine.state_bytes())), 0, ""
-        probe = self.root / f".probe-{self._rank:05}"
-        try:
+        n_bytes = sum(self._control.all_gather(self._engine.state_bytes()))
+
+        def try_to_write() -> None:
+            probe = self.root / f".probe-{self._rank:05}"
             with translate_os_errors("testing a save", self.root):
-                with open(probe, "wb") as file:
-                    file.write(b"\0")
-                    file.flush()
-                    os.fsync(file.fileno())
-                probe.replace(probe.with_suffix(".renamed"))
-                probe.with_suffix(".renamed").unlink()
-                free = shutil.disk_usage(self.root).free
-        except CheckpointError as exc:
-            problem = str(exc)
-        if not problem and free < n_bytes:
-            problem = (
-                f"{self.root}: a checkpoint needs {n_bytes} bytes ({n_bytes / GIB:.2f} GiB), {free} are free; free "
-                "some space on that disk, or set run.dir to a folder on another one"
-            )
-        if problem := next(filter(None, self._control.all_gather(problem)), ""):
-            raise CheckpointError(problem)
-        n_missing = self._recipe.checkpoint.keep_last + 1 - len(list_steps(self.root))
-        if n_missing * n_bytes > free:
+                write_atomic(probe, b"\0")
+                probe.unlink()
+            check_free_space(self.root, n_bytes)
+
+        attempt_on_all_ranks(self._control, try_to_write)
+        free = shutil.disk_usage(self.root).free
+        if n_bytes * (self._recipe.checkpoint.keep_last + 1 - len(list_steps(self.root))) > free:
             self._log.log_message(
                 f"warning: {free / GIB:.2f} GiB are free in {self.root}, less than the checkpoints that this run keeps "
                 f"({n_bytes / GIB:.2f} GiB each); free space, or lower checkpoint.keep_last"
@@ -134,25 +125,31 @@ class Checkpoints:
         Every rank reads the available memory before any reserves, and the copies of all ranks of a node must fit.
 
         Raises:
-            RecipeError: not enough memory on a node; all ranks raise.
+            RecipeError: not enough memory on a node; or CheckpointError: on another rank's.
         """
         if self._writer is None:
             return
-        needs = self._control.all_gather(
-            [os.uname().nodename, self._engine.state_bytes(), psutil.virtual_memory().available]
-        )
-        problem = memory_shortage([(node, required, available) for node, required, available in needs])
-        if not problem:
+        writer, node = self._writer, os.uname().nodename
+        needs = self._control.all_gather([node, self._engine.state_bytes(), psutil.virtual_memory().available])
+        copies = [required for name, required, _ in needs if name == node]
+        available = min(free for name, _, free in needs if name == node)
+
+        def reserve() -> None:
             try:
-                self._writer.reserve(self._engine.state().shards)
+                if sum(copies) > available:
+                    raise MemoryError(
+                        f"{len(copies)} rank(s) need {sum(copies) / GIB:.2f} GiB on {node}, {available / GIB:.2f} GiB "
+                        "are available"
+                    )
+                writer.reserve(self._engine.state().shards)
             except MemoryError as exc:
-                problem = f"a copy of this rank's state cannot be allocated: {exc}"
-        if problem := next(filter(None, self._control.all_gather(problem)), ""):
-            raise RecipeError(
-                problem,
-                values={"checkpoint.async_save": True},
-                remedy="set checkpoint.async_save to false, or use a machine with more memory",
-            )
+                raise RecipeError(
+                    f"no host memory for a copy of the state: {exc}",
+                    values={"checkpoint.async_save": True},
+                    remedy="set checkpoint.async_save to false, or use a machine with more memory",
+                ) from exc
+
+        attempt_on_all_ranks(self._control, reserve)
 
     def save(self, position: StreamState, *, wait: bool) -> None:
         """Save the engine state at a position of the data; with `wait`, block until the checkpoint is committed.
@@ -170,14 +167,11 @@ class Checkpoints:
             self._writer.start(tmp, **files, on_written=commit if self._rank == 0 else None)
             self._in_flight = position.step, tmp
             return
-        failure = None
         try:
-            write_rank_files(tmp, **files)
-        except CheckpointError as exc:
-            failure = exc
-        if self._control.all_reduce_max(int(failure is not None)):
+            attempt_on_all_ranks(self._control, lambda: write_rank_files(tmp, **files))
+        except CheckpointError:
             self._discard(tmp)
-            raise failure or _peer_write_error(tmp)
+            raise
         run_on_rank0(self._control, self._rank == 0, lambda: commit() or "")
         self._report_committed()
 
@@ -241,29 +235,25 @@ class Checkpoints:
         """
         if self._in_flight is None or self._writer is None:
             return
-        _, tmp = self._in_flight
+        writer, (_, tmp) = self._writer, self._in_flight
         if cancel:
-            self._writer.cancel()
-        self._wait_until_written(self._writer)
-        has_failed = self._control.all_reduce_max(int(self._writer.has_failed))
-        if has_failed:
-            self._writer.cancel()
-        failure: BaseException | None = None
+            writer.cancel()
+        self._wait_until_written(writer)
+        if self._control.all_reduce_max(int(writer.has_failed)):
+            writer.cancel()
+
+        def wait() -> None:
+            with suppress(SaveCancelledError):  # the failed rank tells why
+                writer.wait()
+
         try:
-            self._writer.wait()
-        except BaseException as exc:  # noqa: BLE001 - raised below, on all ranks
-            failure = exc
+            attempt_on_all_ranks(self._control, wait)
+        except CheckpointError:
             self._discard(tmp)
-        self._in_flight = None
-        self._report_committed()
-        error = None if isinstance(failure, SaveCancelledError) else failure
-        rank0_error = self._control.broadcast("" if error is None else str(error) or type(error).__name__)
-        if error is not None:
-            raise error
-        if rank0_error:
-            raise CheckpointError(rank0_error)
-        if has_failed:
-            raise _peer_write_error(tmp)
+            raise
+        finally:
+            self._in_flight = None
+            self._report_committed()
 
     def _wait_until_written(self, writer: AsyncRankSaver) -> None:
         """Wait for this rank's files; the watchdog hears of bytes that are written and of nothing else."""
@@ -284,16 +274,15 @@ class Checkpoints:
         assert error is not None, "a run without an error has finished its saves"
         self._wait_until_written(self._writer)
         timeout_s = self._recipe.fault_tolerance.hang_timeout_s / 2
-        if isinstance(error, PeerError):
-            timeout_s = min(PEER_LOST_TIMEOUT_S, timeout_s)
-        deadline = time.monotonic() + timeout_s
+        timer = Timer(
+            min(PEER_LOST_TIMEOUT_S, timeout_s) if isinstance(error, PeerError) else timeout_s, self._writer.cancel
+        )
+        timer.start()
         try:
-            while not self._writer.wait(POLL_INTERVAL_S):
-                if time.monotonic() > deadline:
-                    self._writer.cancel()
+            self._writer.wait()
         except BaseException as exc:  # noqa: BLE001 - becomes a note of the error that ends the run
             error.add_note(f"the save in flight, of step {self._in_flight[0]}, failed: {exc}")
-        self._in_flight = None
+        timer.cancel()
         self._report_committed()
 
     def find_latest(self, skip: Collection[Path] = ()) -> Checkpoint | None:
@@ -330,25 +319,3 @@ class Checkpoints:
             )
         assert manifest.data is not None, "a training checkpoint has a data position"
         return manifest.data
-
-
-def _peer_write_error(tmp: Path) -> CheckpointError:
-    """Return the error for ranks whose own part of a save succeeded."""
-    return CheckpointError(f"{tmp}: another rank could not write its part; see the log of that rank")
-
-
-def memory_shortage(needs: Sequence[Sequence[Any]]) -> str:
-    """Return the first node's lack of memory for the copies of all its ranks; "" if there is none.
-
-    Args:
-        needs: by rank: name of its node, bytes of its copy, bytes available on the node.
-    """
-    for node in dict.fromkeys(name for name, _, _ in needs):
-        copies = [required for name, required, _ in needs if name == node]
-        available = min(free for name, _, free in needs if name == node)
-        if sum(copies) > available:
-            return (
-                f"a copy of the state of {len(copies)} rank(s) needs {sum(copies) / GIB:.2f} GiB of host memory on "
-                f"{node}, {available / GIB:.2f} GiB are available"
-            )
-    return ""

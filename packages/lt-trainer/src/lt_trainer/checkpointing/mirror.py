@@ -14,22 +14,23 @@ action.
 Only rank 0 accesses the bucket. The other ranks wait in short collectives, so that neither collectives nor watchdogs
 time out; a stop signal to any rank ends the wait.
 
-On a stop, the mirror has three quarters of `fault_tolerance.grace_period_s`, counted from the signal. At the end it has
-unlimited time while bytes are uploaded, and `fault_tolerance.grace_period_s` while none are.
+On a stop, the mirror has three quarters of `fault_tolerance.grace_period_s`, counted from the signal or, at the end,
+from the last bytes before it. Otherwise it has unlimited time while bytes are uploaded, and
+`fault_tolerance.grace_period_s` while none are.
 """
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lt_ckpt import Checkpoint, CheckpointError, CheckpointManifest, Mirror, list_steps
+from lt_ckpt import Checkpoint, CheckpointError, Mirror, list_steps
 from lt_ckpt.folders import COMMIT, random_id
 from lt_ckpt.s3.client import S3Folder, UnreachableError
-from lt_ckpt.s3.download import download_latest, read_latest_manifest
+from lt_ckpt.s3.download import download_latest
 from lt_ckpt.s3.mirror import MirrorProblem
 from lt_ckpt.s3.owner import NotOwnerError, Owner, ensure_owner
 from lt_ckpt.s3.upload import UploadReport, check_upload_access
@@ -38,7 +39,7 @@ from lt_trainer.checkpointing.mirror_identity import resolve_mirror_name
 from lt_trainer.config.sections import Recipe
 from lt_trainer.constants import EXIT_REQUEUE, EXIT_USER
 from lt_trainer.engine import Engine
-from lt_trainer.errors import MirrorError, RecipeError
+from lt_trainer.errors import MirrorError
 from lt_trainer.resilience.rank_sync import run_with_keepalive
 from lt_trainer.resilience.stop_signals import StopSignals
 from lt_trainer.run_directory.run_dir import RunDir, read_mirror_name
@@ -48,20 +49,12 @@ if TYPE_CHECKING:
 
 POLL_INTERVAL_S = 0.2
 """Interval of synchronizations while rank 0 waits for bytes."""
-PROGRESS_LOG_INTERVAL_S = 30.0
-"""Interval of log messages during a long download."""
 ERROR_EXIT_TIMEOUT_S = 10.0
 """Time for an upload after an error that ends the run."""
-STOPPED = "stopped by a signal"
-"""Result of a download that a stop signal has ended."""
 
 
 class StopRequested(Exception):
-    """Stop signal `number` received while waiting for the bucket."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
+    """Stop signal (the argument) received while waiting for the bucket."""
 
 
 class RunMirror:
@@ -69,7 +62,6 @@ class RunMirror:
 
     Args:
         recipe: Recipe.
-        values: Recipe as nested tables.
         run_dir: Run directory, on rank 0.
         engine: Engine, for its control collectives.
         logger: Logger.
@@ -80,15 +72,13 @@ class RunMirror:
     def __init__(
         self,
         recipe: Recipe,
-        *,
-        values: Mapping[str, Any],
         run_dir: RunDir | None,
         engine: Engine,
         logger: "RunLogger",
         stop: StopSignals,
         heartbeat: Callable[[], None],
     ) -> None:
-        self._recipe, self._url, self._values, self._run_dir = recipe, recipe.checkpoint.mirror_url, values, run_dir
+        self._recipe, self._url, self._run_dir = recipe, recipe.checkpoint.mirror_url, run_dir
         self._grace_s = recipe.fault_tolerance.grace_period_s
         self._hang_timeout_s = recipe.fault_tolerance.hang_timeout_s
         self._control, self._is_rank0 = engine.control, engine.topology.rank == 0
@@ -100,7 +90,6 @@ class RunMirror:
         self._reports: deque[MirrorProblem | UploadReport] = deque()
         self._stop_signal = 0
         """Stop signal of any rank, synchronized while waiting."""
-        self._download_progress, self._last_progress_log = (0, 0), time.monotonic()
 
     def download_latest(self, local: Checkpoint | None) -> Path | None:
         """Download the bucket's newest valid checkpoint if it is newer than `local`; on all ranks.
@@ -115,34 +104,29 @@ class RunMirror:
         """
         if not self._url:
             return None
-        step, report = -1 if local is None else local.step, list[Callable[[], None]]()
-        action = partial(self._download_latest, step, report)
-        result = run_with_keepalive(self._control, self._is_rank0, action, self._on_poll, POLL_INTERVAL_S)
-        for log in report:
-            log()
-        if result == STOPPED:
+        report: list[tuple[str, str, dict[str, Any]]] = []
+        action = partial(self._download_latest, -1 if local is None else local.step, report)
+        path = run_with_keepalive(self._control, self._is_rank0, action, self._on_poll, POLL_INTERVAL_S)
+        for kind, text, values in report:
+            self._tell(kind, text, **values)
+        if self._stop_signal:
             raise StopRequested(self._stop_signal)
-        return Path(result) if result else None
+        return Path(path) if path else None
 
-    def _download_latest(self, step: int, report: list[Callable[[], None]]) -> str:
+    def _download_latest(self, step: int, report: list[tuple[str, str, dict[str, Any]]]) -> str:
         """Download in a thread of rank 0; return the path, and append to `report` what the main thread logs."""
         assert self._run_dir is not None
         root, field = S3Folder(self._url), f"checkpoint.mirror_url = {self._url!r}"
         try:
             check_upload_access(root)
-            owner = self._set_owner(resolve_mirror_name(root, self._run_dir.path, self._values))
+            owner = self._set_owner(resolve_mirror_name(root, self._recipe)[0])
             ensure_owner(root, owner, allow_takeover=True)
             self._is_owner = True
             done, rejected = download_latest(
-                root,
-                self._run_dir.checkpoints,
-                after_step=step,
-                validate_manifest=partial(_check_resume_allowed, self._recipe),
-                progress=self._on_progress,
-                check_stop=self._raise_if_stopped,
+                root, self._run_dir.checkpoints, after_step=step, check_stop=self._raise_if_stopped
             )
         except StopRequested:
-            return STOPPED
+            return ""
         except NotOwnerError as exc:
             raise MirrorError(f"{field}: {exc}") from exc
         except CheckpointError as exc:
@@ -153,18 +137,18 @@ class RunMirror:
                     retryable=isinstance(exc, UnreachableError),
                 ) from exc
             then = "the run continues with local checkpoints, and the mirror is retried"
-            report.append(partial(self._warn, str(exc), f"the mirror cannot be used: {exc}; {then}"))
+            text = f"warning: the mirror cannot be used: {exc}; {then}"
+            report.append(("mirror_problem", text, {"message": str(exc)}))
             return ""
         self._damaged = [item.url.rpartition("/")[2] for item in rejected if item.damaged]
         for item in rejected:
             text = f"{item.url} is not used: {item.reason}"
-            report.append(partial(self._warn, text, text))
+            report.append(("mirror_problem", f"warning: {text}", {"message": text}))
         if done is None:
             return ""
-        size = {"bytes": done.n_bytes, "seconds": done.seconds}
-        text = f"downloaded {done.url} to {done.path}: {_format_rate(**size)}, verified"
-        report.append(partial(self._logger.log_event, "mirror_downloaded", url=done.url, path=str(done.path), **size))
-        report.append(partial(self._logger.log_message, text))
+        values = {"url": done.url, "path": str(done.path), "bytes": done.n_bytes, "seconds": done.seconds}
+        text = f"downloaded {done.url} to {done.path}: {_format_rate(done.n_bytes, done.seconds)}, verified"
+        report.append(("mirror_downloaded", text, values))
         return str(done.path)
 
     def _set_owner(self, name: str) -> Owner:
@@ -174,25 +158,17 @@ class RunMirror:
         self._owner = Owner(run=name, holder=random_id())
         return self._owner
 
-    def _on_progress(self, done: int, total: int, unit: str) -> None:
-        self._download_progress = (done, total)
-
     def _raise_if_stopped(self) -> None:
         if self._stop_signal:
             raise StopRequested(self._stop_signal)
 
     def _on_poll(self) -> None:
-        """Synchronize stop signals and log progress, on all ranks, while rank 0 downloads."""
+        """Synchronize stop signals, on all ranks, while rank 0 downloads."""
         self._stop_signal = self._stop_signal or self._control.all_reduce_max(self._stop.received)
-        done, total = self._download_progress
-        if total and time.monotonic() - self._last_progress_log > PROGRESS_LOG_INTERVAL_S:
-            self._last_progress_log = time.monotonic()
-            part = f"{format_bytes(done)} of {format_bytes(total)}"
-            self._logger.log_message(f"downloading a checkpoint from {self._url}: {part}")
 
-    def _warn(self, problem: str, text: str, **values: Any) -> None:
-        self._logger.log_event("mirror_problem", message=problem, **values)
-        self._logger.log_message(f"warning: {text}")
+    def _tell(self, kind: str, text: str, **values: Any) -> None:
+        self._logger.log_event(kind, **values)
+        self._logger.log_message(text)
 
     def start(self) -> None:
         """Start uploading committed checkpoints (rank 0)."""
@@ -227,13 +203,13 @@ class RunMirror:
             item = self._reports.popleft()
             if isinstance(item, MirrorProblem):
                 then = "it is not retried" if item.final else "it is retried while the run continues"
-                text = f"{item.path.name} is not in the mirror: {item.message}; {then}"
-                self._warn(item.message, text, path=str(item.path), final=item.final)
+                text = f"warning: {item.path.name} is not in the mirror: {item.message}; {then}"
+                self._tell("mirror_problem", text, message=item.message, path=str(item.path), final=item.final)
                 continue
-            name, size = item.url.rpartition("/")[2], {"bytes": item.n_bytes, "seconds": item.seconds}
-            step, sent, kept = int(name.removeprefix("step-")), len(item.uploaded), len(item.skipped)
-            self._logger.log_event("mirror_uploaded", step=step, url=item.url, sent=sent, kept=kept, **size)
-            self._logger.log_message(f"uploaded {name} to the mirror: {_format_rate(**size)}")
+            name, sent, kept = item.url.rpartition("/")[2], len(item.uploaded), len(item.skipped)
+            values = {"url": item.url, "sent": sent, "kept": kept, "bytes": item.n_bytes, "seconds": item.seconds}
+            text = f"uploaded {name} to the mirror: {_format_rate(item.n_bytes, item.seconds)}"
+            self._tell("mirror_uploaded", text, step=int(name.removeprefix("step-")), **values)
 
     def finish(self) -> int:
         """Wait until all checkpoints are uploaded, or the time is up; on all ranks.
@@ -246,20 +222,16 @@ class RunMirror:
         """
         if not self._url:
             return 0
-        mirror, n_progress, since, stopped_at = self._mirror, -1, time.monotonic(), 0.0
-        is_waiting = True
+        mirror, n_progress, is_waiting = self._mirror, -1, True
+        since = self._stop.received_at or time.monotonic()  # of the stop, or of the last bytes
         while is_waiting:
             is_waiting = mirror is not None and not mirror.finish(POLL_INTERVAL_S)
             self.log_progress()
             self._heartbeat()
-            now = time.monotonic()
-            if self._control.all_reduce_max(self._stop.received):
-                stopped_at = self._stop.received_at or stopped_at or now  # another rank may have received it
-                is_overdue = now - stopped_at > 0.75 * self._grace_s
-            else:
-                if mirror is not None and mirror.progress_count != n_progress:
-                    n_progress, since = mirror.progress_count, now
-                is_overdue = now - since > self._grace_s
+            is_stopped = bool(self._control.all_reduce_max(self._stop.received))
+            if mirror is not None and mirror.progress_count != n_progress and not is_stopped:
+                n_progress, since = mirror.progress_count, time.monotonic()
+            is_overdue = time.monotonic() - since > self._grace_s * (0.75 if is_stopped else 1)
             is_waiting = self._control.broadcast(is_waiting and not is_overdue)
         self._mirror = None
         return self._control.broadcast(0 if mirror is None else self._close_and_report(mirror))
@@ -280,11 +252,11 @@ class RunMirror:
         needs_user = bool(problems) and not problems[-1].transient
         committed = (path for _, path in list_steps(mirror.root) if (path / COMMIT).is_file())
         is_newest, names = missing[-1] == next(committed, None), [path.name for path in missing]
-        self._logger.log_event("mirror_incomplete", names=names, newest=is_newest, message=reason)
-        self._logger.log_message(
+        text = (
             f"warning: not in the mirror {self._url}: {', '.join(names)} ({reason}); the files are in {mirror.root}; "
             + ("fix this, then rerun" if needs_user else "rerun to upload it")
         )
+        self._tell("mirror_incomplete", text, names=names, newest=is_newest, message=reason)
         return 0 if not is_newest else EXIT_USER if needs_user else EXIT_REQUEUE
 
     def __enter__(self) -> "RunMirror":
@@ -306,12 +278,8 @@ class RunMirror:
             error.add_note(f"not in the mirror {self._url} yet: {', '.join(path.name for path in missing)}")
 
 
-def check_mirror(recipe: Recipe, values: Mapping[str, Any]) -> str:
+def check_mirror(recipe: Recipe) -> str:
     """Check the mirror as a run would at its start, and describe it; for `lt train check`, on rank 0.
-
-    Args:
-        recipe: Recipe.
-        values: Recipe as nested tables.
 
     Raises:
         MirrorError: the mirror belongs to another run.
@@ -320,23 +288,9 @@ def check_mirror(recipe: Recipe, values: Mapping[str, Any]) -> str:
     """
     root = S3Folder(recipe.checkpoint.mirror_url)
     check_upload_access(root)
-    resolve_mirror_name(root, Path(recipe.run.dir), values)
-    newest = read_latest_manifest(root)
-    if newest is not None:
-        _check_resume_allowed(recipe, newest[1])
-    described = f"newest checkpoint {newest[0].rpartition('/')[2]}" if newest else "no checkpoint yet"
+    _, described = resolve_mirror_name(root, recipe)
     return f"permissions to write, list, read and delete in {root.url}; {described}"
 
 
-def _check_resume_allowed(recipe: Recipe, manifest: CheckpointManifest) -> None:
-    url = recipe.checkpoint.mirror_url
-    if not recipe.checkpoint.resume:
-        raise RecipeError(
-            f"{url} already has checkpoints (newest: step {manifest.step})",
-            values={"checkpoint.resume": False, "checkpoint.mirror_url": url},
-            remedy="set checkpoint.mirror_url to a new folder for a new run, or remove checkpoint.resume",
-        )
-
-
-def _format_rate(*, bytes: int, seconds: float) -> str:
-    return f"{format_bytes(bytes)} in {seconds:.1f} s ({format_bytes(round(bytes / max(seconds, 1e-9)))}/s)"
+def _format_rate(n_bytes: int, seconds: float) -> str:
+    return f"{format_bytes(n_bytes)} in {seconds:.1f} s ({format_bytes(round(n_bytes / max(seconds, 1e-9)))}/s)"

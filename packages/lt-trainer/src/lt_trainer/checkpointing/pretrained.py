@@ -15,7 +15,6 @@ initially as likely as an average one (J. Hewitt, "Initializing New Word Embeddi
 Memory: a block of rows and its cast, a few MiB. Imports no torch.
 """
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -28,8 +27,9 @@ from lt_ckpt import Source, open_source
 from lt_ckpt.checksums import iter_checksum_errors
 from lt_ckpt.dtypes import cast
 from lt_ckpt.hub.model import Address
-from lt_ckpt.lt_format import hf_model_files
 from lt_ckpt.source import TensorReader
+from lt_data import Tokenizer
+from lt_data.tokenizing.files import MODEL_FILE
 from lt_model import LlamaConfig, config_from_hf
 from lt_trainer.config.model_section import ModelOptions
 from lt_trainer.config.recipe import as_recipe_error
@@ -78,19 +78,17 @@ class PretrainedWeights:
         """Format, and the commit on a hub, for the run's records."""
         return {"format": self.source.format, **self.source.format_info}
 
-    def hf_files(self) -> dict[str, bytes]:
-        """Return the model's config.json and generation_config.json, if it has one, for the run's checkpoints."""
-        return hf_model_files(self.source)
-
     def describe(self) -> str:
         """Return a sentence for the log."""
         info, old, new = self.source.format_info, self.source_model.to_dict(), self.model.to_dict()
         place = f"{info['hub']} at commit {info['revision']}" if info.get("revision") else str(self.source.path)
-        names = [name for name in ("vocab_size", *OVERRIDABLE_FIELDS) if old[name] != new[name]]
-        changes = [f"{name} {old[name]} -> {new[name]}" for name in names]
-        return "; ".join(
-            [f"starting from the weights of {place} ({self.source.format})", *changes, *self.source.fallbacks]
-        )
+        changes = [
+            f"{name} {old[name]} -> {new[name]}"
+            for name in ("vocab_size", *OVERRIDABLE_FIELDS)
+            if old[name] != new[name]
+        ]
+        start = f"starting from the weights of {place} ({self.source.format})"
+        return "; ".join([start, *changes, *self.source.fallbacks])
 
     def read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...], dtype: str) -> Iterator[np.ndarray]:
         """Read a slice of a parameter, in blocks of rows.
@@ -181,39 +179,39 @@ def open_pretrained(
         RecipeError: (on every rank) the model cannot be opened, has another architecture than the recipe, or its
             tokenizer differs from the data's.
     """
-    opened: list[Source] = []
+    address = options.init_from
 
-    def open_at(address: str) -> Source:
-        with as_recipe_error(options.init_from):
-            opened.append(open_source(address, config=options.init_config or None))
-        return opened[-1]
+    def open_at(place: str) -> Source:
+        with as_recipe_error(address):
+            return open_source(place, config=options.init_config or None)
 
     def resolve() -> str:
-        source = open_at(options.init_from)
-        if options.init_from.startswith(HUB_PREFIX):
-            return str(replace(Address.parse(options.init_from), revision=str(source.format_info["revision"])))
-        if source.format != "lt" or source.path == Path(options.init_from):  # a run's was verified by opening it
-            _check_checksums(source, options.init_from)
-        return str(source.path) if source.format == "lt" else options.init_from
+        source = open_at(address)
+        fallbacks.extend(source.fallbacks)
+        if address.startswith(HUB_PREFIX):
+            return str(replace(Address.parse(address), revision=str(source.format_info["revision"])))
+        if source.format != "lt" or source.path == Path(address):  # a run's was verified by opening it
+            weights = replace(source, groups={"weights": source.weights}, other_files=())
+            for problem in iter_checksum_errors(weights):
+                raise RecipeError(
+                    f"the model of model.init_from is damaged: {problem}",
+                    values={"model.init_from": address},
+                    remedy="take another copy of it",
+                )
+        return str(source.path) if source.format == "lt" else address
 
-    address = run_with_keepalive(control, rank == 0, resolve, heartbeat, KEEPALIVE_S)
-    run_on_all_ranks(control, lambda: open_at(address), heartbeat, KEEPALIVE_S)
-    source = replace(opened[-1], fallbacks=opened[0].fallbacks)
+    fallbacks: list[str] = []
+    resolved = run_with_keepalive(control, rank == 0, resolve, heartbeat, KEEPALIVE_S)
+    opened: list[Source] = []
+    run_on_all_ranks(control, lambda: opened.append(open_at(resolved)), heartbeat, KEEPALIVE_S)
+    source = replace(opened[0], fallbacks=tuple(fallbacks))
     assert source.config is not None, "open_source requires a config"
-    with as_recipe_error(options.init_from):
+    with as_recipe_error(address):
         source_model = config_from_hf(dict(source.config))
     _check_architecture(options, source_model, model)
     if not options.allow_tokenizer_mismatch:
         _check_tokenizer(options, source.aux_files, tokenizer_files)
     return PretrainedWeights(source=source, source_model=source_model, model=model, heartbeat=heartbeat)
-
-
-def _check_checksums(source: Source, address: str) -> None:
-    """Raise RecipeError if bytes of the weights differ from their checksums."""
-    weights = replace(source, groups={"weights": source.weights}, other_files=())
-    for problem in iter_checksum_errors(weights):
-        values, remedy = {"model.init_from": address}, "take another copy of it"
-        raise RecipeError(f"the model of model.init_from is damaged: {problem}", values=values, remedy=remedy)
 
 
 def _check_architecture(options: ModelOptions, source_model: LlamaConfig, model: LlamaConfig) -> None:
@@ -233,31 +231,19 @@ def _check_architecture(options: ModelOptions, source_model: LlamaConfig, model:
 
 def _check_tokenizer(options: ModelOptions, model_files: Mapping[str, bytes], data_files: Mapping[str, bytes]) -> None:
     """Raise RecipeError if token ids of the data have another meaning than in the model."""
-    name, values = "tokenizer.json", {"model.init_from": options.init_from}
-    if name not in model_files or name not in data_files:
+    if MODEL_FILE not in model_files or MODEL_FILE not in data_files:
         return
-    ours = tokens_by_id(data_files[name])  # the store was opened: the file is as its manifest says
-    try:
-        theirs = tokens_by_id(model_files[name])
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as exc:
-        remedy = "fetch the file again, or set model.allow_tokenizer_mismatch to train without a look at it"
-        raise RecipeError(f"the model's {name} cannot be read: {exc}", values=values, remedy=remedy) from exc
+    theirs, ours = (
+        Tokenizer.from_bytes(files, name=name).tokens_by_id()
+        for files, name in ((model_files, options.init_from), (data_files, "the data's"))
+    )
     differing = sorted(i for i in ours if ours[i] != theirs.get(i, ours[i] if options.resize_vocab else None))
     if differing:
         i = differing[0]
         raise RecipeError(
             f"the data was prepared with another tokenizer than the model's: {len(differing)} ids differ, first {i}, "
             f"{ours[i]!r} in the data and {theirs.get(i)!r} in the model",
-            values=values,
+            values={"model.init_from": options.init_from},
             remedy="prepare the data with the model's tokenizer (lt data prepare --tokenizer), or, if intended, set "
             "model.allow_tokenizer_mismatch (or model.resize_vocab for added tokens)",
         )
-
-
-def tokens_by_id(tokenizer: bytes) -> dict[int, str]:
-    """Return the tokens of a tokenizer.json by id: BPE and WordPiece have a map, Unigram a list."""
-    table = json.loads(tokenizer)
-    vocab = table.get("model", {}).get("vocab", {})
-    pairs = vocab.items() if isinstance(vocab, dict) else ((entry[0], i) for i, entry in enumerate(vocab))
-    tokens = {int(i): str(token) for token, i in pairs}
-    return tokens | {int(added["id"]): str(added["content"]) for added in table.get("added_tokens", [])}

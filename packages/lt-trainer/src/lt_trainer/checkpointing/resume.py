@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lt_ckpt.checkpoint import Checkpoint
+from lt_ckpt.lt_format import hf_model_files
 from lt_trainer.data.batches import open_batches
 from lt_trainer.data.generations import changed_generations, reopen_data, resume_state
 from lt_trainer.data.training_data import data_event_fields
-from lt_trainer.errors import NoCheckpointError, RecipeError, RestoreError
+from lt_trainer.errors import RecipeError, RestoreError
 
 if TYPE_CHECKING:
     from lt_trainer.training.run import Run
@@ -37,15 +38,14 @@ def restore_or_start(run: Run) -> None:
         MirrorError: the mirror is another run's, or is required but unavailable.
         StopRequested: a stop signal was received during the download.
     """
-    newest = run.checkpoints.find_latest()
+    newest, log = run.checkpoints.find_latest(), run.log
     downloaded = run.mirror.download_latest(newest)
     if downloaded is not None:  # verified during the download
         newest = Checkpoint.open(downloaded)
-    options, log = run.recipe.model, run.log
     if newest is None:
         _open_batches(run, None)
         _log_data_event(run)
-        if options.init_from:
+        if run.recipe.model.init_from:
             _load_pretrained(run)
         return
     if not run.recipe.checkpoint.resume:
@@ -55,15 +55,12 @@ def restore_or_start(run: Run) -> None:
             remedy="set run.dir to a new folder for a new run, or remove checkpoint.resume to resume",
         )
 
-    def restore(checkpoint: Checkpoint) -> None:
-        saved = run.checkpoints.data_state(checkpoint.manifest, str(checkpoint.path))
+    def open_data(saved: Mapping[str, Any]) -> None:
         run.data = reopen_data(run.recipe, run.data, saved)
-        _open_batches(run, saved)  # raises before tensors are read
-        run.checkpoints.hf_files = dict(checkpoint.hf_files())
-        run.engine.restore(checkpoint)
+        _open_batches(run, saved)
 
-    checkpoint = _restore_newest(run, newest, restore)
-    _log_data_event(run)
+    checkpoint = _restore(run, newest, open_data)
+    run.checkpoints.hf_files = dict(checkpoint.hf_files())
     log.log_event("resume", step=checkpoint.step, path=str(checkpoint.path))
     log.log_message(f"resuming after step {checkpoint.step} from {checkpoint.path}")
     for field, path in run.recipe.data.store_paths().items():
@@ -72,48 +69,48 @@ def restore_or_start(run: Run) -> None:
             log.log_message(f"{field}: reads {reads}, {words}")
     for field, (before, now) in changed_generations(run.recipe, run.data, checkpoint.manifest.data).items():
         log.log_message(f"{field}: from step {checkpoint.step + 1} on {now}, before {before}")
-    if options.init_from:
-        log.log_message(f"model.init_from = {options.init_from!r} is not read when a run resumes")
 
 
-def rollback(run: Run) -> None:
+def rollback(run: Run) -> bool:
     """Restore the newest checkpoint; the batches return to its step, after the rows already read.
 
+    Returns:
+        Whether there is a checkpoint.
+
     Raises:
-        NoCheckpointError: there is no checkpoint.
         RestoreError: a rank cannot read its part, and there is no older checkpoint.
     """
-    newest = run.checkpoints.find_latest()
+    newest, batches = run.checkpoints.find_latest(), run.batches
     if newest is None:
-        raise NoCheckpointError("there is no checkpoint yet")
-    from_step = run.batches.state.step
+        return False
+    from_step = batches.state.step
 
-    def restore(checkpoint: Checkpoint) -> None:
-        saved = run.checkpoints.data_state(checkpoint.manifest, str(checkpoint.path))
-        state = resume_state(run.recipe, run.data, saved)  # raises before tensors are read
-        run.engine.restore(checkpoint)
-        run.batches.rollback(state)
-
-    checkpoint = _restore_newest(run, newest, restore)
-    _log_data_event(run)
-    first, last = run.batches.state.skipped[-1]
+    checkpoint = _restore(run, newest, lambda saved: batches.rollback(resume_state(run.recipe, run.data, saved)))
+    first, last = batches.state.skipped[-1]
     run.log.log_event("rollback", step=checkpoint.step, from_step=from_step, rows=[first, last])
     run.log.log_message(
         f"rollback from step {from_step} to {checkpoint.path.name}; skipping the rows at positions {first} to "
         f"{last - 1}"
     )
+    return True
 
 
-def _restore_newest(run: Run, newest: Checkpoint, restore: Callable[[Checkpoint], None]) -> Checkpoint:
-    """Restore a checkpoint or, where a rank cannot read its part, older ones; return the one restored.
+def _restore(run: Run, newest: Checkpoint, open_at: Callable[[Mapping[str, Any]], None]) -> Checkpoint:
+    """Restore a checkpoint or, where a rank cannot read its part, an older one; return the one restored.
+
+    Args:
+        run: Open run.
+        newest: Checkpoint to try first.
+        open_at: Opens the batches at a data state; raises before tensors are read.
 
     Raises:
         RestoreError: no older checkpoint can be read either.
     """
     checkpoint, unreadable = newest, list[Path]()
     while True:
+        open_at(run.checkpoints.data_state(checkpoint.manifest, str(checkpoint.path)))
         try:
-            restore(checkpoint)
+            run.engine.restore(checkpoint)
         except RestoreError as exc:
             run.log.log_message(f"checkpoint {checkpoint.path} is not used: {exc}")
             unreadable.append(checkpoint.path)
@@ -122,6 +119,7 @@ def _restore_newest(run: Run, newest: Checkpoint, restore: Callable[[Checkpoint]
                 raise
             checkpoint = older
         else:
+            _log_data_event(run)
             return checkpoint
 
 
@@ -134,18 +132,14 @@ def _open_batches(run: Run, saved: Mapping[str, Any] | None) -> None:
 def _load_pretrained(run: Run) -> None:
     from lt_trainer.checkpointing.pretrained import open_pretrained  # most runs need none of its formats
 
+    options, engine = run.recipe.model, run.engine
     with open_pretrained(
-        run.recipe.model,
-        run.model,
-        run.data.tokenizer_files,
-        run.engine.control,
-        run.engine.topology.rank,
-        run.watchdog.heartbeat,
+        options, run.model, run.data.tokenizer_files, engine.control, engine.topology.rank, run.watchdog.heartbeat
     ) as pretrained:
-        run.engine.load_weights(pretrained)
-        pretrained.check_finite(run.engine.control)
-        run.checkpoints.hf_files = dict(pretrained.hf_files())
-        run.log.log_event("init_from", address=run.recipe.model.init_from, model=pretrained.metadata)
+        engine.load_weights(pretrained)
+        pretrained.check_finite(engine.control)
+        run.checkpoints.hf_files = hf_model_files(pretrained.source)
+        run.log.log_event("init_from", address=options.init_from, model=pretrained.metadata)
         run.log.log_message(pretrained.describe())
 
 

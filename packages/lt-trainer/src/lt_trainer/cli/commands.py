@@ -92,13 +92,6 @@ def run(
     sets: Overrides = None,
     hyperparameters: Hyperparameters = None,
     stop_after_step: StopAfterStep = 0,
-    verify_resume_steps: Annotated[
-        int,
-        typer.Option(
-            help="Steps to run beyond the save of a stop, logged to resume_check.jsonl, to verify the resume.",
-            min=0,
-        ),
-    ] = 0,
 ) -> None:
     """Train, in one process or as one rank under torchrun; resume from the newest valid checkpoint.
 
@@ -113,7 +106,7 @@ def run(
 
     resolved = _load(recipe, sets, hyperparameters)
     with open_run(resolved, World.from_env(os.environ), stop=stop) as opened:
-        code = train(opened, stop_after_step=stop_after_step, verify_resume_steps=verify_resume_steps)
+        code = train(opened, stop_after_step=stop_after_step)
     sys.exit(code)
 
 

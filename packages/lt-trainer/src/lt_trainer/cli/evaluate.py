@@ -15,7 +15,6 @@ from typing import Any
 
 from lt_data import RowReader, TokenStore, open_pack
 from lt_data.display.progress_bars import progress_bar
-from lt_trainer.checkpointing.pretrained import tokens_by_id
 from lt_trainer.evaluation.local_model import LoadedModel, load_model
 from lt_trainer.evaluation.scorer import BatchShape, EvaluationError
 from lt_trainer.evaluation.store_losses import evaluate_store
@@ -152,7 +151,7 @@ def _hash_task_files(folder: Path | None) -> str:
 
 def _open_reader(loaded: LoadedModel, path: Path, shape: BatchShape) -> RowReader:
     store = TokenStore.open(path)
-    ours, theirs = (tokens_by_id(one.files["tokenizer.json"]) for one in (loaded.tokenizer, store.tokenizer()))
+    ours, theirs = (one.tokens_by_id() for one in (loaded.tokenizer, store.tokenizer()))
     if any(ours.get(i) != token for i, token in theirs.items()):
         raise EvaluationError(
             f"store {path} was prepared with another tokenizer than that of {loaded.source}; prepare the text with the "

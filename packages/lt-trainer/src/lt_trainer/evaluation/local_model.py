@@ -19,7 +19,7 @@ from lt_ckpt.source import TensorReader
 from lt_data import Tokenizer
 from lt_data.display.terminal import echo_error
 from lt_model import config_from_hf
-from lt_trainer.engine import Control, SoloControl, StepBatch, Topology
+from lt_trainer.engine import Control, StepBatch, Topology
 from lt_trainer.evaluation.position_scores import PositionScores
 from lt_trainer.evaluation.scorer import EvaluationError
 from lt_trainer.evaluation.weight_hashes import hash_tensor, hash_weights
@@ -49,7 +49,7 @@ class LoadedModel:
     step: int | None = None
     """Step of a checkpoint."""
     topology: Topology = field(default=Topology(rank=0, world_size=1, dp_rank=0, dp_size=1))
-    control: Control = field(default_factory=SoloControl)
+    control: Control = field(default_factory=Control)
 
     @property
     def device(self) -> torch.device:

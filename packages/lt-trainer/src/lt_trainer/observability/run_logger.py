@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from lt_trainer.evaluation.scorer import TaskResult
 
 JOULES_PER_KWH = 3.6e6
-RESUME_CHECK_FILE = "resume_check.jsonl"
 FLOPS_CONVENTION = "full"
 """6 FLOPs per parameter and token plus full attention, as in torchtitan and NeMo."""
 
@@ -252,12 +251,6 @@ class RunLogger:
         """Log a profiler trace or memory snapshot."""
         self.log_event("artifact", path=str(path))
         self.log_message(f"written: {path}")
-
-    def log_resume_check_step(self, record: StepRecord) -> None:
-        """Append a resume-check step to its own file: it is not part of the run."""
-        if self._run_dir is not None:
-            with JsonlWriter(self._run_dir.path / RESUME_CHECK_FILE) as file:
-                file.write(asdict(record))
 
     def log_sink_failures(self, errors: Mapping[str, str]) -> None:
         """Log failed sinks; the run continues without them."""

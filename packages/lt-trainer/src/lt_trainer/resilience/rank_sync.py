@@ -66,9 +66,23 @@ def run_on_all_ranks(
     Raises:
         TrainerError: raised by the action here; or CheckpointError, also if the action failed on another rank.
     """
-    failure = _run_in_thread(control, True, action, on_poll, poll_interval_s).exception()
+    attempt_on_all_ranks(control, _run_in_thread(control, True, action, on_poll, poll_interval_s).result)
+
+
+def attempt_on_all_ranks(control: Control, action: Callable[[], object]) -> None:
+    """Run `action` on every rank; if one fails, all raise.
+
+    Raises:
+        TrainerError: raised by the action here; or CheckpointError, also with the message of another rank.
+    """
+    failure: CheckpointError | TrainerError | None = None
+    try:
+        action()
+    except (CheckpointError, TrainerError) as exc:
+        failure = exc
     if control.all_reduce_max(int(failure is not None)):
-        raise failure or CheckpointError("the operation failed on another rank; see the log of that rank")
+        problems = control.all_gather("" if failure is None else str(failure))
+        raise failure or CheckpointError(f"on another rank: {next(filter(None, problems), '')}")
 
 
 def read_on_all_ranks(control: Control, read: Callable[[], None]) -> None:

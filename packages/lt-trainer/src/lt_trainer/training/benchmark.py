@@ -65,15 +65,10 @@ def resolve_bench_recipe(
     if given.recipe.data.source_kind == "synthetic":
         return given
     vocab_size, _ = vocab_size_and_source(given.recipe)
-    synthetic = ["data.synthetic=true", "data.store=", "data.validation=", f"model.vocab_size={vocab_size}"]
-    synthetic += ["metrics.validation_interval=0"]
-    if given.recipe.evaluation.tasks or given.recipe.evaluation.stores:
-        synthetic += ["evaluation.stores=false"]
-        synthetic += ["evaluation.tasks=[]", "evaluation.include_path=", "evaluation.interval=0", "evaluation.limit=0"]
-    if given.is_given("data.packing"):
-        synthetic.append("data.packing=bfd")
-    if given.is_given("data.tokenizer"):
-        synthetic.append(f"data.tokenizer={DataOptions().tokenizer}")
+    synthetic = [f"model.vocab_size={vocab_size}", "metrics.validation_interval=0", "evaluation.interval=0"]
+    synthetic += ["data.synthetic=true", "data.store=", "data.validation=", "data.packing=bfd"]
+    synthetic += [f"data.tokenizer={DataOptions().tokenizer}", "evaluation.stores=false", "evaluation.tasks=[]"]
+    synthetic += ["evaluation.include_path=", "evaluation.limit=0"]
     return complete(load(path, overrides=[*overrides, *synthetic], hyperparameters=hyperparameters))
 
 
@@ -94,7 +89,7 @@ def run_benchmark(resolved: ResolvedRecipe, *, steps: int, warmup: int) -> dict[
     Raises:
         RecipeError: also other errors of opening the engine.
     """
-    world, recipe = World.from_env(os.environ), resolved.recipe
+    world, recipe, tables = World.from_env(os.environ), resolved.recipe, to_dict(resolved.recipe)
     inputs = read_inputs(resolved, world)
     lr = recipe.optimizer.lr / 100  # small, as in a warmup, so that the weights stay bounded
     opened = time.perf_counter()
@@ -114,7 +109,15 @@ def run_benchmark(resolved: ResolvedRecipe, *, steps: int, warmup: int) -> dict[
             "benchmark": "lt train bench",
             "format": 1,
             "model": inputs.model.to_dict() | {"parameters": n_parameters(inputs.model)},
-            "layout": _layout(recipe, world),
+            "layout": {
+                "world": world.size,
+                "nodes": world.n_nodes,
+                "global_batch_size": recipe.batch.global_batch_size,
+                "micro_batch_size": recipe.batch.micro_batch_size,
+                "seq_len": recipe.data.seq_len,
+                **tables["parallel"],
+                "engine": tables["engine"],
+            },
             "device": asdict(engine.device),
             "steps": steps,
             "warmup": warmup,
@@ -146,19 +149,6 @@ def _rates(recipe: Recipe, model: LlamaConfig, engine: Engine, step_s: float) ->
         "flops_per_token": flops,
         "mfu": {convention: tokens_per_s * number / peak for convention, number in flops.items()},
         "hfu": None if math.isnan(recomputed) else tokens_per_s * (flops["full"] + recomputed) / peak,
-    }
-
-
-def _layout(recipe: Recipe, world: World) -> dict[str, Any]:
-    names = ("tp", "pp", "cp", "dp_replicate", "dp_shard", "sequence_parallel")
-    return {
-        "world": world.size,
-        "nodes": world.n_nodes,
-        "global_batch_size": recipe.batch.global_batch_size,
-        "micro_batch_size": recipe.batch.micro_batch_size,
-        "seq_len": recipe.data.seq_len,
-        **{name: getattr(recipe.parallel, name) for name in names},
-        "engine": to_dict(recipe)["engine"],
     }
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from lt_trainer.checkpointing.mirror import check_mirror
 from lt_trainer.checkpointing.resume import restore_or_start
 from lt_trainer.config.lr_schedule import learning_rate
-from lt_trainer.config.recipe import ResolvedRecipe, complete, to_dict
+from lt_trainer.config.recipe import ResolvedRecipe, complete
 from lt_trainer.constants import GIB
 from lt_trainer.engine import StepBatch, StepMetrics, World
 from lt_trainer.errors import TrainerError
@@ -48,14 +48,9 @@ def check_run(resolved: ResolvedRecipe, world: World) -> None:
     inputs = read_inputs(resolved, world)  # those of the run itself, with its sinks and mirror
     home = next(folder for folder in out.absolute().parents if folder.exists())
     scratch = home / f".{out.name}{SCRATCH_SUFFIX}"
-    no_mirror = {"mirror_url": "", "mirror_keep_last": 0, "mirror_keep_every": 0}
-    elsewhere = recipe.model_copy(
-        update={
-            "run": recipe.run.model_copy(update={"dir": str(scratch)}),
-            "metrics": recipe.metrics.model_copy(update={"sinks": ()}),
-            "checkpoint": recipe.checkpoint.model_copy(update=no_mirror),
-        }
-    )
+    changes = {"run": {"dir": str(scratch)}, "metrics": {"sinks": ()}, "checkpoint": {"mirror_url": ""}}
+    tables = {name: getattr(recipe, name).model_copy(update=values) for name, values in changes.items()}
+    elsewhere = replace(resolved, recipe=recipe.model_copy(update=tables))
     with ExitStack() as stack:
         # Ctrl-C deletes the folder; so do the other stop signals.
         stack.callback(restore_handlers, install_handlers(signal.default_int_handler))
@@ -63,12 +58,9 @@ def check_run(resolved: ResolvedRecipe, world: World) -> None:
             RunDir.check(out)
             shutil.rmtree(scratch, ignore_errors=True)  # of a check that was killed
             stack.callback(shutil.rmtree, scratch, ignore_errors=True)
-        run = stack.enter_context(
-            open_run(replace(resolved, recipe=elsewhere), world, stop=StopSignals(), inputs=inputs)
-        )
+        run = stack.enter_context(open_run(elsewhere, world, stop=StopSignals(), inputs=inputs))
         if recipe.checkpoint.mirror_url:
-            control, values = run.engine.control, to_dict(recipe)
-            found = run_on_rank0(control, world.rank == 0, lambda: check_mirror(recipe, values))
+            found = run_on_rank0(run.engine.control, world.rank == 0, lambda: check_mirror(recipe))
             run.log.log_message(f"check: mirror: {found}")
         run.checkpoints.root = out / "checkpoints"
         restore_or_start(run)
@@ -80,7 +72,7 @@ def check_run(resolved: ResolvedRecipe, world: World) -> None:
 
 
 def _check_steps(run: Run) -> None:
-    recipe, engine, first = run.recipe, run.engine, run.batches.state.step
+    recipe, engine, first, say = run.recipe, run.engine, run.batches.state.step, run.log.log_message
 
     def step(batch: StepBatch, number: int) -> StepMetrics:
         rate = learning_rate(number, recipe.schedule, recipe.optimizer.lr)
@@ -89,7 +81,7 @@ def _check_steps(run: Run) -> None:
 
     began = time.monotonic()
     metrics = step(run.batches.next_batch(), first)
-    run.log.log_message(
+    say(
         f"check: step {first + 1} in {time.monotonic() - began:.1f} s: loss {metrics.loss:.4f} (uniform prediction: "
         f"{math.log(run.model.vocab_size):.4f}), grad_norm {metrics.grad_norm:.4g}, peak memory "
         f"{engine.peak_memory_bytes() / GIB:.2f} GiB"
@@ -102,9 +94,9 @@ def _check_steps(run: Run) -> None:
     began = time.monotonic()
     run.checkpoints.save(run.batches.checkpoint_state(), wait=True)
     seconds, grace_s = time.monotonic() - began, recipe.fault_tolerance.grace_period_s
-    run.log.log_message(f"check: saved a checkpoint in {seconds:.1f} s")
+    say(f"check: saved a checkpoint in {seconds:.1f} s")
     if seconds > grace_s:
-        run.log.log_message(
+        say(
             "warning: a stop would be killed before its save is complete; raise fault_tolerance.grace_period_s = "
             f"{grace_s:g}, and the time between your scheduler's signal and SIGKILL"
         )
@@ -117,5 +109,5 @@ def _check_steps(run: Run) -> None:
     restored = step(following, first + 1)
     if not math.isclose(restored.loss, expected.loss, rel_tol=1e-3):
         raise CheckError(f"the step after a restore has loss {restored.loss}, without it {expected.loss}")
-    run.log.log_message(f"check: restored; the next step has loss {restored.loss!r}, without it {expected.loss!r}")
-    run.log.log_message("check: nothing was left behind")
+    say(f"check: restored; the next step has loss {restored.loss!r}, without it {expected.loss!r}")
+    say("check: nothing was left behind")

@@ -30,15 +30,10 @@ def no_automatic_collection(interval: int) -> Iterator[None]:
     was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()
-    # A caller who has frozen most of it keeps it so: the end would thaw his objects too. (Not none: Python 3.12 counts
-    # immortal objects as frozen.)
-    freezes = gc.get_freeze_count() < len(gc.get_objects())
-    if freezes:
-        gc.freeze()
+    gc.freeze()
     try:
         yield
     finally:
-        if freezes:
-            gc.unfreeze()
+        gc.unfreeze()
         if was_enabled:
             gc.enable()

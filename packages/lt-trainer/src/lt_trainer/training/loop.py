@@ -26,7 +26,7 @@ from lt_trainer.checkpointing.resume import restore_or_start, rollback
 from lt_trainer.config.lr_schedule import learning_rate
 from lt_trainer.constants import EXIT_DONE, EXIT_REQUEUE
 from lt_trainer.data.training_data import ValidationSet, validation_batches
-from lt_trainer.errors import NoCheckpointError, TrainerError
+from lt_trainer.errors import TrainerError
 from lt_trainer.run_directory.records import StepRecord
 from lt_trainer.training.garbage_collection import YOUNG_GENERATION, no_automatic_collection
 
@@ -42,14 +42,12 @@ class TrainingError(TrainerError):
     """Training cannot continue; saved checkpoints are intact."""
 
 
-def train(run: Run, *, stop_after_step: int = 0, verify_resume_steps: int = 0) -> int:
+def train(run: Run, *, stop_after_step: int = 0) -> int:
     """Train from the newest checkpoint, or the start, to the last step or a stop.
 
     Args:
         run: Open run.
         stop_after_step: Raise SIGTERM in this process after this step; 0 for never.
-        verify_resume_steps: Steps to run beyond the save of such a stop, to verify that a resume is exact; they are
-            logged to resume_check.jsonl and saved nowhere.
 
     Returns:
         0 if all steps are done; 75 if stopped and saved. With a mirror that misses the last checkpoint also 75, or 64
@@ -67,10 +65,10 @@ def train(run: Run, *, stop_after_step: int = 0, verify_resume_steps: int = 0) -
         run.engine.stopwatch.begin("rest")
         run.mirror.start()
         loop = TrainingLoop(run)
-        stop_signal = loop.train(stop_after_step, verify_resume_steps)
+        stop_signal = loop.train(stop_after_step)
         step, mirror_code = loop.step, run.mirror.finish()
     except StopRequested as exc:
-        stop_signal = exc.number
+        stop_signal = exc.args[0]
     if stop_signal:
         name = signal.Signals(stop_signal).name
         run.log.log_event("stop", step=step, signal=name)
@@ -96,10 +94,10 @@ class TrainingLoop:
         self._no_skips_since_save = True
         self._n_rollbacks = 0
 
-    def train(self, stop_after_step: int, verify_resume_steps: int) -> int:
+    def train(self, stop_after_step: int) -> int:
         """Train to the last step or a stop; return the signal that stopped the loop, 0 if all steps are done."""
         recipe, last, gc_interval = self._recipe, self._recipe.schedule.max_steps, self._recipe.run.gc_interval
-        has_validation, has_evaluation = bool(self._run.data.validation), bool(self._run.evaluation)
+        validates, evaluates = bool(self._run.data.validation), bool(self._run.evaluation)
         stop_signal = self._engine.control.all_reduce_max(self._run.stop.received)  # received during the start
         if stop_signal and self.step < last:  # a run that is done needs no rerun
             return stop_signal
@@ -113,13 +111,9 @@ class TrainingLoop:
                     gc.collect(YOUNG_GENERATION)
                 stop_signal, is_last = self._sync_stop(), self.step == last
                 save = bool(stop_signal) or is_last or _is_due(self.step, recipe.checkpoint.interval)
-                # A stop must be quick: no validation, no evaluation.
-                validate = has_validation and (
-                    is_last or (_is_due(self.step, recipe.metrics.validation_interval) and not stop_signal)
-                )
-                evaluate = has_evaluation and (
-                    is_last or (_is_due(self.step, recipe.evaluation.interval) and not stop_signal)
-                )
+                pauses = is_last or not stop_signal  # a stop must be quick: no validation, no evaluation
+                validate = pauses and validates and (is_last or _is_due(self.step, recipe.metrics.validation_interval))
+                evaluate = pauses and evaluates and (is_last or _is_due(self.step, recipe.evaluation.interval))
                 if save or validate or evaluate or _is_due(self.step, recipe.metrics.log_interval):
                     self._fetch_metrics()
                     if self._n_skipped > recipe.fault_tolerance.max_skipped_steps and not stop_signal:
@@ -130,8 +124,6 @@ class TrainingLoop:
                     if gc_interval:
                         gc.collect()
                 if stop_signal and not is_last:
-                    if self.step == stop_after_step:
-                        self._verify_resume(verify_resume_steps)
                     return stop_signal
         self._begin_step(last + 1)
         return 0
@@ -165,11 +157,11 @@ class TrainingLoop:
 
     def _sync_stop(self) -> int:
         """Return the signal that stops the run, or 0; raise if a save has failed on any rank."""
-        watchdog, checkpoints, options = self._run.watchdog, self._run.checkpoints, self._recipe.checkpoint
+        watchdog, checkpoints = self._run.watchdog, self._run.checkpoints
         watchdog.mark("sync_stop", self.step)
-        if options.mirror_url:
+        if self._recipe.checkpoint.mirror_url:
             self._run.mirror.log_progress()
-        has_failed = options.async_save and checkpoints.poll()
+        has_failed = self._recipe.checkpoint.async_save and checkpoints.poll()
         value = self._engine.control.all_reduce_max(self._run.stop.received + SAVE_FAILED_FLAG * has_failed)
         if value >= SAVE_FAILED_FLAG:
             watchdog.mark("save", self.step)
@@ -180,19 +172,15 @@ class TrainingLoop:
     def _fetch_metrics(self) -> None:
         """Wait for the pending steps and log them."""
         self._run.watchdog.mark("fetch_metrics", self.step)
-        records = self._with_metrics(self._pending)
+        metrics = self._engine.fetch_metrics([handle for _, handle in self._pending])
+        pairs = zip(self._pending, metrics, strict=True)
+        records = [replace(record, loss=values.loss, grad_norm=values.grad_norm) for (record, _), values in pairs]
         self._pending = []
         self._log.log_steps(records, self._engine.peak_memory_bytes(), self._engine.stopwatch.pop_times())
         for record in records:
             if not (math.isfinite(record.loss) and math.isfinite(record.grad_norm)):
-                self._n_skipped += 1
-                self._no_skips_since_save = False
+                self._n_skipped, self._no_skips_since_save = self._n_skipped + 1, False
                 self._log.log_skipped_step(record, self._n_skipped)
-
-    def _with_metrics(self, pending: list[tuple[StepRecord, Any]]) -> list[StepRecord]:
-        metrics = self._engine.fetch_metrics([handle for _, handle in pending])
-        pairs = zip(pending, metrics, strict=True)
-        return [replace(record, loss=values.loss, grad_norm=values.grad_norm) for (record, _), values in pairs]
 
     def _pause(self, save: bool, validate: bool, evaluate: bool, *, wait: bool) -> None:
         """Validate, evaluate and save after a step; the time does not count as training."""
@@ -230,32 +218,24 @@ class TrainingLoop:
 
     def _rollback(self) -> None:
         """Roll back to the newest checkpoint."""
+        times = f" after {self._n_rollbacks} rollbacks (fault_tolerance.max_rollbacks)" if self._n_rollbacks else ""
         problem = f"{self._n_skipped} steps up to step {self.step} had a non-finite loss or gradient norm"
         diagnosis = (
             "training has diverged; saved checkpoints are intact. Lower optimizer.lr, lengthen schedule.warmup_steps, "
             "or inspect the rows of these steps (lt data inspect)"
         )
         if self._n_rollbacks == self._recipe.fault_tolerance.max_rollbacks:
-            if self._n_rollbacks:
-                problem = f"{problem} after {self._n_rollbacks} rollbacks (fault_tolerance.max_rollbacks)"
-            raise TrainingError(f"{problem}: {diagnosis}")
+            raise TrainingError(f"{problem}{times}: {diagnosis}")
         self._n_rollbacks += 1
         self._run.watchdog.mark("restore", self.step)
         self._engine.stopwatch.begin("checkpoint")
         with self._log.pause("rolling back"):
             self._run.checkpoints.finish()
-            try:
-                rollback(self._run)
-            except NoCheckpointError as exc:
-                raise TrainingError(f"{problem}, and {exc}: {diagnosis}") from exc
+            if not rollback(self._run):
+                raise TrainingError(f"{problem}, and there is no checkpoint yet: {diagnosis}")
         self._engine.stopwatch.begin("rest")
         self._n_skipped, self._no_skips_since_save = 0, True
         self.step = self._run.batches.state.step
-
-    def _verify_resume(self, n_steps: int) -> None:
-        """Run steps beyond the save of a stop and log them, to compare with those of the resumed run."""
-        for number in range(self.step, min(self.step + n_steps, self._recipe.schedule.max_steps)):
-            self._log.log_resume_check_step(*self._with_metrics([self._start_step(number + 1)]))
 
 
 def _is_due(step: int, interval: int) -> bool:

@@ -7,7 +7,6 @@ the devices are opened and unlocked after they are closed.
 
 from __future__ import annotations
 
-import math
 import os
 import secrets
 from collections.abc import Iterator
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
     from lt_model import LlamaConfig
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Inputs:
     """What a run needs before a device is opened, checked: engine spec, data, model, evaluation."""
 
@@ -62,35 +61,31 @@ def read_inputs(resolved: ResolvedRecipe, world: World) -> Inputs:
         RecipeError: a field does not fit; names field, value and remedy.
         DataError: a store cannot be read.
     """
+    recipe = resolved.recipe
     with _origins(resolved):
-        return _read_inputs(resolved.recipe, world)
+        spec = engine_spec(recipe.run.engine)
+        spec.check(recipe, world)
+        if recipe.data.document_mask and "document_mask" not in spec.capabilities:
+            raise RecipeError(
+                f"the {spec.name} engine does not support document masks",
+                values={"data.document_mask": recipe.data.document_mask},
+                remedy="set data.document_mask to false, or choose another engine with run.engine",
+            )
+        if recipe.checkpoint.mirror_url and find_spec("boto3") is None:
+            raise RecipeError(
+                "a mirror needs boto3, which is not installed",
+                values={"checkpoint.mirror_url": recipe.checkpoint.mirror_url},
+                remedy="pip install 'lt-trainer[s3]', or remove checkpoint.mirror_url",
+            )
+        check_metrics_options(recipe, spec, world)
+        checkpoints, newest = Path(recipe.run.dir) / "checkpoints", None
+        if checkpoints.is_dir():  # the stores as the newest checkpoint has read them
+            newest, _ = find_latest_valid(checkpoints, verify=False)
+        data = open_data(recipe, read={} if newest is None else dict((newest.manifest.data or {}).get(STORES, {})))
+        return Inputs(spec, data, llama_config(recipe, data.vocab_size), RunEvaluation.read(recipe))
 
 
-def _read_inputs(recipe: Recipe, world: World) -> Inputs:
-    spec = engine_spec(recipe.run.engine)
-    spec.check(recipe, world)
-    if recipe.data.document_mask and "document_mask" not in spec.capabilities:
-        raise RecipeError(
-            f"the {spec.name} engine does not support document masks",
-            values={"data.document_mask": recipe.data.document_mask},
-            remedy="set data.document_mask to false, or choose another engine with run.engine",
-        )
-    if recipe.checkpoint.mirror_url and find_spec("boto3") is None:
-        raise RecipeError(
-            "a mirror needs boto3, which is not installed",
-            values={"checkpoint.mirror_url": recipe.checkpoint.mirror_url},
-            remedy="pip install 'lt-trainer[s3]', or remove checkpoint.mirror_url",
-        )
-    check_metrics_options(recipe, spec, world)
-    checkpoints, newest = Path(recipe.run.dir) / "checkpoints", None
-    if checkpoints.is_dir():  # the stores as the newest checkpoint has read them
-        newest, _ = find_latest_valid(checkpoints, verify=False)
-    data = open_data(recipe, read={} if newest is None else dict((newest.manifest.data or {}).get(STORES, {})))
-    model = llama_config(recipe, data.vocab_size)
-    return Inputs(spec=spec, data=data, model=model, evaluation=RunEvaluation.read(recipe))
-
-
-@dataclass(kw_only=True)
+@dataclass
 class Run:
     """Open parts of a run, in the order of opening."""
 
@@ -144,7 +139,7 @@ def open_run(
     recipe, folder, is_rank0 = resolved.recipe, Path(resolved.recipe.run.dir), world.rank == 0
     with _origins(resolved), ExitStack() as stack:
         enter = stack.enter_context
-        inputs = inputs or _read_inputs(recipe, world)
+        inputs = inputs or read_inputs(resolved, world)
         stop = stop or enter(StopSignals())
         stop.announce = is_rank0
         os.environ.update(inputs.spec.env(recipe))  # before the run directory records it
@@ -175,40 +170,13 @@ def open_run(
         if run_dir is not None:
             _log_start(log, recipe, engine, run_dir)
             log.log_sink_failures(failures)
-        mirror = enter(
-            RunMirror(
-                recipe,
-                values=to_dict(recipe),
-                run_dir=run_dir,
-                engine=engine,
-                logger=log,
-                stop=stop,
-                heartbeat=watchdog.heartbeat,
-            )
-        )
+        mirror = enter(RunMirror(recipe, run_dir, engine, log, stop, watchdog.heartbeat))
+        tokenizer_files, heartbeat = inputs.data.tokenizer_files, watchdog.heartbeat
         checkpoints = enter(
-            Checkpoints(
-                folder / "checkpoints",
-                recipe=recipe,
-                model=inputs.model,
-                tokenizer_files=inputs.data.tokenizer_files,
-                engine=engine,
-                log=log,
-                mirror=mirror,
-                heartbeat=watchdog.heartbeat,
-            )
+            Checkpoints(folder / "checkpoints", recipe, inputs.model, tokenizer_files, engine, log, mirror, heartbeat)
         )
         run = Run(
-            recipe=recipe,
-            model=inputs.model,
-            data=inputs.data,
-            evaluation=inputs.evaluation,
-            stop=stop,
-            engine=engine,
-            watchdog=watchdog,
-            log=log,
-            mirror=mirror,
-            checkpoints=checkpoints,
+            recipe, inputs.model, inputs.data, inputs.evaluation, stop, engine, watchdog, log, mirror, checkpoints
         )
         stack.callback(run.close_batches)
         try:
@@ -251,27 +219,19 @@ def _origins(resolved: ResolvedRecipe) -> Iterator[None]:
 
 def _log_start(log: RunLogger, recipe: Recipe, engine: Engine, run_dir: RunDir) -> None:
     device, topology = engine.device, engine.topology
-    log.log_event(
-        "start",
-        pid=os.getpid(),
-        world=topology.world_size,
-        device=device.name,
-        peak_flops=device.peak_flops,
-        peak_source=device.peak_source,
-        resolved=dict(device.resolved),
-    )
+    peak = {"peak_flops": device.peak_flops, "peak_source": device.peak_source}
+    values = {"pid": os.getpid(), "world": topology.world_size, "device": device.name, **peak}
+    log.log_event("start", **values, resolved=dict(device.resolved))
     log.log_message(
         f"{recipe.run.engine} engine on {device.count} x {device.name}, {topology.dp_size} data-parallel rank(s); "
         f"run directory {run_dir.path}"
     )
     log.log_message(
         "mfu: 6 FLOPs per parameter and token without the input embedding, plus 12 x layers x width x seq_len for "
-        f"attention; peak {device.peak_flops:.4g} FLOP/s per device ({device.peak_source})"
+        f"attention; hfu: mfu plus {engine.recomputed_flops_per_token:.4g} recomputed FLOPs per token; peak "
+        f"{device.peak_flops:.4g} FLOP/s per device ({device.peak_source})"
     )
     for note in device.notes:
         log.log_message(note)
-    recomputed = engine.recomputed_flops_per_token
-    extra = "unknown recomputed FLOPs" if math.isnan(recomputed) else f"{recomputed:.4g} recomputed FLOPs per token"
-    log.log_message(f"hfu: mfu plus {extra} (activation checkpointing)")
     for name, (before, now) in sorted(run_dir.changes.items()):
         log.log_message(f"recipe changed since the last start: {name} was {before!r}, is {now!r}")
