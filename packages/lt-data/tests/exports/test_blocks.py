@@ -121,6 +121,34 @@ def test_litespark_of_others(tmp_path: Path, tokenizer: Tokenizer) -> None:
         imported("four", boundaries="bos", token_bytes=4)
 
 
+def test_totals_of_litespark_are_compared(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """Total sizes of each split, and the tokens of all of them; a split may be copied without the others."""
+    stats = {"train": {"files": 2, "total_size_bytes": 12}, "test": {"files": 1, "total_size_bytes": 6}}
+    metadata = {"token_size_bytes": 2, "sequence_length": 2, "total_tokens": 9, "subset_stats": stats}
+    files = {"tokens_shard_000000.ds": [5, 6, 7], "tokens_shard_000001.ds": [8, 9, 10]}
+    folder = foreign_litespark(tmp_path / "in", files, metadata)
+    options = ImportOptions(format="litespark", boundaries="rows")
+
+    def load(path: Path, **changes: object) -> int:
+        (folder / "metadata.json").write_text(json.dumps(metadata | changes))
+        done = import_tokens(path, options=options, tokenizer=tokenizer, out=tmp_path / "st", overwrite=True)
+        return done.manifest.tokens
+
+    for path in (folder, folder / "train"):
+        assert load(path) == load(path, total_tokens=6, subset_stats={}) == 6
+        for changes, message in (
+            ({"total_tokens": 12}, "total_tokens is 12, but there are 9; copy or prepare the files again"),
+            ({"total_tokens": 9, "subset_stats": {}}, "total_tokens is 9, but there are 6"),
+            ({"subset_stats": [3]}, "not the description of Litespark's data"),
+            ({"subset_stats": {"train": 3}}, "not the description of Litespark's data"),
+        ):
+            with pytest.raises(DataError, match=rf"metadata\.json: {message}"):
+                load(path, **changes)
+    (folder / "train" / "tokens_shard_000001.ds").write_bytes(b"")
+    with pytest.raises(DataError, match=r"metadata\.json: total_size_bytes of train is 12, but there are 6"):
+        load(folder)
+
+
 def test_litespark_without_a_word_on_its_tokens(tmp_path: Path, tokenizer: Tokenizer) -> None:
     folder = foreign_litespark(tmp_path / "in", {"tokens_shard_000000.ds": [5, 6]}, None)
 

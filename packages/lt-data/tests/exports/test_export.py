@@ -208,8 +208,10 @@ def test_an_import_asks_the_note(
     note = tmp_path / "out" / "lt-export.json"
     content = note.read_text()
     data = tmp_path / "out" / "train" / "tokens_shard_000000.ds"
-    data.write_bytes(data.read_bytes()[:-130])
-    refused(r"tokens_shard_000000\.ds: \d+ bytes, lt-export\.json says \d+: copy it again")
+    whole = data.read_bytes()
+    for damaged in (whole[:-130], bytes(len(whole)), whole[:-1] + bytes([whole[-1] ^ 1])):
+        data.write_bytes(damaged)
+        refused(r"tokens_shard_000000\.ds: \d+ bytes that are not .* SHA-256 in lt-export\.json: copy it again")
     data.unlink()
     refused(r"cannot read the exported file .*tokens_shard_000000\.ds: No such file")
     note.write_text(content.replace('"version": 1', '"version": 2'))

@@ -5,6 +5,7 @@ continue across files. Other readers ignore it. `smp` has none: its trainers rea
 data.
 """
 
+import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -63,7 +64,7 @@ def read_export_manifest(folder: Path) -> ExportManifest | None:
     """Read the export manifest of a folder; None without one.
 
     Raises:
-        DataError: it is broken or of another version, or a listed file is missing or of another size.
+        DataError: it is broken or of another version, or a listed file is missing or has another SHA-256.
     """
     path = folder / EXPORT_MANIFEST_FILE
     if not path.is_file():
@@ -75,10 +76,13 @@ def read_export_manifest(folder: Path) -> ExportManifest | None:
         raise DataError(f"{path}: another format version; update lt-data")
     manifest = strict_json.parse(ExportManifest, values, str(path), "export again")
     for file in manifest.files:
-        with translate_os_errors("read the exported file", folder / file.path):
-            size = (folder / file.path).stat().st_size
-        if size != file.bytes:
-            raise DataError(
-                f"{folder / file.path}: {size} bytes, {EXPORT_MANIFEST_FILE} says {file.bytes}: copy it again"
-            )
+        with (
+            translate_os_errors("read the exported file", folder / file.path),
+            (folder / file.path).open("rb") as found,
+        ):
+            if hashlib.file_digest(found, "sha256").hexdigest() != file.sha256:
+                raise DataError(
+                    f"{folder / file.path}: {found.tell()} bytes that are not the {file.bytes} of the SHA-256 in "
+                    f"{EXPORT_MANIFEST_FILE}: copy it again"
+                )
     return manifest

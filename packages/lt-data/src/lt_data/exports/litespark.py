@@ -85,13 +85,16 @@ def read(path: Path, token_bytes: int | None) -> Iterator[tuple[np.ndarray, str]
         The ids of each file, and its path.
 
     Raises:
-        DataError: no file, an unknown token size, or a file that is not a whole number of tokens.
+        DataError: no file, an unknown token size, a file that is not a whole number of tokens, or other totals than
+            in metadata.json.
     """
     with translate_os_errors("read", path):
         files = [path] if path.is_file() else sorted(path.glob("*.ds")) or _split_files(path)
     if not files:
         raise DataError(f"{path}: no .ds file; give a folder that Litespark's preparation wrote")
     dtype = _dtype(path, token_bytes)
+    if path.is_dir():
+        _check_totals(files, dtype.itemsize)
     for file in files:
         with translate_os_errors("read", file):
             size = file.stat().st_size
@@ -102,10 +105,37 @@ def read(path: Path, token_bytes: int | None) -> Iterator[tuple[np.ndarray, str]
             yield np.memmap(file, dtype, "r") if size else np.zeros(0, dtype), str(file)
 
 
+def _check_totals(files: list[Path], token_bytes: int) -> None:
+    """Compare the files of a split, and the tokens of all splits, with metadata.json.
+
+    The numbers of each split are of the files at the end of a preparation, `total_tokens` is what it has written: they
+    differ where Litespark's own preparation has overwritten its output.
+    """
+    source, metadata = _read_metadata(files[0])
+    root, split = source.parent, files[0].parent
+
+    def count_bytes(folder: Path) -> int:
+        return sum(file.stat().st_size for file in folder.glob("*.ds"))
+
+    try:
+        stated = {root / name: stats["total_size_bytes"] for name, stats in metadata.get("subset_stats", {}).items()}
+        with translate_os_errors("read", root):
+            n_bytes = {root / name: count_bytes(root / name) for name in ("", *SPLITS)}
+        totals = [(f"total_size_bytes of {split.name}", stated.get(split), n_bytes.get(split))]
+        totals += [("total_tokens", metadata.get("total_tokens"), sum((n_bytes | stated).values()) // token_bytes)]
+    except (AttributeError, KeyError, TypeError) as exc:
+        raise DataError(f"{source}: not the description of Litespark's data ({exc!r}); correct it") from exc
+    for name, value, found in totals:
+        if split in n_bytes and value not in (None, found):
+            raise DataError(
+                f"{source}: {name} is {value}, but there are {found}; copy or prepare the files again, or write the "
+                "true number there to import what is left"
+            )
+
+
 def read_row_tokens(path: Path) -> int | None:
     """Return the tokens in a row by metadata.json; None without one."""
-    metadata = _read_metadata(path)
-    length = metadata.get("sequence_length") if metadata else None
+    length = _read_metadata(path)[1].get("sequence_length")
     return length + 1 if isinstance(length, int) else None
 
 
@@ -118,8 +148,7 @@ def _split_files(path: Path) -> list[Path]:
 
 def _dtype(path: Path, token_bytes: int | None) -> np.dtype:
     if token_bytes is None:
-        metadata = _read_metadata(path)
-        token_bytes = metadata.get("token_size_bytes") if metadata else None
+        token_bytes = _read_metadata(path)[1].get("token_size_bytes")
         if token_bytes is None:
             raise DataError(f"{path}: no {METADATA_FILE} with the size of a token; give token_bytes, 2 or 4")
     if token_bytes not in _DTYPES:
@@ -127,11 +156,12 @@ def _dtype(path: Path, token_bytes: int | None) -> np.dtype:
     return np.dtype(_DTYPES[token_bytes])
 
 
-def _read_metadata(path: Path) -> dict[str, Any] | None:
+def _read_metadata(path: Path) -> tuple[Path, dict[str, Any]]:
+    """Return the path of metadata.json, in the folder or its parent, and its values; none without one."""
     folder = path if path.is_dir() else path.parent
     file = next((path for path in (folder / METADATA_FILE, folder.parent / METADATA_FILE) if path.is_file()), None)
     if file is None:
-        return None
+        return folder / METADATA_FILE, {}
     with translate_os_errors("read", file):
         content = read_file(file, max_bytes=MAX_DESCRIPTION_BYTES)
-    return strict_json.load_object(content, str(file), "correct it")
+    return file, strict_json.load_object(content, str(file), "correct it")
