@@ -24,30 +24,23 @@ def message_of(call: Any, *args: Any, **kwargs: Any) -> str:
 SYNTHETIC = "data.store= data.synthetic=true model.vocab_size=9"
 LOADER = "data.store= data.loader=a:b model.vocab_size=9"
 MIX = "data.store= data.mixture.a.store=a"
+RAMP = "batch.ramp.start batch.ramp.increment batch.global_batch_size"
 BUCKETS = "data.packing=buckets data.seq_len=512"
 REFUSED = [
     # limits of single fields are pydantic's; one of each kind shows its words
-    ("run.dir=''", "run.dir", "should have at least 1 character"),
-    (f"run.seed={2**63}", "run.seed", "must be at most 9223372036854775807"),
     ("model.n_layers=0", "model.n_layers", "must be at least 1"),
-    ("optimizer.beta1=1", "optimizer.beta1", "must be less than 1"),
     ("optimizer.lr=nan", "optimizer.lr", "must be a finite number"),
     ("data.packing=bdf", "data.packing", "must be 'bfd', 'concat' or 'buckets'"),
-    ("data.mixture.a={}", "data.mixture.a.store", "is missing"),
     ("data.mixture.a/b.store=a", "data.mixture.a/b", "must match"),
     ("data.loader=a.b", "data.loader", "must match"),
-    ("checkpoint.resume=yess", "checkpoint.resume", "must be a valid boolean"),
     ("checkpoint.mirror_url=bucket/x", "checkpoint.mirror_url", "must match"),
     ("data.phase_steps=[0]", "data.phase_steps", "must be at least 1"),
-    ("metrics.profile_ranks=[-1]", "metrics.profile_ranks", "must be at least 0"),
     # model
     ("model.n_heads=7 model.n_kv_heads=7", "model.hidden_size model.n_heads", "the head size must be an even number"),
     ("model.n_kv_heads=5", "model.n_heads model.n_kv_heads", "n_heads must be a multiple of n_kv_heads"),
     ("model.preset=llama2-7b model.init_from=x", "model.init_from", ""),
     ("model.preset=llama2-7", "model.preset", "unknown preset; did you mean llama2-7b?"),
     ("model.resize_vocab=true", "model.resize_vocab", "has no effect with init_from = ''; set init_from"),
-    ("model.init_config=x", "model.init_config", "has no effect with init_from = ''"),
-    ("model.allow_tokenizer_mismatch=true", "model.allow_tokenizer_mismatch", "has no effect"),
     (
         "model.rope_scaling.factor=8 model.rope_scaling.low_freq_factor=4",
         "model.rope_scaling.low_freq_factor model.rope_scaling.high_freq_factor",
@@ -57,11 +50,9 @@ REFUSED = [
     # data
     ("data.synthetic=true model.vocab_size=9", "data.store data.synthetic", "only one of these can be trained on"),
     (f"{SYNTHETIC} data.shuffle=false", "data.shuffle", "has no effect with data.synthetic"),
-    (f"{SYNTHETIC} data.tokenizer=x", "data.tokenizer", "has no effect with data.synthetic"),
     (f"{SYNTHETIC} data.packing=concat", "data.packing", "has no effect with data.synthetic"),
     (f"{LOADER} data.prefetch=3", "data.prefetch", "has no effect with data.loader; remove it"),
     ("data.loader_resume=replay", "data.loader_resume", "has no effect with loader = ''"),
-    ("data.min_seq_len=128", "data.min_seq_len", "has no effect with packing = 'bfd'; set packing to buckets"),
     ("data.bucket_weights.256.weight=2", "data.bucket_weights", "has no effect with packing = 'bfd'"),
     (
         "data.packing=buckets data.seq_len=1000",
@@ -81,25 +72,17 @@ REFUSED = [
     ("batch.ramp.steps=5", "batch.ramp.steps", "has no effect with start = 0; set start, or remove steps"),
     ("batch.ramp.start=8", "batch.ramp.steps batch.ramp.tokens", "a ramp has a length in steps or in tokens"),
     ("batch.ramp.start=256 batch.ramp.steps=5", "batch.ramp.start", "a ramp starts below batch.global_batch_size"),
-    *(
-        (
-            f"batch.global_batch_size=16 batch.ramp.start={start} batch.ramp.increment={increment} batch.ramp.steps=5 "
-            f"batch.micro_batch_size={micro}",
-            "batch.ramp.start batch.ramp.increment batch.global_batch_size",
-            words,
-        )
-        for start, increment, micro, words in (
-            (8, 3, 1, "equal levels must lead from start to batch.global_batch_size; use a divisor of 8"),
-            (6, 0, 4, "every step must be a whole number of micro-batches of 4 rows"),
-            (6, 8, 4, "every step must be a whole number of micro-batches"),
-            (8, 2, 4, "every step must be a whole number of micro-batches"),
-        )
+    (
+        "batch.ramp.start=200 batch.ramp.increment=3 batch.ramp.steps=5 batch.micro_batch_size=1",
+        RAMP,
+        "a divisor of 56",
     ),
+    ("batch.ramp.start=6 batch.ramp.steps=5", RAMP, "every step must be a whole number of micro-batches of 4 rows"),
+    ("batch.ramp.start=8 batch.ramp.increment=2 batch.ramp.steps=5", RAMP, "a whole number of micro-batches of 4"),
     ("batch.micro_batch_size=6", "batch.global_batch_size batch.micro_batch_size", "a divisor of 256 such as 2"),
     # optimizer, schedule, parallel
     ("optimizer.name=muno", "optimizer.name", "unknown optimizer; did you mean 'muon'?"),
     ("optimizer.momentum=0.9", "optimizer.momentum", "has no effect with optimizer.name = 'adamw'"),
-    ("optimizer.newton_schulz_dtype=float32", "optimizer.newton_schulz_dtype", "has no effect"),
     ("optimizer.decay_embeddings=true optimizer.weight_decay=0", "optimizer.decay_embeddings", "has no effect"),
     (
         "optimizer.moments_dtype=bfloat16 optimizer.beta2=0.999",

@@ -111,34 +111,34 @@ class LoaderBatches:
 
     def next_batch(self) -> StepBatch:
         """Return this rank's rows of the next step, with the label count of all ranks."""
-        state, items = self.state, list[tuple[Rows, np.ndarray]]()
-        n_rows = self._recipe.batch.global_batch_size if self._ramp is None else self._ramp.batch_size_at(state.step)
+        state, items, recipe = self.state, list[Rows](), self._recipe
+        n_rows = recipe.batch.global_batch_size if self._ramp is None else self._ramp.batch_size_at(state.step)
 
         def read() -> int:
             items.extend(self._read_until(self._rows_read + n_rows // self._topology.dp_size))
-            return sum(int((rows.labels != IGNORE_INDEX).sum()) for rows, _ in items)
+            return sum(int((rows.labels != IGNORE_INDEX).sum()) for rows in items)
 
         n_labels = sum(self._gather(read).values())
         if not n_labels:
-            raise LoaderError(f"data.loader = {self._recipe.data.loader!r}: step {state.step + 1} has no labels")
+            raise LoaderError(f"data.loader = {recipe.data.loader!r}: step {state.step + 1} has no labels")
         self.state = replace(state, step=state.step + 1, row=state.row + n_rows)
-        rows = Rows(*(np.concatenate([getattr(part, name) for part, _ in items]) for name in ROW_FIELDS))
-        starts = np.concatenate([item_starts for _, item_starts in items])
-        if not self._recipe.data.document_mask:
-            starts[:, 1:] = False
+        rows = Rows(*(np.concatenate([getattr(part, name) for part in items]) for name in ROW_FIELDS))
+        starts = find_document_starts(rows.doc_ids)
+        starts[:, 1:] &= recipe.data.document_mask
         n_documents = int(starts.sum(axis=1).max())
         self._max_documents_per_row = max(self._max_documents_per_row, 1 << (n_documents - 1).bit_length())
-        size, bound = self._recipe.batch.micro_batch_size, self._max_documents_per_row
+        size, bound = recipe.batch.micro_batch_size, self._max_documents_per_row
         return to_micro_batches(rows, np.flatnonzero(starts), bound, micro_batch_size=size, valid_tokens=n_labels)
 
-    def _read_until(self, end: int) -> Iterator[tuple[Rows, np.ndarray]]:
-        """Yield the items up to row `end` of this rank as int32 arrays [n, T], with document starts (bool [n, T])."""
+    def _read_until(self, end: int) -> Iterator[Rows]:
+        """Yield the items up to row `end` of this rank, checked, as int32 arrays [n, T]."""
         while self._rows_read < end:
-            rows, starts = self._check(next(self._items))
-            self._rows_read += len(starts)
-            yield rows, starts
+            rows = self._check(next(self._items))
+            self._rows_read += len(rows.labels)
+            yield rows
             if self._rows_read > end:
-                raise LoaderError(f"an item of {len(starts)} rows crosses a step boundary, row {end} of this rank's")
+                n = len(rows.labels)
+                raise LoaderError(f"an item of {n} rows crosses a step boundary, row {end} of this rank's")
 
     def _iterate(self) -> Generator[Any]:
         """Yield the loader's items; an iterable that has ended is restarted, an iterator or an empty one is not."""
@@ -148,7 +148,7 @@ class LoaderBatches:
             yield from self._loader
         raise LoaderError(f"ended after {self._rows_read} rows")
 
-    def _check(self, item: Any) -> tuple[Rows, np.ndarray]:
+    def _check(self, item: Any) -> Rows:
         """Return an item as `_read_until` yields it."""
         row, seq_len, ids = self._rows_read, self._recipe.data.seq_len, (0, self._recipe.model.vocab_size)
         bounds = {"input_ids": ids, "labels": ids, "position_ids": (0, seq_len), "doc_ids": (-1, seq_len)}
@@ -174,7 +174,7 @@ class LoaderBatches:
             raise LoaderError(f"row {row + exc.args[0]}: doc_ids return to an earlier document of the row") from None
         places = np.arange(seq_len)
         found.setdefault("position_ids", places - np.maximum.accumulate(np.where(starts, places, 0), axis=1))
-        return Rows(*(found[name].astype(np.int32) for name in ROW_FIELDS)), starts
+        return Rows(*(found[name].astype(np.int32) for name in ROW_FIELDS))
 
     def rollback(self, state: StreamState) -> None:
         """Return to the step of an earlier state; the loader continues, so the rows read since are skipped."""
