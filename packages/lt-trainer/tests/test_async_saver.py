@@ -265,22 +265,3 @@ def test_too_little_memory_is_refused_before_the_first_step(recipe_base, fake_en
         start(recipe_base)
     assert fake_engine.opened[-1].calls == 0
     assert start(recipe_base, "checkpoint.async_save=false") == 0
-
-
-def test_the_watchdog_hears_of_bytes_that_are_written_and_of_nothing_else(monkeypatch) -> None:
-    """A disk that hangs must not look like one that writes."""
-    beats, progress = [], [0, 1, 1, 1, 2, 2, 2, 2]
-
-    class Writer:
-        @property
-        def progress_count(self) -> int:
-            return progress[0]
-
-        def wait_until_written(self, timeout_s: float) -> bool:
-            progress.pop(0)
-            return not progress
-
-    made = object.__new__(saver_module.Checkpoints)
-    made._heartbeat = lambda: beats.append(len(progress))
-    made._wait_until_written(Writer())  # pyright: ignore[reportArgumentType]
-    assert beats == [7, 4]

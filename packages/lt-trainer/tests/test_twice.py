@@ -5,7 +5,6 @@
 
 import importlib
 import signal
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +15,11 @@ from lt_ckpt import Checkpoint, find_latest_valid
 from lt_test_helpers.runs import losses, start
 from lt_trainer.config.section import flatten
 from lt_trainer.config.toml import dump
-from lt_trainer.engine import Stopwatch
-from lt_trainer.observability.run_logger import RunLogger
 from lt_trainer.resilience.stop_signals import STOP_SIGNALS
 from lt_trainer.run_directory.jsonl import read_jsonl
 
 Base = dict[str, dict[str, object]]
 TOLERANT = "fault_tolerance.max_skipped_steps=1"
-
-
-class Clock:
-    """A clock that moves when it is told to."""
-
-    def __init__(self) -> None:
-        self.now = 50.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def records(base: Base, name: str = "metrics") -> list[dict[str, Any]]:
@@ -48,37 +35,6 @@ def checkpoints(base: Base) -> list[int]:
 
 
 # ---- pauses and saves ----
-
-
-def test_no_pause_of_a_window_is_in_a_rate(recipe_base, fake_engine, monkeypatch) -> None:
-    """Steps take 2 s; five validations (5 s) and five saves (7 s) fall into the ten records of one window."""
-    clock = Clock()
-
-    def taking(seconds: float, function: Any) -> Any:
-        def call(*args: Any, **given: Any) -> Any:
-            clock.now += seconds
-            return function(*args, **given)
-
-        return call
-
-    def on_step(call: int) -> None:
-        (engine,) = fake_engine.opened
-        if call == 1:
-            engine.validate, engine.state = taking(5.0, engine.validate), taking(7.0, engine.state)
-        clock.now += 2.0
-
-    monkeypatch.setattr("lt_trainer.training.run.RunLogger", partial(RunLogger, clock=clock))
-    monkeypatch.setattr(Stopwatch.__init__, "__defaults__", (clock,))
-    fake_engine.on_step = on_step
-    recipe_base["schedule"] |= {"max_steps": 16}
-    recipe_base["metrics"] |= {"log_interval": 1, "validation_interval": 2}
-    recipe_base["checkpoint"] |= {"interval": 2}
-    assert start(recipe_base) == 0
-    found = [record for record in records(recipe_base) if "loss" in record]
-    assert [record["step"] for record in found] == list(range(1, 17))
-    assert [record["tokens_per_sec"] for record in found] == [8 * 32 / 2.0] * 16
-    assert [record["validation_s"] for record in found] == [0.0, 0.0, *[5.0, 0.0] * 7]  # told by the next record
-    assert [record["checkpoint_s"] for record in found] == [0.0, 0.0, *[7.0, 0.0] * 7]
 
 
 @pytest.mark.parametrize("background", [False, True])

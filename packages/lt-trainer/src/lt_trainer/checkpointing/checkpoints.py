@@ -18,7 +18,6 @@ Cost: two short exchanges on the control group; for saves in the background also
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from functools import partial
@@ -31,7 +30,7 @@ import psutil
 
 from lt_ckpt.async_save import AsyncRankSaver
 from lt_ckpt.checkpoint import Checkpoint
-from lt_ckpt.discovery import find_latest_valid, list_steps, prune_checkpoints
+from lt_ckpt.discovery import find_latest_valid, prune_checkpoints
 from lt_ckpt.errors import CheckpointError, SaveCancelledError, translate_os_errors
 from lt_ckpt.files import check_free_space
 from lt_ckpt.manifest import CheckpointManifest, CheckpointMetadata
@@ -112,12 +111,6 @@ class Checkpoints:
             check_free_space(self.root, n_bytes)
 
         attempt_on_all_ranks(self._control, try_to_write)
-        free = shutil.disk_usage(self.root).free
-        if n_bytes * (self._recipe.checkpoint.keep_last + 1 - len(list_steps(self.root))) > free:
-            self._log.log_message(
-                f"warning: {free / GIB:.2f} GiB are free in {self.root}, less than the checkpoints that this run keeps "
-                f"({n_bytes / GIB:.2f} GiB each); free space, or lower checkpoint.keep_last"
-            )
 
     def reserve_memory(self) -> None:
         """Reserve the host memory for asynchronous saves, before the first step; collective.

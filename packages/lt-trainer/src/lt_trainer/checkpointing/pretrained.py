@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -73,20 +72,12 @@ class PretrainedWeights:
     def __exit__(self, *error: object) -> None:
         self._reader.close()
 
-    @property
-    def metadata(self) -> dict[str, Any]:
-        """Format, and the commit on a hub, for the run's records."""
-        return {"format": self.source.format, **self.source.format_info}
-
     def describe(self) -> str:
         """Return a sentence for the log."""
         info, old, new = self.source.format_info, self.source_model.to_dict(), self.model.to_dict()
         place = f"{info['hub']} at commit {info['revision']}" if info.get("revision") else str(self.source.path)
-        changes = [
-            f"{name} {old[name]} -> {new[name]}"
-            for name in ("vocab_size", *OVERRIDABLE_FIELDS)
-            if old[name] != new[name]
-        ]
+        names = [name for name in ("vocab_size", *OVERRIDABLE_FIELDS) if old[name] != new[name]]
+        changes = [f"{name} {old[name]} -> {new[name]}" for name in names]
         start = f"starting from the weights of {place} ({self.source.format})"
         return "; ".join([start, *changes, *self.source.fallbacks])
 

@@ -138,8 +138,10 @@ def _load_pretrained(run: Run) -> None:
     ) as pretrained:
         engine.load_weights(pretrained)
         pretrained.check_finite(engine.control)
-        run.checkpoints.hf_files = hf_model_files(pretrained.source)
-        run.log.log_event("init_from", address=options.init_from, model=pretrained.metadata)
+        source = pretrained.source
+        run.checkpoints.hf_files = hf_model_files(source)
+        values = {"format": source.format, **source.format_info}
+        run.log.log_event("init_from", address=options.init_from, model=values)
         run.log.log_message(pretrained.describe())
 
 

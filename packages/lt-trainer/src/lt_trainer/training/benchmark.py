@@ -105,6 +105,10 @@ def run_benchmark(resolved: ResolvedRecipe, *, steps: int, warmup: int) -> dict[
             metrics = engine.fetch_metrics([engine.step(batch, lr) for batch in prepared])
             step_s, cpu_s = (time.perf_counter() - start) / steps, (time.process_time() - cpu_start) / steps
         peak_bytes = engine.control.all_reduce_max(engine.peak_memory_bytes())
+        planned = None  # without the reserve of `lt train plan`
+        if engine.device.kind == "cuda" and recipe.run.engine == "gpu":
+            layout = layout_from_recipe(recipe, devices=world.local_size, nodes=world.n_nodes)
+            planned = plan_memory(inputs.model, recipe.data.seq_len, layout).peak
         report = {
             "benchmark": "lt train bench",
             "format": 1,
@@ -129,7 +133,7 @@ def run_benchmark(resolved: ResolvedRecipe, *, steps: int, warmup: int) -> dict[
             "memory": {
                 "peak_bytes": peak_bytes,
                 "state_bytes": engine.state_bytes(),
-                "planned_bytes": _planned_bytes(recipe, inputs.model, world) if engine.device.kind == "cuda" else None,
+                "planned_bytes": planned,
             },
             "loss": {"first": first.loss, "last": metrics[-1].loss},
             "all_finite": first.is_finite and all(values.is_finite for values in metrics),
@@ -150,11 +154,3 @@ def _rates(recipe: Recipe, model: LlamaConfig, engine: Engine, step_s: float) ->
         "mfu": {convention: tokens_per_s * number / peak for convention, number in flops.items()},
         "hfu": None if math.isnan(recomputed) else tokens_per_s * (flops["full"] + recomputed) / peak,
     }
-
-
-def _planned_bytes(recipe: Recipe, model: LlamaConfig, world: World) -> float | None:
-    """Return the peak of `lt train plan` without its reserve."""
-    if recipe.run.engine != "gpu":
-        return None
-    layout = layout_from_recipe(recipe, devices=world.local_size, nodes=world.n_nodes)
-    return plan_memory(model, recipe.data.seq_len, layout).peak
