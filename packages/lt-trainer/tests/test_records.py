@@ -94,14 +94,3 @@ def test_steps_that_are_done_again_take_the_place_of_the_first() -> None:
     rows = [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.0}, {"step": 2, "val_loss": 0.2}, {"step": 3, "loss": 3.0}]
     again = [{"step": 2, "loss": 2.5}, {"step": 2, "val_loss": 0.25}, {"step": 2, "val_loss": 0.75, "val_set": "code"}]
     assert drop_superseded_records([*rows, *again]) == [rows[0], *again]
-
-
-@given(st.lists(st.integers(1, 9), max_size=40))
-def test_the_newest_way_only_goes_forward_and_has_the_last_word_on_each_step(steps: list[int]) -> None:
-    rows = [{"step": number, "loss": float(index)} for index, number in enumerate(steps)]
-    found = drop_superseded_records(rows)
-    numbers = [row["step"] for row in found]
-    assert numbers == sorted(set(numbers))
-    assert found[-1:] == rows[-1:]
-    for row in found:
-        assert not [other for other in rows[rows.index(row) + 1 :] if other["step"] <= row["step"]]

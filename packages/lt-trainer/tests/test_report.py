@@ -17,11 +17,7 @@ from lt_trainer.errors import RunDirError
 from lt_trainer.observability.report import ReportError, write_report
 
 EVIL = "<script>alert('$x_1$')</script>"
-RECIPE: dict[str, Any] = {
-    "schedule": {"max_steps": 400},
-    "optimizer": {"lr": 1e-3},
-    "data": {"store": f"no/such/{EVIL}", "seq_len": 2048},
-}
+RECIPE: dict[str, Any] = {"schedule": {"max_steps": 400}, "optimizer": {"lr": 1e-3}, "data": {"store": f"no/{EVIL}"}}
 START = {"event": "start", "world": 8, "device": "NVIDIA H200"}
 DATA = {"event": "data", "global_batch_size": 64, "dp_size": 8, "seed": 1, "fingerprint": "store:ab"}
 
@@ -47,13 +43,11 @@ def make_run(folder: Path, records: Any = (), events: Any = (), recipe: Any = RE
 def eventful(tmp_path: Path) -> Path:
     """A run that was stopped, resumed, skipped steps, rolled back and is done, with two validation sets."""
     records = [record(step) for step in range(1, 301)] + [record(step, loss=99.0) for step in range(301, 311)]
-    records += [record(step) for step in range(301, 401)]
+    records += [record(step, loss="nan" if step < 304 else 2.5) for step in range(301, 401)]
     for name in ("web", EVIL):
         records.append({"step": 400, "val_loss": 2.5, "val_tokens": 9, "val_bits_per_byte": 1.25, "val_set": name})
     events = [
         START,
-        DATA | {"step": 0, "row": 0, "skipped": []},
-        {"event": "checkpoint", "step": 200, "path": "c"},
         {"event": "stop", "step": 200, "signal": "SIGTERM"},
         START,
         {"event": "resume", "step": 200},
@@ -90,12 +84,12 @@ def test_the_page_of_a_run_has_everything_escaped(eventful: Path) -> None:
         "Loss, nats per token",
         f"eventful, validation {EVIL}",  # in the legend
         *("stop", "resume", "rollback", "step skipped"),
-        json.dumps(f"no/such/{EVIL}"),
+        json.dumps(f"no/{EVIL}"),
         "data: skipped",
-        "torch 2.15.0",
-        "optimizer.lr",
+        *("torch 2.15.0", "optimizer.lr", "2.5000, mean of 9 records"),
     ):
         assert shown in words.split("\n"), shown
+    assert "records without a finite loss\n3\n" in words
     page = (eventful.parent / "page.html").read_text()
     assert "default-src 'none'" in page
     assert "<script" not in page
@@ -114,13 +108,6 @@ def test_the_page_of_several_runs_tells_where_their_recipes_differ(eventful: Pat
     assert "schedule.max_steps" not in words
     assert "The recipes are equal." in words_of(eventful, make_run(tmp_path / "same"))
     assert "No records yet." in words_of(tmp_path / "same")
-
-
-def test_losses_that_are_not_finite_are_told_and_left_out(tmp_path: Path) -> None:
-    records = [record(step, loss="nan" if step > 20 else 2.0) for step in range(1, 26)]
-    words = words_of(make_run(tmp_path / "run", records)).split("\n")
-    assert words[words.index("records without a finite loss") + 1] == "5"
-    assert "2.0000, mean of 1 records" in words
 
 
 def test_the_model_is_that_of_the_newest_checkpoint(recipe_base, fake_engine) -> None:

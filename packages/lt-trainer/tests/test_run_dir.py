@@ -71,31 +71,24 @@ def test_a_foreign_folder_is_not_touched_and_what_a_killed_start_left_is_not_for
 
 
 @pytest.mark.parametrize(
-    ("marker", "told"),
+    ("name", "content", "told"),
     [
-        (
-            '{"format": "lt-run", "version": 2}',
-            "version 2, this lt-trainer supports version 1; use the lt-trainer that",
-        ),
-        ("", "damaged; set run.dir to a new folder"),
-        ("[]", "damaged; set run.dir to a new folder"),
-        ('{"format": "other"}', "damaged; set run.dir to a new folder"),
+        (".lt-run", '{"format": "lt-run", "version": 2}', "version 2, this lt-trainer supports version 1; use the lt-"),
+        (".lt-run", "", "damaged; set run.dir to a new folder"),
+        (".lt-run", '{"format": "other"}', "damaged; set run.dir to a new folder"),
+        ("recipe.json", "{", "recipe.json is damaged ("),
     ],
 )
-def test_later_versions_and_damage_are_refused(tmp_path: Path, marker: str, told: str) -> None:
-    (tmp_path / ".lt-run").write_text(marker)
-    assert told in refusal(tmp_path)
-    file = tmp_path / "file"
-    file.write_text("x")
-    assert refusal(file) == f"run.dir = '{file}': cannot use {file}: File exists; set run.dir to a writable folder"
-
-
-def test_a_damaged_recipe_json_is_named(tmp_path: Path) -> None:
+def test_later_versions_and_damage_are_refused(tmp_path: Path, name: str, content: str, told: str) -> None:
     RunDir.open(tmp_path, resolved=resolved()).close()
-    (tmp_path / "recipe.json").write_text("{")
-    with pytest.raises(RunDirError, match=r"recipe\.json is damaged \(.*\); set run\.dir to a new folder, or rem"):
+    before = (tmp_path / name).read_text()
+    (tmp_path / name).write_text(content)
+    with pytest.raises(RunDirError, match=re.escape(told)):
         RunDir.open(tmp_path, resolved=resolved())
-    RunDir.open(tmp_path).close()  # the refusal let go of the lock
+    (tmp_path / name).write_text(before)
+    RunDir.open(tmp_path, resolved=resolved()).close()  # the refusal let go of the lock
+    with pytest.raises(RunDirError, match=r"cannot use .*\.lt-run: File exists; set run\.dir to a writable folder"):
+        RunDir.open(tmp_path / ".lt-run")
 
 
 HOLDER = """

@@ -71,54 +71,36 @@ def records(folder: Path) -> list[dict[str, Any]]:
 # ---- rows, rates, recomputation ----
 
 
-def test_rates_are_those_of_the_rows_since_the_last_record(tmp_path: Path) -> None:
-    """A slow start, which compiles, is in no later rate."""
+def test_rates_are_those_of_the_rows_since_the_last_record_without_pauses(tmp_path: Path) -> None:
+    """A slow start, which compiles, is in no later rate.
+
+    Of 3 FLOPs per token, 2 are attention over 10 positions; positions see 4 and 8 of them on average.
+    """
     clock = Clock()
-    with logger(tmp_path, clock) as one:
+    with logger(tmp_path, clock, attention_flops=0.2, recomputed_flops_per_token=1.0) as one:
         clock.now += 5.0
-        one.log_steps([step(1, 8), step(2, 8), step(3, 16)], 0, {})
-        clock.now += 0.5
+        one.log_steps([step(1, 8, 4.0), step(2, 24, 8.0)], 0, {})
+        for _ in range(2):
+            clock.now += 0.25
+            with one.pause("a save"):
+                clock.now += 100.0
+                with one.pause("a validation within it"):
+                    clock.now += 30.0
         one.log_steps([step(4, 32)], 0, {})
     first, second = records(tmp_path)
     assert first["samples_per_sec"] == 32 / 5 / 2
     assert first["batches_per_sec"] == 32 / 4 / 5 / 2
     assert first["tokens_per_sec"] == 320 / 5 / 2
     assert first["flops_per_sec"] == 3 * 320 / 5 / 2
-    assert first["mfu"] == first["hfu"] == 3 * 320 / 5 / 2 / 1000
+    assert first["mfu"] == 3 * 320 / 5 / 2 / 1000
+    assert first["hfu"] == pytest.approx(4 * 320 / 5 / 2 / 1000)
+    assert first["mfu_documents"] == pytest.approx((80 * (1 + 0.8) + 240 * (1 + 1.6)) / 5 / 2 / 1000)
     assert second["samples_per_sec"] == 32 / 0.5 / 2
 
 
-def test_any_number_of_pauses_is_left_out_of_the_rates(tmp_path: Path) -> None:
-    clock = Clock()
-    with logger(tmp_path, clock) as one:
-        for _ in range(3):
-            clock.now += 2.0
-            with one.pause("a save"):
-                clock.now += 100.0
-                with one.pause("a validation within it"):
-                    clock.now += 30.0
-        clock.now += 2.0
-        one.log_steps([step(1, 12 * 4)], 0, {})
-    assert records(tmp_path)[0]["tokens_per_sec"] == 30.0
-
-
-def test_attention_within_documents_and_recomputation_have_shares_of_their_own(tmp_path: Path) -> None:
-    """Of 3 FLOPs per token, 2 are attention over 10 positions; positions see 4 and 8 of them on average."""
-    clock = Clock()
-    with logger(tmp_path, clock, attention_flops=0.2, recomputed_flops_per_token=1.0) as one:
-        clock.now += 5.0
-        one.log_steps([step(1, 8, 4.0), step(2, 24, 8.0)], 0, {})
-    (record,) = records(tmp_path)
-    assert record["mfu"] == 3 * 320 / 5 / 2 / 1000
-    assert record["hfu"] == pytest.approx(4 * 320 / 5 / 2 / 1000)
-    assert record["mfu_documents"] == pytest.approx((80 * (1 + 0.8) + 240 * (1 + 1.6)) / 5 / 2 / 1000)
-
-
 def test_rows_of_each_length_cost_what_their_attention_sees() -> None:
-    base = {
-        "data": {"store": "unused", "packing": "buckets", "seq_len": 64, "min_seq_len": 16},
-        "batch": {"global_batch_size": 8, "micro_batch_size": 2},
-    }
+    data = {"store": "unused", "packing": "buckets", "seq_len": 64, "min_seq_len": 16}
+    base = {"data": data, "batch": {"global_batch_size": 8, "micro_batch_size": 2}}
     model = preset("tiny-2m")
     costs = ComputeCost.of_recipe(load(base=base).recipe, model, 0.0)
     assert (costs.micro_batch_size, costs.seq_len, costs.flops_per_token) == (2, 64, flops_per_token(model, 64, "full"))
