@@ -7,19 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lt_data import (
-    DataError,
-    Document,
-    RowReader,
-    TokenStore,
-    inspect_step,
-    open_pack,
-    pack,
-    prepare,
-    prepare_documents,
-    read_documents,
-    train_bpe,
-)
+import lt_data
+from lt_data import DataError, RowReader, TokenStore, open_pack, pack
 from lt_test_helpers.runs import run
 from lt_trainer.config.recipe import load
 from lt_trainer.data.training_data import open_data, validation_batches
@@ -119,23 +108,20 @@ def test_a_part_of_a_set_takes_a_tenth_of_the_run_and_is_the_same_in_all_runs(
     assert [r["val_tokens"] for r in validations(recipe_base)] == [dataset.reader.count_labels(dataset.rows)] * 2
 
 
-def test_a_store_made_from_ids_is_decoded_for_its_bytes(recipe_base, little_data, tmp_path) -> None:
-    texts = [document.text for document in read_documents([little_data / "text-validation"])]
-    whole = TokenStore.open(little_data / "validation")
-    documents = [Document(ids=whole.document(i).astype(np.int64), source=str(i)) for i in range(whole.n_documents)]
-    prepare_documents(documents, tokenizer=whole.tokenizer(), out=tmp_path / "ids")
-    store = TokenStore.open(tmp_path / "ids")
-    pack(store, seq_len=32)
-    assert store.manifest.text_bytes == 0
+def test_a_set_of_ids_is_decoded_for_its_bytes_and_one_of_another_tokenizer_refused(
+    recipe_base, little_data, tmp_path
+) -> None:
+    folder, whole = little_data / "text-validation", TokenStore.open(little_data / "validation")
+    texts = [document.as_text() for document in lt_data.read_documents([folder])]
+    documents = [
+        lt_data.Document(ids=whole.document(i).astype(np.int64), source=str(i)) for i in range(whole.n_documents)
+    ]
+    lt_data.prepare_documents(documents, tokenizer=whole.tokenizer(), out=tmp_path / "ids")
+    pack(TokenStore.open(tmp_path / "ids"), seq_len=32)
     recipe_base["data"]["validation"] = str(tmp_path / "ids")
     (found,) = open_data(load(base=recipe_base).recipe).validation
-    assert found.text_bytes == sum(len((text or "").encode()) for text in texts) > 0
-
-
-def test_a_set_of_another_tokenizer_is_refused_by_name(recipe_base, little_data, tmp_path) -> None:
-    folder = little_data / "text-validation"
-    other = train_bpe((document.text for document in read_documents([folder])), vocab_size=280)
-    prepare([folder], tokenizer=other, out=tmp_path / "other")
+    assert found.text_bytes == sum(len(text.encode()) for text in texts) > 0
+    lt_data.prepare([folder], tokenizer=lt_data.train_bpe(texts, vocab_size=280), out=tmp_path / "other")
     recipe_base["data"]["validation_sets"] = {"web": {"store": str(tmp_path / "other")}}
     with pytest.raises(RecipeError, match=r"data\.validation_sets\.web\.store = .* another tokenizer"):
         open_data(load(base=recipe_base).recipe)
@@ -152,4 +138,4 @@ def test_packs_may_be_outside_of_the_stores(recipe_base, fake_engine, little_dat
         open_data(load(base=recipe_base).recipe)
     recipe_base["data"]["packs"] = str(tmp_path / "packs")
     assert start(recipe_base) == 0
-    assert inspect_step(Path(recipe_base["run"]["dir"]), 1).rows
+    assert lt_data.inspect_step(Path(recipe_base["run"]["dir"]), 1).rows
