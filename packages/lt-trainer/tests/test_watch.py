@@ -92,6 +92,7 @@ def test_a_finished_run_is_shown_once_and_nothing_in_it_changes(recipe_base, fak
     console = Console(file=io.StringIO(), width=140)
     watch_run(out, interval_s=3600, once=False, console=console)  # returns, as the run is done
     assert isinstance(console.file, io.StringIO)
+    assert "left" not in console.file.getvalue()
     for words in ("20 of 20", "training completed at step 20", "bits per byte"):
         assert words in console.file.getvalue()
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before

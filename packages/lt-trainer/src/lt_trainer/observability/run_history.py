@@ -89,11 +89,11 @@ class RunHistory:
 
     @property
     def seconds_left(self) -> float:
-        """Seconds to the last step at the speed of the newest records; nan if unknown."""
-        recent = self.train[-SPEED_WINDOW:]
+        """Seconds to the last step at the speed of the newest records; nan if unknown or done."""
+        recent, left = self.train[-SPEED_WINDOW:], self.max_steps - self.step
         n_steps = recent[-1]["step"] - recent[0]["step"] if recent else 0
         seconds = math.fsum(map(seconds_of, recent[1:]))
-        return (self.max_steps - self.step) * seconds / n_steps if n_steps else math.nan
+        return left * seconds / n_steps if n_steps and left > 0 else math.nan
 
     @property
     def validation(self) -> dict[str, list[Mapping[str, Any]]]:

@@ -205,7 +205,7 @@ def _lines(plan: Plan) -> Iterator[str]:
     yield f"{layout.world_size} x {plan.device.title} (nodes {layout.nodes}): {', '.join(_degrees(layout))}"
     yield (
         f"one step: {recipe.batch.global_batch_size} rows of {recipe.data.seq_len} tokens; per device "
-        f"{layout.accumulation_steps} x {layout.micro_batch_size}; activation checkpointing "
+        f"{layout.accumulation_steps} micro-batch(es) of {layout.micro_batch_size}; activation checkpointing "
         f"{layout.activation_checkpointing}"
     )
     free = (plan.device.memory_bytes - memory.needed) / GIB
