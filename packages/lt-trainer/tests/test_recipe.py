@@ -104,7 +104,7 @@ def test_store_is_required() -> None:
             "model, optimizer, parallel, run, schedule",
         ),
         ("batch = 5\n", "batch = 5 (RUN): not a value but a section; set its fields"),
-        ("[run]\nseed = { a = 1 }\n", "run.seed = {'a': 1}: must be a valid integer"),
+        ("[run]\nseed = { a = 1 }\n", "run.seed = {'a': 1} (RUN): must be a valid integer"),
         ('[optimizer]\nlr = "1e-x"\n', "optimizer.lr = '1e-x' (RUN): must be a valid number"),
         (
             '[data.validation_sets.web]\nstroe = "b"\n',

@@ -79,5 +79,5 @@ class RecipeError(TrainerError):
 
     def with_origins(self, origins: Mapping[str, str]) -> "RecipeError":
         """Return the same error with the sources of its fields, where known."""
-        known = {name: origins[name] for name in self.values if name in origins}
+        known = {n: source for given, source in origins.items() for n in self.values if f"{given}.".startswith(f"{n}.")}
         return RecipeError(self.problem, values=self.values, remedy=self.remedy, origins=known | self.origins)

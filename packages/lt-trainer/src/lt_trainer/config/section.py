@@ -228,9 +228,9 @@ def recipe_error(exc: ValidationError, cls: type[Section], table: str = "") -> R
     if isinstance(own, RecipeError):
         values = {f"{name}.{field}" if name else field: shown for field, shown in own.values.items()}
         return RecipeError(own.problem, values=values, remedy=own.remedy, origins=own.origins)
+    fields = leaves(cls, f"{table}." if table else "", entry=loc[-2] if len(loc) > 2 else "")
     if kind == "extra_forbidden":
-        known = list(leaves(cls, f"{table}." if table else "", entry=loc[-2] if len(loc) > 2 else ""))
-        return RecipeError("unknown field", values={name: value}, remedy=_known_fields(name, known))
+        return RecipeError("unknown field", values={name: value}, remedy=_known_fields(name, list(fields)))
     if kind == "missing":
         return RecipeError(f"{name} is missing")
     if kind.startswith(("model_", "dict_")):
@@ -238,7 +238,8 @@ def recipe_error(exc: ValidationError, cls: type[Section], table: str = "") -> R
     for theirs, ours in _WORDS.items():
         message = message.replace(theirs, ours)
     values = {} if kind == "value_error" and isinstance(value, dict | BaseModel) else {name: value}
-    return RecipeError(message.partition(", unable")[0], values=values)
+    remedy = fields[name].description or "" if "pattern" in kind and name in fields else ""
+    return RecipeError(message.partition(", unable")[0], values=values, remedy=remedy)
 
 
 def _known_fields(name: str, known: list[str]) -> str:
