@@ -20,7 +20,7 @@ from lt_test_helpers import runs
 from lt_test_helpers.runs import events, losses, start
 from lt_test_helpers.s3_server import MotoServer, run_s3_server
 from lt_trainer.checkpointing import mirror as run_mirror
-from lt_trainer.checkpointing.mirror_identity import recipe_differences
+from lt_trainer.checkpointing.mirror import recipe_differences
 from lt_trainer.config.recipe import load, to_dict
 from lt_trainer.errors import MirrorError, RecipeError
 from lt_trainer.resilience.stop_signals import StopSignals

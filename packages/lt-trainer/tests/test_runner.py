@@ -100,12 +100,8 @@ def test_what_nohup_ignores_stays_ignored(recipe_base, fake_engine, hangup) -> N
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
-def test_a_signal_in_the_last_step_is_not_a_stop(recipe_base, fake_engine) -> None:
+def test_a_signal_when_nothing_is_left_to_do_is_not_a_stop(recipe_base, fake_engine) -> None:
     fake_engine.on_step = lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 20 else None
-    assert start(recipe_base) == 0
-
-
-def test_a_signal_to_a_finished_run_that_is_started_again_is_not_a_stop(recipe_base, fake_engine) -> None:
     assert start(recipe_base) == 0
     with StopSignals() as stop:
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -129,7 +125,9 @@ def test_metrics_have_the_names_and_values_of_the_run(recipe_base, fake_engine, 
     lrs = [learning_rate(step, schedule, peak) for step in range(20)]
     assert fake_engine.opened[0].lrs == lrs
     assert [r["learning_rate"] for r in records if "loss" in r] == lrs
-    model = LlamaConfig.from_dict(find_latest_valid(Path(recipe_base["run"]["dir"]) / "checkpoints")[0].manifest.model)
+    found, _ = find_latest_valid(Path(recipe_base["run"]["dir"]) / "checkpoints")
+    assert found is not None
+    model = LlamaConfig.from_dict(found.manifest.model)
     assert last["flops_per_sec"] == pytest.approx(last["tokens_per_sec"] * flops_per_token(model, 32, "full"))
     assert last["memory_gib"] == 3
     assert last["samples_per_sec"] == pytest.approx(4 * last["batches_per_sec"])
@@ -140,6 +138,10 @@ def test_metrics_have_the_names_and_values_of_the_run(recipe_base, fake_engine, 
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step=")]
     assert len(lines) == 21
     assert "12 x layers x width x seq_len" in json.dumps(read_jsonl(Path(recipe_base["run"]["dir"]) / "events.jsonl"))
+    manifest = found.manifest
+    assert (manifest.step, manifest.data["step"], manifest.data["row"]) == (20, 20, 160)
+    assert (manifest.recipe["optimizer"]["lr"], manifest.model["vocab_size"]) == (1.6e-3, 300)
+    assert set(Checkpoint.open(found.path).tokenizer_files()) >= {"tokenizer.json", "tokenizer_config.json"}
 
 
 @pytest.mark.parametrize("dp_size", [2, 4])
@@ -160,34 +162,15 @@ def test_rows_of_all_ranks_count_once(recipe_base, fake_engine, monkeypatch, dp_
     assert [(record.step, record.rows, record.row_length) for record in logged] == [(i, 8, 32) for i in (1, 2, 3)]
 
 
-def test_validation_counts_every_position_once(recipe_base, fake_engine, little_data) -> None:
-    assert start(recipe_base, "metrics.validation_interval=8") == 0
+def test_validation_counts_every_position_once_and_not_at_a_stop(recipe_base, fake_engine, little_data) -> None:
+    """Whoever sends the signal waits; a last step is validated though a signal came in it."""
+    sets = ["metrics.validation_interval=4", "metrics.validation_tokens=-1"]
+    assert start(recipe_base, *sets, stop_after_step=8) == 75
+    assert start(recipe_base, *sets, stop_after_step=20) == 0
     store = TokenStore.open(little_data / "validation")
     valid = int(RowReader(store, open_pack(store, seq_len=32)).valid.sum())
     found = [r for r in read_jsonl(Path(recipe_base["run"]["dir"]) / "metrics.jsonl") if "val_loss" in r]
-    assert [r["step"] for r in found] == [8, 16, 20]
-    assert {r["val_tokens"] for r in found} == {valid}
-
-
-def test_the_step_of_a_stop_is_saved_and_not_validated(recipe_base, fake_engine) -> None:
-    """Whoever sends the signal waits; a last step is validated though a signal came in it."""
-    assert start(recipe_base, "metrics.validation_interval=4", stop_after_step=8) == 75
-    assert start(recipe_base, "metrics.validation_interval=4", stop_after_step=20) == 0
-    records = read_jsonl(Path(recipe_base["run"]["dir"]) / "metrics.jsonl")
-    assert [r["step"] for r in records if "val_loss" in r] == [4, 12, 16, 20]
-
-
-def test_checkpoint_carries_recipe_model_tokenizer_and_data_position(recipe_base, fake_engine) -> None:
-    assert start(recipe_base) == 0
-    found, _ = find_latest_valid(Path(recipe_base["run"]["dir"]) / "checkpoints")
-    assert found is not None
-    manifest = Checkpoint.open(found.path).manifest
-    assert manifest.step == 20
-    assert manifest.recipe["optimizer"]["lr"] == 1.6e-3
-    assert manifest.model["vocab_size"] == 300
-    assert manifest.data["row"] == 160
-    assert manifest.data["step"] == 20
-    assert set(found.tokenizer_files()) >= {"tokenizer.json", "tokenizer_config.json"}
+    assert [(r["step"], r["val_tokens"]) for r in found] == [(step, valid) for step in (4, 12, 16, 20)]
 
 
 def test_goes_on_when_max_steps_grows_and_says_what_changed(recipe_base, fake_engine, capsys) -> None:

@@ -43,17 +43,13 @@ def resolve_bench_recipe(
     Raises:
         RecipeError: neither or both are given, the preset is unknown, or the recipe is invalid.
     """
-    if bool(path) == bool(preset):
+    if bool(path) == bool(preset) or preset not in ("", *PRESETS):
         raise RecipeError(
             "exactly one is required",
             values={"RUN.toml": path or "", "--preset": preset},
-            remedy="use lt train bench RUN.toml, or lt train bench --preset llama-160m",
+            remedy=f"use lt train bench RUN.toml, or --preset with one of {', '.join(PRESETS)}",
         )
     if preset:
-        if preset not in PRESETS:
-            raise RecipeError(
-                "unknown preset", values={"--preset": preset}, remedy=f"the presets are {', '.join(PRESETS)}"
-            )
         base = {
             "model": {"preset": preset, "vocab_size": PRESETS[preset].vocab_size},
             "data": {"synthetic": True, "seq_len": min(4096, PRESETS[preset].max_position_embeddings)},
