@@ -73,9 +73,9 @@ def test_a_foreign_folder_is_not_touched_and_what_a_killed_start_left_is_not_for
 @pytest.mark.parametrize(
     ("name", "content", "told"),
     [
-        (".lt-run", '{"format": "lt-run", "version": 2}', "version 2, this lt-trainer supports version 1; use the lt-"),
-        (".lt-run", "", "damaged; set run.dir to a new folder"),
-        (".lt-run", '{"format": "other"}', "damaged; set run.dir to a new folder"),
+        (".lt-run", '{"format": "lt-run", "version": 2}', "of another version of lt-trainer (this one writes"),
+        (".lt-run", "", "damaged or of another version"),
+        (".lt-run", '{"format": "other"}', "damaged or of another version"),
         ("recipe.json", "{", "recipe.json is damaged ("),
     ],
 )

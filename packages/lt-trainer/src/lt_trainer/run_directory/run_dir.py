@@ -38,7 +38,7 @@ from lt_trainer.files import write_atomic
 from lt_trainer.run_directory.environment import describe_environment
 from lt_trainer.run_directory.jsonl import JsonlWriter
 
-FORMAT, VERSION = "lt-run", 1
+MARKER = {"format": "lt-run", "version": 1}
 MARKER_FILE, LOCK_FILE = ".lt-run", ".lt-run.lock"
 MIRROR_FILE = "mirror.json"
 OWN_PREFIXES = (MARKER_FILE, f".{MARKER_FILE}")
@@ -75,7 +75,7 @@ class RunDir:
         path = self.path
         path.mkdir(parents=True, exist_ok=True)
         if not _is_run_dir(path):
-            write_atomic(path / MARKER_FILE, _json({"format": FORMAT, "version": VERSION}))
+            write_atomic(path / MARKER_FILE, _json(MARKER))
         lock = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
         self._resources.callback(os.close, lock)
         _lock(path, lock)
@@ -126,16 +126,9 @@ class RunDir:
 
 
 def read_mirror_name(path: str | Path) -> str:
-    """Read the run's name in its mirror; "" if it never had one.
-
-    Raises:
-        RunDirError: the file is damaged.
-    """
+    """Read the run's name in its mirror; "" if it never had one."""
     file = Path(path) / MIRROR_FILE
-    try:
-        return str(json.loads(file.read_bytes())["run"]) if file.exists() else ""
-    except (OSError, ValueError, KeyError, TypeError) as exc:
-        raise RunDirError(f"{file} is damaged ({exc}); remove it to compare the run with its mirror again") from exc
+    return json.loads(file.read_bytes())["run"] if file.exists() else ""
 
 
 def _is_run_dir(path: Path) -> bool:
@@ -152,12 +145,10 @@ def _is_run_dir(path: Path) -> bool:
         values = json.loads(marker.read_bytes())
     except ValueError:
         values = None
-    if not isinstance(values, dict) or values.get("format") != FORMAT:
-        raise RunDirError(f"{name}: {marker} is damaged; set run.dir to a new folder")
-    if values.get("version") != VERSION:
+    if values != MARKER:
         raise RunDirError(
-            f"{name}: the run directory has version {values.get('version')!r}, this lt-trainer supports version "
-            f"{VERSION}; use the lt-trainer that wrote it, or set run.dir to a new folder"
+            f"{name}: {marker} is damaged or of another version of lt-trainer (this one writes {MARKER}); use the "
+            "lt-trainer that wrote it, or set run.dir to a new folder"
         )
     return True
 
