@@ -4,7 +4,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -73,16 +72,3 @@ def test_a_mistake_of_ours_is_70_with_a_traceback(
     shown = capsys.readouterr().err
     assert "Traceback" in shown
     assert r"to the user \x1b[31m" in shown.splitlines()[-1]
-
-
-def test_torchrun_hands_on_what_it_is_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    recipe = tmp_path / "run.toml"
-    recipe.write_text("[data]\nstore = 'store'\n[fault_tolerance]\ngrace_period_s = 7\n", encoding="utf-8")
-    given: list[tuple] = []
-    monkeypatch.setattr("lt_trainer.cli.torchrun.run_torchrun", lambda *arguments: given.append(arguments) or 75)
-    line = ["torchrun", str(recipe), "--nproc-per-node", "2", "--set", "run.seed=3", "--check", "--", "--nnodes", "4"]
-    assert CliRunner().invoke(commands.app, line).exit_code == 75
-    (found, ranks, options, arguments) = given[0]
-    assert (found.fault_tolerance.grace_period_s, found.run.seed, ranks) == (7.0, 3, 2)
-    assert options == ["--nnodes", "4"]
-    assert arguments == ["check", str(recipe), "--set", "run.seed=3"]

@@ -17,7 +17,7 @@ from lt_trainer.evaluation.scorer import BatchShape, EvaluationError, TaskResult
 from lt_trainer.evaluation.store_losses import evaluate_store
 
 if TYPE_CHECKING:
-    from lt_trainer.config.sections import Recipe
+    from lt_trainer.config.sections import EvaluationOptions, Recipe
     from lt_trainer.data.training_data import TrainingData
     from lt_trainer.engine import Engine
 
@@ -30,12 +30,11 @@ class RunEvaluation:
     """Rows of a batch: those of a micro-batch."""
     tasks: Mapping[str, Any]
     """Loaded tasks of lm-evaluation-harness; empty without evaluation.tasks."""
-    limit: int
-    stores: bool
+    options: EvaluationOptions
 
     def __bool__(self) -> bool:
         """Return True if there is anything to evaluate."""
-        return bool(self.tasks) or self.stores
+        return bool(self.tasks) or self.options.stores
 
     @staticmethod
     def read(recipe: Recipe) -> RunEvaluation:
@@ -53,7 +52,7 @@ class RunEvaluation:
                 tasks = load_tasks(options.tasks, include_path=options.include_path)
             except EvaluationError as exc:
                 raise RecipeError(str(exc), values={"evaluation.tasks": options.tasks}) from exc
-        return RunEvaluation(shape=shape, tasks=tasks, limit=options.limit, stores=options.stores)
+        return RunEvaluation(shape=shape, tasks=tasks, options=options)
 
     def results(
         self, engine: Engine, data: TrainingData, report: Callable[[str, int, int], None]
@@ -70,8 +69,8 @@ class RunEvaluation:
 
             tokenizer = Tokenizer.from_bytes(data.tokenizer_files)
             model = HarnessModel(engine, tokenizer, self.shape, on_batch=partial(report, "tasks"))
-            yield from run_tasks(model, self.tasks, limit=self.limit)
-        for dataset in data.validation if self.stores else ():
+            yield from run_tasks(model, self.tasks, limit=self.options.limit)
+        for dataset in data.validation if self.options.stores else ():
             name = dataset.name or WHOLE_VALIDATION
             items = evaluate_store(engine, dataset.reader, self.shape, name=name, on_batch=partial(report, name))
             metrics = {metric: items[0][metric] for metric in ("loss", "perplexity", "bits_per_byte")}

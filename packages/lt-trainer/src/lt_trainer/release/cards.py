@@ -32,8 +32,11 @@ MAX_SOURCES = 50
 
 def make_documents(facts: Facts) -> dict[str, str]:
     """Return file of the release → its text."""
+    given = facts.info.component_license("Model parameters (Final)") or NOT_GIVEN
+    description = plain(facts.info.release.description) or "No description was given."
+    card = _fill("README.md", facts, description=description, license=plain(given))
     return {
-        "README.md": _front_matter(facts) + _fill("README.md", facts, **_card_parts(facts)),
+        "README.md": _front_matter(facts) + card,
         "DATA_CARD.md": _data_card(facts),
         "REPORT.md": _fill("REPORT.md", facts, **_report_parts(facts)),
         "mof.yml": _mof_document(facts),
@@ -77,14 +80,6 @@ def _front_matter(facts: Facts) -> str:
         eval_results=results or None,
     )
     return f"---\n{front.to_yaml()}\n---\n\n"
-
-
-def _card_parts(facts: Facts) -> dict[str, str]:
-    return {
-        "description": plain(facts.info.release.description) or "No description was given.",
-        "license": plain(facts.info.component_license("Model parameters (Final)") or NOT_GIVEN),
-        "earlier": ", ".join(map(str, facts.release.earlier_steps)) or "none",
-    }
 
 
 def _list(texts: Iterable[object]) -> str:
@@ -140,7 +135,6 @@ def _report_parts(facts: Facts) -> dict[str, str]:
     return {
         "settings": table(("field", "value"), given),
         "results": table(("step", "training loss, nats per token"), losses),
-        "patched": f" with `{facts.patch}`" if facts.patch else "",
     }
 
 

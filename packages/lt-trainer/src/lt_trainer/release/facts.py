@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lt_model import config_from_hf, n_parameters
-from lt_trainer.release.bundle import LICENSE_FILE, SOURCE_ARCHIVE, SOURCE_PATCH, Release, ReleaseError
+from lt_trainer.release.bundle import LICENSE_FILE, SOURCE_ARCHIVE, Release, ReleaseError
 from lt_trainer.release.data_files import SourceEntry, read_source_list
 from lt_trainer.release.license_file import parse_license_file
 from lt_trainer.release.mof import COMPONENTS, MofResult, ReleasedComponent, evaluate_openness
@@ -51,7 +51,6 @@ class Facts:
         start_event: Newest start event (device, number of ranks); empty without one.
         scores: Scores of the final weights.
         stores: Stores of the run.
-        patch: File with the difference of lt's sources to the commit; "" if there is none.
 
     Raises:
         ReleaseError: A file is missing or damaged.
@@ -82,7 +81,7 @@ class Facts:
             _read_store(bundle / "data" / name, [entry for entry in sources if entry.store == name])
             for name in self.release.stores
         ]
-        self.patch, self._bundle = SOURCE_PATCH if (bundle / SOURCE_PATCH).exists() else "", bundle
+        self._bundle = bundle
 
     @property
     def n_parameters(self) -> int:

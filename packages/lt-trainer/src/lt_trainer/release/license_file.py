@@ -22,7 +22,6 @@
     path = "corpus/*.jsonl"             # pattern of the paths in the stores' manifests; the first that matches counts
     license = "CC-BY-4.0"
     redistribute = true
-    name = "Example corpus"
     url = "https://example.org/corpus"
 
     [stores.train.prepare]              # options of `lt data prepare` that the store does not record
@@ -92,7 +91,6 @@ class SourceLicense(Record):
     path: Given
     license: License | None = None
     redistribute: bool = False
-    name: str = ""
     url: str = ""
 
 

@@ -187,8 +187,7 @@ def _store_problems(store: TokenStore, read: str | None) -> list[str]:
     fingerprint = store.manifest.fingerprint
     if store.manifest.dropped is not None:
         return [
-            "leaves out duplicates of its parts by a list, which a release has no place for; make a flat store of it "
-            "(lt data merge --units) before the run"
+            "leaves out duplicates by a list, which has no place in a release; make it flat (lt data merge --units)"
         ]
     if read not in (None, fingerprint):
         return [f"the store has changed: the run has read {str(read)[:16]}, this is {fingerprint[:16]}"]
