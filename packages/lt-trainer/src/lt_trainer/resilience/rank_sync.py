@@ -91,13 +91,10 @@ def read_on_all_ranks(control: Control, read: Callable[[], None]) -> None:
     Raises:
         RestoreError: on all ranks, a rank's part is damaged or cannot be read.
     """
-    failure: CheckpointError | None = None
     try:
-        read()
+        attempt_on_all_ranks(control, read)
     except CheckpointError as exc:
-        failure = exc
-    if control.all_reduce_max(int(failure is not None)):
-        raise RestoreError(str(failure) if failure else "another rank cannot read its part") from failure
+        raise RestoreError(str(exc)) from exc
 
 
 def _run_in_thread(
