@@ -11,8 +11,7 @@ alternate between the readers.
 
 A row of 2048 two-byte ids has the size of a page of memory. The rows of the one shard begin at pages, those of many
 shards anywhere, so each touches two pages. Beside the one shard stands one whose rows do not begin at pages: the ids
-before it, fewer than a row has, are a shard of their own. What of the cost is numpy's is shown too: the same rows but
-those that span two shards, by one numpy call each 256, at places that are known before.
+before it, fewer than a row has, are a shard of their own.
 
 Peers read the same rows from as many files: `datasets` (`with_format("numpy")`), and mosaicml-streaming
 (`StreamingDataset[i]`, MDS shards of integer arrays), each where it is installed: in an environment of their own,
@@ -77,27 +76,6 @@ def make_memmap_reader(store: TokenStore) -> Callable[[np.ndarray], Any]:
     return read
 
 
-def make_plain_reader(store: TokenStore) -> Callable[[np.ndarray], Any]:
-    """Return a reader by numpy alone of full rows, but those that span two shards, whose places are known before."""
-    mapped = store.mmap_shards(np.arange(len(store.manifest.shards)))
-    assert mapped is not None
-    ids, first = mapped
-    begins = np.arange(store.n_tokens // SEQ_LEN) * SEQ_LEN
-    shard = store.extents.find_tokens(begins)
-    places = (begins - store.extents.first_token[shard] + first[shard])[
-        begins + SEQ_LEN <= store.extents.first_token[shard + 1]
-    ]
-    runs = np.ndarray((ids.size - SEQ_LEN + 1,), np.dtype((np.void, 2 * SEQ_LEN)), ids.data, strides=(2,))
-    ends = np.array([0, SEQ_LEN - 1])
-
-    def read(rows: np.ndarray) -> np.ndarray:
-        begins = places[rows % places.size]
-        ids[(begins[:, None] + ends).reshape(-1)]  # as lt_data does, so that misses overlap
-        return runs[begins]
-
-    return read
-
-
 def make_datasets_reader(folder: Path, ids: np.ndarray, n_files: int) -> Callable[[np.ndarray], Any]:
     import pyarrow as pa
     from datasets import Dataset, load_from_disk
@@ -142,7 +120,6 @@ def measure(path: Path, peers: list[str]) -> dict[str, float | str]:
         functions["numpy.memmap a shard, ids only"] = make_memmap_reader(store)
     except OSError as exc:
         result["numpy.memmap a shard, ids only"] = exc.strerror or str(exc)
-    functions["plain numpy, known places"] = make_plain_reader(store)
     makers = {"datasets": make_datasets_reader, "mosaicml": make_mosaicml_reader}
     for peer in peers:
         name = f"{peer}, ids only"

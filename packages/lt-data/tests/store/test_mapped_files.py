@@ -16,20 +16,8 @@ from hypothesis import strategies as st
 
 from lt_data import DataError, RowReader, TokenStore
 from lt_data.packing.pack_index import build_index
-from lt_data.store import mapped_files
+from lt_data.store import token_store
 from lt_data.store.manifest import encode_manifest
-from lt_data.store.mapped_files import MappedFiles
-from lt_data.store.shard_files import map_ids
-
-U2 = np.dtype("<u2")
-
-
-def _write(folder: Path, values: list[list[int]]) -> MappedFiles:
-    for number, ids in enumerate(values):
-        np.array(ids, U2).tofile(folder / f"{number}.bin")
-    return MappedFiles(
-        lambda number: map_ids(folder / f"{number}.bin", len(values[number]), U2, inside=folder), len(values), U2
-    )
 
 
 def _run_in_threads(read: Callable[[int], None]) -> None:
@@ -45,83 +33,23 @@ def _mapped_under(folder: Path) -> int:
     return Path("/proc/self/maps").read_text().count(f"{folder}/")
 
 
-def test_each_file_has_its_place(tmp_path: Path) -> None:
-    values = [[1, 2, 3], [4], list(range(100, 3100)), [7, 8]]
-    files = _write(tmp_path, values)
-    for numbers in ([2], [0, 2], [3, 0, 3, 1, 2]):
-        found = files.span(np.array(numbers))
-        assert found is not None
-        ids, begins = found
-        assert ids.dtype == U2
-        assert not ids.flags.writeable
-        for number, begin in zip(numbers, begins.tolist(), strict=True):
-            assert ids[begin : begin + len(values[number])].tolist() == values[number]
-    assert files.array(2).tolist() == values[2]
-    assert f"{ids!r} {ids}" == "<all addresses> <all addresses>"  # its items would end the process
-    assert repr(ids[begins[0] : begins[0] + 2]) == "array([7, 8], dtype=uint16)"
-
-
-def test_a_map_lives_as_long_as_what_refers_to_it(tmp_path: Path) -> None:
-    values = [[number] * 9 for number in range(5)]
-    files = _write(tmp_path, values)
-    span, one = files.span(np.array([0, 1])), files.array(4)
-    assert span is not None
-    assert _mapped_under(tmp_path) == 3
-    del files
+def test_a_map_lives_as_long_as_what_refers_to_it(counting_store: Callable[..., TokenStore]) -> None:
+    store = counting_store([9] * 5, 1)
+    folder, ids, first = store.path, store.read_shard(4), store.read_shard(0)[:3]
+    assert not ids.flags.writeable
+    assert _mapped_under(folder) == 2
+    del store
     gc.collect()
-    ids, begins = span
-    assert [int(ids[begin]) for begin in begins.tolist()] == [0, 1]
-    del ids, span
+    assert (ids.tolist(), first.tolist()) == ([*range(37, 46)], [1, 2, 3])
+    del ids, first
     gc.collect()
-    assert _mapped_under(tmp_path) == 1
-    assert one.tolist() == values[4]
-    del one
-    gc.collect()
-    assert _mapped_under(tmp_path) == 0
-
-
-def test_all_files_of_a_process_share_the_limit_of_its_maps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gc.collect()
-    monkeypatch.setattr(mapped_files, "_all", type(mapped_files._all)())
-    monkeypatch.setattr(mapped_files, "_MAX_MAPS", 10)
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    values = [[number + 1] for number in range(30)]
-    stores = [_write(tmp_path / name, values) for name in "ab"]
-    rng = np.random.default_rng(0)
-    for _ in range(50):
-        for store in stores:
-            numbers = rng.integers(0, 30, 7)
-            found = store.span(numbers)
-            assert found is not None
-            ids, begins = found
-            assert ids[begins].tolist() == (numbers + 1).tolist()
-            del ids, found
-            assert _mapped_under(tmp_path) <= 10
-    assert stores[0].span(np.arange(11)) is None
-
-
-def test_threads_read_while_files_are_mapped_and_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mapped_files, "_MAX_MAPS", 40)
-    files = _write(tmp_path, [[number] * 50 for number in range(100)])
-    wrong: list[object] = []
-
-    def read(seed: int) -> None:
-        rng = np.random.default_rng(seed)
-        for _ in range(150):
-            numbers = rng.integers(0, 100, 20)
-            found = files.span(numbers)
-            if found is None or (found[0][found[1] + 7] != numbers).any():
-                wrong.append(numbers)
-
-    _run_in_threads(read)
-    assert not wrong
+    assert _mapped_under(folder) == 0
 
 
 def test_threads_read_rows_that_span_shards_while_these_are_released(
     counting_store: Callable[..., TokenStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mapped_files, "_MAX_MAPS", 40)
+    monkeypatch.setattr(token_store, "_MAX_MAPS", 40)
     store = counting_store([21] * 100, 1)
     index = build_index(store.lengths, seq_len=8, mode="concat", store_fingerprint=store.manifest.fingerprint)
     reader = RowReader(store, index)
@@ -159,9 +87,7 @@ def test_rows_over_any_shards_are_those_of_the_flat_ids(
     if not index.n_rows:
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mapped_files, "_MAX_MAPS", most)
-        patch.setattr("lt_data.streaming.runs._RUNS_PER_COPY", data.draw(st.sampled_from([1, 3, 8192])))
-        patch.setattr("lt_data.streaming.runs._SEAM_BYTES", data.draw(st.sampled_from([0, 2**26])))
+        patch.setattr(token_store, "_MAX_MAPS", most)
         for _ in range(2):  # what the first call found may have been unmapped by its end
             _check_rows(reader, data.draw(st.lists(st.integers(0, index.n_rows - 1), max_size=30)))
 
@@ -209,19 +135,12 @@ def test_a_damaged_pack_has_no_label_outside_the_store(counting_store: Callable[
         RowReader(store, index).read_rows(np.arange(index.n_rows))
 
 
-def test_full_rows_that_span_two_shards_are_joined_once(
-    counting_store: Callable[..., TokenStore], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reader_goes_to_another_process(counting_store: Callable[..., TokenStore]) -> None:
     store = counting_store([21] * 40, 1)
     index = build_index(store.lengths, seq_len=8, mode="concat", store_fingerprint=store.manifest.fingerprint)
     rows = np.random.default_rng(0).permutation(index.n_rows)
-    assert 8 * index.n_rows == 21 * 40
-    reader = RowReader(store, index)
-    for _ in range(2):
-        assert (reader.read_tokens(rows) == 1 + 8 * rows[:, None] + np.arange(8)).all()
-        monkeypatch.setattr("lt_data.streaming.runs.RunReader._join", None)
-    monkeypatch.undo()
-    assert (pickle.loads(pickle.dumps(reader)).read_tokens(rows) == 1 + 8 * rows[:, None] + np.arange(8)).all()
+    reader = pickle.loads(pickle.dumps(RowReader(store, index)))
+    assert (reader.read_tokens(rows) == 1 + 8 * rows[:, None] + np.arange(8)).all()
 
 
 def test_a_shard_that_changed_after_opening_is_named(counting_store: Callable[..., TokenStore], tmp_path: Path) -> None:
@@ -229,7 +148,7 @@ def test_a_shard_that_changed_after_opening_is_named(counting_store: Callable[..
     cut, linked, pipe = (store.path / f"shards/0000{i}.bin" for i in (1, 2, 3))
     cut.write_bytes(cut.read_bytes()[:-4])
     with pytest.raises(DataError, match=r"00001\.bin: 16 bytes, the manifest says 20"):
-        store.mmap_shards(np.array([0, 1]))
+        store.read_shard(1)
     linked.rename(tmp_path / "elsewhere")
     linked.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(DataError, match=r"00002\.bin: a symbolic link leads out"):

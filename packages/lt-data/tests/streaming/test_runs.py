@@ -4,13 +4,12 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lt_data import TokenStore
 from lt_data.store.extents import Extents, extents_of_mask
-from lt_data.streaming.runs import RunReader
+from lt_data.streaming.runs import copy_runs, tokens_at
 
 SEQ_LEN = 8
 
@@ -48,26 +47,18 @@ def test_runs_are_those_of_the_kept_ids(
     assert store.n_tokens == ids.size
     if not ids.size:
         return
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lt_data.streaming.runs._SEAM_BYTES", data.draw(st.sampled_from([0, 2**26])))
-        reader = RunReader(store, SEQ_LEN)
-        _ = reader._seams  # decided once
     offsets = st.lists(st.integers(0, max(ids.size - SEQ_LEN, 0)), min_size=1, max_size=20)
     start = np.array(data.draw(offsets), np.int64)
     limit = st.sampled_from([SEQ_LEN, SEQ_LEN, data.draw(st.integers(1, SEQ_LEN))])
     length = np.minimum([data.draw(limit) for _ in start], ids.size - start)
-    if (whole := np.flatnonzero(np.diff(store.extents.first_token) >= SEQ_LEN)).size:
-        # so many full runs in one extent that all are copied in one call
-        start = np.append(start, [store.extents.first_token[whole[0]]] * (start.size + 1))
-        length = np.append(length, [SEQ_LEN] * (length.size + 1))
     wanted = [[*ids[a : a + n].tolist(), *[0] * (SEQ_LEN - n)] for a, n in zip(start.tolist(), length, strict=True)]
-    assert reader.copy(np.arange(start.size), start, length, start.size).tolist() == wanted
-    assert np.asarray(reader.tokens_at(start)).tolist() == ids[start].tolist()
+    assert copy_runs(store, np.arange(start.size), start, length, n=start.size, seq_len=SEQ_LEN).tolist() == wanted
+    assert tokens_at(store, start).tolist() == ids[start].tolist()
     row = np.repeat(np.arange(start.size), 2)  # each run in two halves
     half = np.stack([length // 2, length - length // 2], axis=1)
     halves = np.stack([start, start + half[:, 0]], axis=1)
     used = half.reshape(-1) > 0
-    found = reader.copy(row[used], halves.reshape(-1)[used], half.reshape(-1)[used], start.size)
+    found = copy_runs(store, row[used], halves.reshape(-1)[used], half.reshape(-1)[used], n=start.size, seq_len=SEQ_LEN)
     assert found.tolist() == wanted
 
 
@@ -75,7 +66,5 @@ def test_a_run_over_three_extents_among_full_ones(counting_store: Callable[..., 
     store = counting_store([40, 5, 2, 5, 40], 5)
     ids = _leave_out(store, np.array([True, False, True, False, True]))
     start = np.array([0, 37, 8, 16, 38, 24, 60])
-    reader = RunReader(store, SEQ_LEN)
-    for _ in range(2):
-        found = reader.copy(np.arange(7), start, np.full(7, SEQ_LEN), 7)
-        assert found.tolist() == [ids[a : a + SEQ_LEN].tolist() for a in start.tolist()]
+    found = copy_runs(store, np.arange(7), start, np.full(7, SEQ_LEN), n=7, seq_len=SEQ_LEN)
+    assert found.tolist() == [ids[a : a + SEQ_LEN].tolist() for a in start.tolist()]

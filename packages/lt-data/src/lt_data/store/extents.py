@@ -11,12 +11,11 @@ extents and one entry more, which has the totals:
     shard_document  u4 [n + 1]   document in the shard with which it begins; of the last entry 0
     shard           u4 [n + 1]   shard; of the last entry the number of shards
 
-Cost: 32 bytes an extent, read once when the store is opened; finding n tokens: see lt_data.store.interval_lookup.
+Cost: 32 bytes an extent, read once when the store is opened; finding a token is a binary search.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +23,6 @@ import numpy as np
 
 from lt_data.errors import DataError
 from lt_data.storage import open_regular, translate_os_errors
-from lt_data.store.interval_lookup import IntervalLookup
 from lt_data.store.mapped_files import map_file
 
 EXTENTS_FILE = "kept.extents"
@@ -63,10 +61,6 @@ class Extents:
             has_all=True,
         )
 
-    @cached_property
-    def _lookup(self) -> IntervalLookup:
-        return IntervalLookup(self.first_token)
-
     @property
     def n_tokens(self) -> int:
         """Tokens of all extents."""
@@ -79,7 +73,7 @@ class Extents:
 
     def find_tokens(self, tokens: np.ndarray) -> np.ndarray:
         """Return the extent of each token, which must be in the store (int64 [n])."""
-        return self._lookup.find(tokens)
+        return np.searchsorted(self.first_token, tokens, side="right") - 1
 
     def place(self, extent: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return shard, and position in the shard, of tokens in these extents (int64 [n] each)."""

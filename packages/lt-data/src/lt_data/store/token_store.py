@@ -37,12 +37,13 @@ from lt_data.store.manifest import (
     TOKENIZER_FOLDER,
     StoreManifest,
 )
-from lt_data.store.mapped_files import MappedFiles
 from lt_data.store.shard_files import check_hash, check_sizes, map_ids, read_checked
 from lt_data.store.shard_metadata import ShardMetadata
 from lt_data.store.shard_reader import ShardReader, check_shard
 from lt_data.store.source_files import SourceFile
 from lt_data.tokenizing.tokenizer import Tokenizer
+
+_MAX_MAPS = 16_384  # a quarter of the maps that Linux allows a process by default (vm.max_map_count)
 
 
 class TokenStore:
@@ -73,7 +74,7 @@ class TokenStore:
         self._locations = self._loaded.locations
         self.extents = self._loaded.map_extents()
         self._checked_folders: set[Path] = set()
-        self._mapped = MappedFiles(self._map_tokens, len(manifest.shards), self.dtype)
+        self._mapped: dict[int, np.ndarray] = {}
         self._documents = DocumentIndex(
             manifest, self.extents, self._checked_location, self.shard_path, is_local=shard_reader is None
         )
@@ -297,7 +298,7 @@ class TokenStore:
         """Return the ids [begin, end) of one shard; a view of the mapped file if the store is local."""
         if self._shard_reader is not None:
             return self._shard_reader.read(shard, begin, end)
-        return self._mapped.array(shard)[begin:end]
+        return self._map(shard)[begin:end]
 
     def read_shard(self, number: int) -> np.ndarray:
         """Return all ids of one shard; a view of the mapped file if the store is local."""
@@ -305,19 +306,7 @@ class TokenStore:
 
     def mmap_shard(self, number: int) -> np.ndarray | None:
         """Return all ids of one shard as a view of the mapped file; None if the store is not local."""
-        return None if self._shard_reader is not None else self._mapped.array(number)
-
-    def mmap_shards(self, shards: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return an array that contains some shards of a local store (lt_data.store.mapped_files).
-
-        Args:
-            shards: shard numbers, in any order, repeats allowed (int64 [n]).
-
-        Returns:
-            The array over all addresses, and the index in it at which each shard begins (int64 [n]); None if the store
-            is not local or there are more shards than may be mapped at a time.
-        """
-        return None if self._shard_reader is not None else self._mapped.span(shards)
+        return None if self._shard_reader is not None else self._map(number)
 
     def prefetch(self, shard: np.ndarray, begin: np.ndarray, end: np.ndarray) -> None:
         """Fetch ids [begin, end) of shards (int64 [n] each) concurrently; no-op for a local store."""
@@ -397,9 +386,15 @@ class TokenStore:
             self._checked_folders.add(location.folder)
         return location
 
-    def _map_tokens(self, number: int) -> np.ndarray:
-        location = self._checked_location(number)
-        return map_ids(self.shard_path(number, "bin"), location.shard.tokens, self.dtype, inside=location.folder)
+    def _map(self, number: int) -> np.ndarray:
+        if (ids := self._mapped.get(number)) is None:
+            location = self._checked_location(number)
+            path = self.shard_path(number, "bin")
+            ids = map_ids(path, location.shard.tokens, self.dtype, inside=location.folder)
+            if len(self._mapped) >= _MAX_MAPS:
+                self._mapped = {}
+            self._mapped[number] = ids
+        return ids
 
 
 def _reopen(

@@ -19,7 +19,7 @@ from lt_data.errors import DataError
 from lt_data.packing.algorithms import concat_aranges
 from lt_data.packing.pack_index import PackIndex
 from lt_data.store.token_store import TokenStore
-from lt_data.streaming.runs import RunReader
+from lt_data.streaming.runs import copy_runs, tokens_at
 from lt_data.streaming.shuffle import shuffle_positions
 
 IGNORE_INDEX = -100  # label of positions without a label
@@ -172,7 +172,6 @@ class RowReader:
             )
         self.store = store
         self.pack = pack
-        self._runs = RunReader(store, pack.seq_len)
         self.document_mask = document_mask
         self.valid: np.ndarray = pack.valid
         self.max_segments_per_row: int = pack.max_slices_per_row + 1 if document_mask else 1  # plus padding
@@ -225,18 +224,19 @@ class RowReader:
         if self.pack.mode == "concat":  # a row is one range of the store: no slices needed
             start = rows * self.seq_len
             length = np.minimum(self.store.n_tokens - start, self.seq_len)
-            return self._runs.copy(np.arange(rows.size), start, length, rows.size)
+            return self._copy(np.arange(rows.size), start, length, rows.size)
         _, row, start, length = self._slices(rows)
-        return self._runs.copy(row, start, length, rows.size)
+        return self._copy(row, start, length, rows.size)
+
+    def _copy(self, row: np.ndarray, start: np.ndarray, length: np.ndarray, n: int) -> np.ndarray:
+        return copy_runs(self.store, row, start, length, n=n, seq_len=self.seq_len)
 
     def read_token_rows(self, rows: np.ndarray) -> TokenRows:
         """Read the given rows (integers [n], repeats allowed), in this order, in the store's dtype."""
         rows = self._check_rows(rows)
         slices, row, start, length = self._slices(rows)
         has_next = self.pack.labels[slices] == length
-        input_ids = (
-            self.read_tokens(rows) if self.pack.mode == "concat" else self._runs.copy(row, start, length, rows.size)
-        )
+        input_ids = self.read_tokens(rows) if self.pack.mode == "concat" else self._copy(row, start, length, rows.size)
         begin = _slice_begins(row, length, self.seq_len)
         next_ids = np.zeros(slices.size, self.store.dtype)
         # the token after a slice is in the same row if the next slice continues it
@@ -246,7 +246,7 @@ class RowReader:
         elsewhere = np.flatnonzero(has_next & ~follows)
         after = start[elsewhere] + length[elsewhere]
         self._check_inside(after, 1)
-        next_ids[elsewhere] = self._runs.tokens_at(after)
+        next_ids[elsewhere] = tokens_at(self.store, after)
         return TokenRows(
             input_ids=input_ids,
             slice_row=row,
