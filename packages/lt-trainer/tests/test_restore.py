@@ -30,14 +30,16 @@ def damage(folder: Path) -> None:
     file.write_bytes(content)
 
 
-def test_damage_found_while_reading_leads_to_the_older_one(recipe_base, fake_engine, unseen, capsys) -> None:
+@pytest.mark.parametrize("verifies", [True, False])
+def test_damage_leads_to_the_older_one(recipe_base, fake_engine, capsys, request, verifies: bool) -> None:
+    if not verifies:
+        request.getfixturevalue("unseen")
     assert start(recipe_base, stop_after_step=9) == 75
     folder = Path(recipe_base["run"]["dir"]) / "checkpoints"
     damage(folder / "step-00000009")
     assert start(recipe_base) == 0
     out = capsys.readouterr().out
     assert "step-00000009 is not used" in out
-    assert "its bytes have changed since they were written" in out
     assert "resuming after step 6" in out
     assert fake_engine.opened[-1].steps == 20
     (resumed,) = events(recipe_base, "resume")
