@@ -18,6 +18,7 @@ Cost: two short exchanges on the control group; for saves in the background also
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from functools import partial
@@ -32,7 +33,6 @@ from lt_ckpt.async_save import AsyncRankSaver
 from lt_ckpt.checkpoint import Checkpoint
 from lt_ckpt.discovery import find_latest_valid, prune_checkpoints
 from lt_ckpt.errors import CheckpointError, SaveCancelledError, translate_os_errors
-from lt_ckpt.files import check_free_space
 from lt_ckpt.manifest import CheckpointManifest, CheckpointMetadata
 from lt_ckpt.save import begin_save, commit_save, discard_save, write_rank_files
 from lt_trainer.config.recipe import to_dict
@@ -108,7 +108,12 @@ class Checkpoints:
             with translate_os_errors("testing a save", self.root):
                 write_atomic(probe, b"\0")
                 probe.unlink()
-            check_free_space(self.root, n_bytes)
+            free = shutil.disk_usage(self.root).free
+            if free < n_bytes:
+                raise CheckpointError(
+                    f"{self.root}: a checkpoint needs {n_bytes} bytes ({n_bytes / GIB:.2f} GiB), {free} are free; free "
+                    "some space on that disk, or set run.dir to a folder on another one"
+                )
 
         attempt_on_all_ranks(self._control, try_to_write)
 

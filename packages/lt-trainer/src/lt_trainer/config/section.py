@@ -26,6 +26,9 @@ S = TypeVar("S", bound="Section")
 
 _WORDS = {
     "Value error, ": "",
+    "Input should be a valid string, unable to parse raw data as a unicode string": (
+        "not valid Unicode; use text that can be encoded as UTF-8"
+    ),
     "Input should be": "must be",
     "String should match pattern": "must match",
     "greater than or equal to": "at least",
