@@ -242,7 +242,7 @@ def recipe_error(exc: ValidationError, cls: type[Section], table: str = "") -> R
         message = message.replace(theirs, ours)
     values = {} if kind == "value_error" and isinstance(value, dict | BaseModel) else {name: value}
     remedy = fields[name].description or "" if "pattern" in kind and name in fields else ""
-    return RecipeError(message.partition(", unable")[0], values=values, remedy=remedy)
+    return RecipeError(message.partition(", unable to parse string")[0], values=values, remedy=remedy)
 
 
 def _known_fields(name: str, known: list[str]) -> str:
