@@ -105,8 +105,6 @@ def test_processes_are_seen_until_they_end(tmp_path: Path, log: RankLog) -> None
     assert set(first["ranks"]) == set(second["ranks"]) == {"0", "3"}
     assert set(one._sample_host()["ranks"]) == {"0"}
     assert first["ranks"]["0"]["rss_gib"] == pytest.approx(psutil.Process().memory_info().rss / GIB, rel=0.2)
-    total = first["memory_used_gib"] + first["memory_available_gib"]
-    assert total == pytest.approx(psutil.virtual_memory().total / GIB, abs=0.01)
     assert first["disk_free_gib"] == pytest.approx(psutil.disk_usage(str(tmp_path)).free / GIB, abs=0.5)
     assert "disk_write_mib_s" not in first, "a rate needs two samples"
     assert ("disk_write_mib_s" in second) == (psutil.disk_io_counters() is not None)

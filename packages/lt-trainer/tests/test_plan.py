@@ -163,22 +163,19 @@ def test_what_is_proposed_is_a_recipe_that_fits() -> None:
 @settings(max_examples=60, deadline=None)
 @given(
     devices=st.sampled_from([1, 2, 4, 8]),
-    nodes=st.sampled_from([1, 2]),
     micro_batch_size=st.sampled_from([1, 2, 4]),
     kv_heads=st.sampled_from([1, 2, 8]),
     row_lengths=st.sampled_from([(), (4096,), (48, 24), (30,)]),
 )
 def test_every_candidate_is_a_layout_of_the_same_step(
-    devices: int, nodes: int, micro_batch_size: int, kv_heads: int, row_lengths: tuple[int, ...]
+    devices: int, micro_batch_size: int, kv_heads: int, row_lengths: tuple[int, ...]
 ) -> None:
-    world = devices * nodes
-    split = {"micro_batch_size": micro_batch_size, "accumulation_steps": 64 // (world * micro_batch_size)}
-    layout = replace(LAYOUT, devices=devices, nodes=nodes, dp_shard=world, **split)
+    split = {"micro_batch_size": micro_batch_size, "accumulation_steps": 32 // (devices * micro_batch_size)}
+    layout = replace(LAYOUT, devices=devices, nodes=2, dp_shard=2 * devices, **split)
     options = {"global_batch_size": 64, "kv_heads": kv_heads, "row_lengths": row_lengths}
     on_more_nodes = list(candidate_layouts(layout, **options))
-    everything = [one for one in on_more_nodes if one.nodes == nodes]
+    everything = [one for one in on_more_nodes if one.nodes == 2]
     assert on_more_nodes[: len(everything)] == everything
-    assert on_more_nodes[-1].nodes > nodes
     assert everything[0] == layout
     assert len(set(everything)) == len(everything)
     for one in everything:
@@ -188,7 +185,7 @@ def test_every_candidate_is_a_layout_of_the_same_step(
         assert one.accumulation_steps * one.micro_batch_size * one.dp_replicate * one.dp_shard == 64
         assert one.tp == layout.tp or (kv_heads % one.tp == 0 and devices % one.tp == 0)
     cut = {one.cp for one in everything}
-    assert cut == ({cp for cp in (1, 2, 4, 8, 16) if cp <= world} if row_lengths == (4096,) else cut & {1, 2, 4})
+    assert cut == ({cp for cp in (1, 2, 4, 8, 16) if cp <= 2 * devices} if row_lengths == (4096,) else cut & {1, 2, 4})
 
 
 def test_smaller_passes_come_before_recomputation_and_that_before_more_sharding() -> None:
