@@ -17,7 +17,7 @@ import pytest
 
 from lt_trainer.errors import PeerError
 from lt_trainer.resilience import watchdog as module
-from lt_trainer.resilience.rank_report import RankReport, find_cause, is_gone, read_reports, write_report
+from lt_trainer.resilience.rank_report import RankReport, find_cause, is_gone, pid_namespace, read_reports, write_report
 from lt_trainer.resilience.watchdog import Watchdog
 from lt_trainer.run_directory.jsonl import RankLog
 
@@ -334,7 +334,7 @@ def test_the_cause_is_a_ranks_own_error_else_a_silent_rank_else_the_one_behind(
 
 def test_a_process_is_gone_when_the_kernel_says_so_on_this_host() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        here = RankReport(1, process.pid, socket.gethostname(), 5, "step")
+        here = RankReport(1, process.pid, socket.gethostname(), 5, "step", namespace=pid_namespace())
         assert not is_gone(here)
         assert not is_gone(None)
         assert process.stdin is not None
@@ -344,3 +344,4 @@ def test_a_process_is_gone_when_the_kernel_says_so_on_this_host() -> None:
         process.wait()
         assert is_gone(here)
         assert not is_gone(replace(here, host="elsewhere")), "nothing is known of it"
+        assert not is_gone(replace(here, namespace=here.namespace + 1)), "nor of a process in another container"

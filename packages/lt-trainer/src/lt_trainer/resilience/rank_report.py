@@ -31,6 +31,8 @@ class RankReport:
     step: int
     stage: str
     error: str = ""
+    namespace: int = 0
+    """`pid_namespace` of the process; 0 where it is unknown."""
 
     @property
     def name(self) -> str:
@@ -70,12 +72,18 @@ def read_reports(folder: Path) -> dict[int, RankReport]:
     return reports
 
 
+def pid_namespace() -> int:
+    """Return the number of the namespace in which this process has its pid; 0 where the system does not say."""
+    path = Path("/proc/self/ns/pid")
+    return path.stat().st_ino if path.exists() else 0
+
+
 def is_gone(start: RankReport | None) -> bool:
     """Return True if the process of a rank is known to have ended: it ran on this host, and the kernel has it no more.
 
-    A process that its parent has not asked for yet (a zombie) has ended, too.
+    Of a process in another container nothing is known. One that its parent has not asked for yet (a zombie) has ended.
     """
-    if start is None or start.host != socket.gethostname() or not Path("/proc/self").exists():
+    if start is None or not start.namespace or (start.host, start.namespace) != (socket.gethostname(), pid_namespace()):
         return False
     try:
         return Path(f"/proc/{start.pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"

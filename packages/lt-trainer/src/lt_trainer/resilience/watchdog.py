@@ -180,7 +180,9 @@ class Watchdog:
 
     def _place(self, error: str = "") -> RankReport:
         stage, step = self._mark
-        return RankReport(self._rank, os.getpid(), socket.gethostname(), step, stage, error)
+        return RankReport(
+            self._rank, os.getpid(), socket.gethostname(), step, stage, error, rank_report.pid_namespace()
+        )
 
     def _report(self, folder: Path, error: str = "") -> None:
         with suppress(OSError):  # a full disk must not stop the watchdog; the others say that this rank is silent
