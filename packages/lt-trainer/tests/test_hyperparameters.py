@@ -53,18 +53,15 @@ def test_every_one_of_them_sets_its_field_from_text() -> None:
         assert resolved.origins[dotted] == f"hyperparameter {name}"
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("HIDEN_SIZE", "HIDEN_SIZE = '512': unknown hyperparameter; did you mean HIDDEN_SIZE?"),
-        ("hidden_size", "hidden_size = '512': unknown hyperparameter; did you mean HIDDEN_SIZE?"),
-        ("QQ", f"QQ = '512': unknown hyperparameter; the hyperparameters are {', '.join(LITESPARK)}"),
-    ],
-)
-def test_unknown_names(name: str, message: str) -> None:
-    with pytest.raises(RecipeError) as caught:
-        hyperparameter_values({name: "512"})
-    assert sorted(str(caught.value).split()) == sorted(message.split())
+def test_unknown_names_and_wrong_values() -> None:
+    for name, remedy in (
+        ("hidden_size", r"did you mean HIDDEN_SIZE\?"),
+        ("QQ", "the hyperparameters are .*MIN_LR"),
+    ):
+        with pytest.raises(RecipeError, match=f"{name} = '512': unknown hyperparameter; {remedy}"):
+            hyperparameter_values({name: "512"})
+    with pytest.raises(RecipeError, match=r"model\.n_layers = '1\.5' \(hyperparameter N_LAYERS\): must be a valid int"):
+        load(base={"data": {"store": "s"}}, hyperparameters={"N_LAYERS": "1.5"})
 
 
 def test_reading_the_file(tmp_path: Path) -> None:
@@ -73,12 +70,7 @@ def test_reading_the_file(tmp_path: Path) -> None:
         read_hyperparameters(path)
     path.write_text(json.dumps({"BETA1": "0.8", "sagemaker_program": "x"}))
     assert read_hyperparameters(path) == {"BETA1": "0.8", "sagemaker_program": "x"}
-    for content in (b"{", b"\xff\xfe\x00", b"[1]", b'{"BETA1": [1]}'):
+    for content in (b"{", b'{"BETA1": [1]}'):
         path.write_bytes(content)
         with pytest.raises(RecipeError, match=r"are not one JSON object of strings; write \{\"LEARNING_RATE"):
             read_hyperparameters(path)
-
-
-def test_a_wrong_value_names_the_hyperparameter() -> None:
-    with pytest.raises(RecipeError, match=r"model\.n_layers = '1\.5' \(hyperparameter N_LAYERS\): must be a valid int"):
-        load(base={"data": {"store": "s"}}, hyperparameters={"N_LAYERS": "1.5"})

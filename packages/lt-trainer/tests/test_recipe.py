@@ -77,6 +77,8 @@ def test_later_sources_win_field_by_field_and_origins_say_so(tmp_path: Path) -> 
     }
     assert resolved.is_given("optimizer.lr")
     assert not resolved.is_given("optimizer.grad_clip")
+    lines = to_toml(resolved.recipe, resolved.origins).splitlines()
+    assert {"beta2 = 0.9  # --set", f'store = "stores/train"  # {path}', "grad_clip = 1.0  # default"} <= {*lines}
 
 
 def test_every_field_has_an_origin_and_a_description() -> None:
@@ -94,23 +96,13 @@ def test_store_is_required() -> None:
     [
         ("[model]\nhiden_size = 512\n", "model.hiden_size = 512 (RUN): unknown field; did you mean model.hidden_size?"),
         ("[optimizer]\nseq_len = 5\n", "optimizer.seq_len = 5 (RUN): unknown field; did you mean data.seq_len?"),
-        (
-            "[batch]\nzzz = 5\n",
-            "batch.zzz = 5 (RUN): unknown field; there are batch.global_batch_size, batch.micro_batch_size",
-        ),
-        (
-            "qqqq = 5\n",
-            "qqqq = 5 (RUN): unknown field; there are batch, checkpoint, data, evaluation, fault_tolerance, metrics, "
-            "model, optimizer, parallel, run, schedule",
-        ),
+        ("[batch]\nzzz = 5\n", "batch.zzz = 5 (RUN): unknown field; there are batch.global_batch_size, batch.micro"),
         ("batch = 5\n", "batch = 5 (RUN): not a value but a section; set its fields"),
-        ("[run]\nseed = { a = 1 }\n", "run.seed = {'a': 1} (RUN): must be a valid integer"),
         ('[optimizer]\nlr = "1e-x"\n', "optimizer.lr = '1e-x' (RUN): must be a valid number"),
         (
             '[data.validation_sets.web]\nstroe = "b"\n',
             "data.validation_sets.web.stroe = 'b' (RUN): unknown field; did you mean data.validation_sets.web.store?",
         ),
-        ('[data.validation_sets]\nweb = "b"\n', "data.validation_sets.web = 'b' (RUN): not a value but a section"),
         ("[data.validation_sets.web]\n", "data.validation_sets.web.store is missing"),
     ],
 )
@@ -128,26 +120,17 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         assert message_of(load, path).startswith(f"{path} is not valid TOML: ")
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"), [("optimizer.lr", "missing ="), ("=3", "missing name"), ("", "missing name")]
-)
-def test_malformed_sets(text: str, problem: str) -> None:
-    assert message_of(load, base=STORE, overrides=[text]) == (
-        f"--set {text}: {problem}; write section.field=value, for example --set optimizer.lr=1e-3"
-    )
+def test_malformed_sets() -> None:
+    for text, problem in (("optimizer.lr", "missing ="), ("=3", "missing name")):
+        assert message_of(load, base=STORE, overrides=[text]).startswith(f"--set {text}: {problem}; write section.fiel")
 
 
-@pytest.mark.parametrize("name", ["tiny-2m", "llama3-8b"])
-def test_a_preset_fills_what_is_not_given(name: str) -> None:
-    resolved = load(base=STORE, overrides=[f"model.preset={name}", "data.seq_len=128"])
-    config = PRESETS[name]
+def test_a_preset_fills_what_is_not_given_also_of_a_section_made_in_python() -> None:
+    resolved = load(base=STORE, overrides=["model.preset=llama3-8b", "data.seq_len=128"])
+    config = PRESETS["llama3-8b"]
     assert llama_config(resolved.recipe, config.vocab_size) == config
-    assert resolved.origins["model.n_layers"] == f"preset {name}"
     assert not resolved.is_given("model.n_layers")
     assert resolved.origins["model.vocab_size"] == "default"
-
-
-def test_a_preset_is_overridden_and_fills_a_section_made_in_python() -> None:
     given = load(base={"data": {"store": "x"}, "model": {"preset": "llama3-8b", "n_layers": 12}})
     assert (given.recipe.model.hidden_size, given.recipe.model.n_layers) == (4096, 12)
     assert (given.origins["model.hidden_size"], given.origins["model.n_layers"]) == ("preset llama3-8b", "base")
@@ -155,26 +138,21 @@ def test_a_preset_is_overridden_and_fills_a_section_made_in_python() -> None:
     assert (made.hidden_size, made.n_layers, made.vocab_size) == (4096, 2, 0)
 
 
-def test_llama_config_takes_the_vocabulary_of_the_data() -> None:
+def test_llama_config_takes_the_vocabulary_of_the_data_or_one_that_agrees() -> None:
     recipe = load(base=STORE, overrides=["data.seq_len=256"]).recipe
     assert llama_config(recipe, 1000) == LlamaConfig(vocab_size=1000, max_position_embeddings=256)
     scaled = load(base=STORE, overrides=["model.rope_scaling.factor=8", "model.max_position_embeddings=8192"]).recipe
     scaling = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
     assert llama_config(scaled, 9).rope_scaling == scaling
     assert llama_config(scaled, 9).max_position_embeddings == 8192
-
-
-def test_a_vocabulary_that_does_not_agree() -> None:
     recipe = load(base=STORE, hyperparameters={"VOCAB_SIZE": "32000"}).recipe
-    assert llama_config(recipe, 32000).vocab_size == 32000
     assert message_of(llama_config, recipe, 1000).startswith("model.vocab_size = 32000: the data's tokenizer has 1000")
 
 
 @pytest.mark.usefixtures("only_fake")
 def test_an_installed_engine_gets_its_own_options() -> None:
-    resolved = load(
-        base={**STORE, "engine": {"fake": {"label": "y"}}}, overrides=["run.engine=fake", "engine.fake.depth=5"]
-    )
+    base = {**STORE, "engine": {"fake": {"label": "y"}}}
+    resolved = load(base=base, overrides=["run.engine=fake", "engine.fake.depth=5"])
     assert resolved.recipe.engine == {"fake": FakeOptions(depth=5, label="y")}
     assert resolved.origins["engine.fake.depth"] == "--set"
     assert resolved.origins["engine.fake.label"] == "base"
@@ -192,25 +170,12 @@ def test_an_engine_that_is_not_installed_stays_raw_and_is_reported() -> None:
     assert resolved.recipe.engine["neuron"] == {"zero1": False, "sub": {"a": [1, "b"]}, "depth": "5"}
     assert resolved.unchecked == ("engine.gpu", "engine.neuron")
     assert resolved.origins["engine.neuron.sub.a"] == "base"
-    again = from_dict(json.loads(json.dumps(to_dict(resolved.recipe))))
-    assert again == resolved.recipe
-
-
-@pytest.mark.usefixtures("only_fake")
-def test_unknown_engines() -> None:
+    assert from_dict(json.loads(json.dumps(to_dict(resolved.recipe)))) == resolved.recipe
+    assert engine_options(Recipe(engine={"fake": {"depth": 4}}), "fake", FakeOptions) == FakeOptions(depth=4)
     assert message_of(load, base=STORE, overrides=["run.engine=gup"]) == (
         "run.engine = 'gup' (--set): unknown engine; installed here: fake; lt has gpu, neuron"
     )
-    for wrong in ({"gup": {"x": 1}}, {"gup": {}}):
-        assert message_of(load, base={**STORE, "engine": wrong}).partition(": ")[2].startswith("unknown engine")
-    assert message_of(load, base=STORE, overrides=["engine.fake=1"]).startswith("engine.fake = '1' (--set): not a val")
-
-
-def test_engine_options_turns_a_raw_table_into_the_class() -> None:
-    assert engine_options(Recipe(), "fake", FakeOptions) == FakeOptions()
-    assert engine_options(Recipe(engine={"fake": {"depth": 4}}), "fake", FakeOptions) == FakeOptions(depth=4)
-    made = FakeOptions(depth=9)
-    assert engine_options(Recipe(engine={"fake": made}), "fake", FakeOptions) is made
+    assert ": unknown engine" in message_of(load, base={**STORE, "engine": {"gup": {"x": 1}}})
 
 
 @pytest.mark.parametrize(
@@ -219,14 +184,11 @@ def test_engine_options_turns_a_raw_table_into_the_class() -> None:
         ("run.dir='x'", "run.dir", "x"),
         ('run.dir="a b"', "run.dir", "a b"),
         ("run.dir=3", "run.dir", "3"),
-        ("run.dir=[a]", "run.dir", "[a]"),
         ("data.store=s3://b/k?v=1", "data.store", "s3://b/k?v=1"),
         ("optimizer.lr=.5", "optimizer.lr", 0.5),
-        ("optimizer.lr='5e-1'", "optimizer.lr", 0.5),
         ("batch.global_batch_size=1_024", "batch.global_batch_size", 1024),
         ("data.document_mask=False", "data.document_mask", False),
         ("metrics.sinks=wandb,tensorboard", "metrics.sinks", ("wandb", "tensorboard")),
-        ("metrics.sinks=[wandb]", "metrics.sinks", ("wandb",)),
         ('metrics.sinks=["wandb"]', "metrics.sinks", ("wandb",)),
         ("metrics.sinks=", "metrics.sinks", ()),
     ],
@@ -253,26 +215,21 @@ name = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_-]{0,9}", fullmatch=True)
 number = st.floats(1e-12, 1e6)
 
 
-@given(
-    texts=st.fixed_dictionaries(
-        {"run.dir": word, "data.store": word, "data.tokenizer": word, "engine.fake.label": word}
-    ),
-    numbers=st.fixed_dictionaries(
-        {"run.seed": st.integers(0, 2**63 - 1), "optimizer.eps": number, "model.rope_theta": number}
-    ),
-    sets=st.dictionaries(name, word, max_size=3),
-    ranks=st.lists(st.integers(0, 99), min_size=1, unique=True),
-)
+VALUES = {
+    **dict.fromkeys(("run.dir", "data.store", "data.tokenizer", "engine.fake.label"), word),
+    **dict.fromkeys(("optimizer.eps", "model.rope_theta"), number),
+    "run.seed": st.integers(0, 2**63 - 1),
+    "metrics.profile_ranks": st.lists(st.integers(0, 99), min_size=1, unique=True),
+}
+
+
+@given(st.fixed_dictionaries(VALUES), st.dictionaries(name, word, max_size=3))
 @settings(max_examples=60, deadline=None)
 def test_a_recipe_is_written_and_read_back(
-    texts: dict[str, Any],
-    numbers: dict[str, Any],
-    sets: dict[str, str],
-    ranks: list[int],
-    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path_factory: pytest.TempPathFactory, values: dict[str, Any], sets: dict[str, str]
 ) -> None:
-    values = texts | numbers | {f"data.validation_sets.{key}.store": value for key, value in sets.items()}
-    values |= {"run.engine": "fake", "metrics.profile_steps": 1, "metrics.profile_ranks": ranks}
+    values |= {f"data.validation_sets.{key}.store": value for key, value in sets.items()}
+    values |= {"run.engine": "fake", "metrics.profile_steps": 1}
     path = tmp_path_factory.mktemp("toml") / "recipe.toml"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_module, "engine_names", lambda: ["fake"])
@@ -281,12 +238,6 @@ def test_a_recipe_is_written_and_read_back(
         path.write_text(to_toml(resolved.recipe, resolved.origins), encoding="utf-8", newline="")
         assert load(path).recipe == resolved.recipe
         assert from_dict(json.loads(json.dumps(to_dict(resolved.recipe)))) == resolved.recipe
-
-
-def test_toml_with_origins_is_readable() -> None:
-    resolved = load(base=STORE, overrides=["optimizer.lr=5e-3"])
-    lines = to_toml(resolved.recipe, resolved.origins).splitlines()
-    assert {"lr = 0.005  # --set", 'store = "stores/train"  # base', "beta1 = 0.9  # default"} <= {*lines}
 
 
 @pytest.mark.parametrize("value", ["\x1b[2J", "\x7f\x9b", "a\nb = 1", "\u2028", 'q"\\q', "\U0001f600"])
