@@ -3,7 +3,6 @@
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +11,6 @@ from typer.testing import CliRunner
 
 from lt_trainer.__main__ import main
 from lt_trainer.cli import commands
-from lt_trainer.resilience.stop_signals import STOP_SIGNALS
 
 
 def test_help_loads_nothing_heavy() -> None:
@@ -40,30 +38,20 @@ def test_engines_can_add_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     assert typer.main.get_command(commands.app).list_commands(None)[-3:] == ["sample", "other", "polish"]
 
 
-@pytest.fixture
-def signals() -> Iterator[None]:
-    """Puts back the handlers of stop signals, which `main` sets for a whole process."""
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
+def test_exit_codes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A mistake of the user is 64 in a line, one of ours 70 with a traceback."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # handlers of stop signals are set for a whole process
+    for line, code in (
+        ("--help", 0),
+        ("nonsense", 64),
+        ("run", 64),
+        ("run x.toml --nonsense", 64),
+        ("show x.toml", 64),
+    ):
+        monkeypatch.setattr(sys, "argv", ["lt-train", *line.split()])
+        assert main() == code, line
+        assert "Traceback" not in capsys.readouterr().err
 
-
-@pytest.mark.usefixtures("signals")
-@pytest.mark.parametrize(
-    ("line", "code"),
-    [("--help", 0), ("nonsense", 64), ("run", 64), ("run x.toml --nonsense", 64), ("show x.toml", 64)],
-)
-def test_exit_codes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str, code: int) -> None:
-    monkeypatch.setattr(sys, "argv", ["lt-train", *line.split()])
-    assert main() == code
-    assert "Traceback" not in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("signals")
-def test_a_mistake_of_ours_is_70_with_a_traceback(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
     def broken(**_: str) -> None:
         raise ValueError("no exit_code: not addressed to the user \x1b[31m")
 

@@ -23,87 +23,74 @@ INFO = ReleaseInfo(name="tiny", producer="Lab")
 OPEN = LicenseFile(release=INFO, sources=(SourceLicense(path="*", license="CC0-1.0", redistribute=True),))
 
 
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
     """A folder `text` of 41 documents, one of them twice, two with other suffixes, and a tokenizer."""
-    root = tmp_path_factory.mktemp("texts")
-    (root / "text").mkdir()
+    folder = tmp_path / "text"
+    folder.mkdir()
     for i in range(39):
-        (root / "text" / f"{i:02}.txt").write_text(" ".join(f"word{(i * j) % 17}" for j in range(3, 30 + i)))
-    (root / "text" / "39").write_text("a file without a suffix")
-    (root / "text" / "98.json").write_text('{"text": "a record"}\n')
-    (root / "text" / "99.txt").write_bytes((root / "text" / "07.txt").read_bytes())
-    documents = (path.read_text() for path in sorted((root / "text").iterdir()))
-    train_bpe(documents, vocab_size=300).save(root / "tokenizer")
-    return root
+        (folder / f"{i:02}.txt").write_text(" ".join(f"word{(i * j) % 17}" for j in range(3, 30 + i)))
+    (folder / "39").write_text("a file without a suffix")
+    (folder / "98.json").write_text('{"text": "a record"}\n')
+    (folder / "99.txt").write_bytes((folder / "07.txt").read_bytes())
+    train_bpe((path.read_text() for path in sorted(folder.iterdir())), vocab_size=300).save(tmp_path / "tokenizer")
+    return tmp_path
 
 
-def make_store(kind: str, texts: Path, out: Path) -> DataOptions:
-    """Make and pack a store; return the section of a recipe that names it."""
-    files, tokenizer = sorted((texts / "text").iterdir()), texts / "tokenizer"
-    if kind == "split":
-        prepare(files, tokenizer=tokenizer, out=out.with_name("whole"))
-        split(TokenStore.open(out.with_name("whole")), holdout="20%", train=out, validation=out.with_name("held"))
-    elif kind == "selected":
-        selection = Selection(min_characters=200, drop_duplicates=True)
-        prepare(files, tokenizer=tokenizer, out=out, bos=False, selection=selection, shard_tokens=300)
-    else:
-        prepare(files[:30], tokenizer=tokenizer, out=out)
-        if kind == "appended":
-            append(out, files[30:])
-    packing = "buckets" if kind == "buckets" else "bfd"
-    options = {"min_seq_len": 16} if kind == "buckets" else {}
-    pack(TokenStore.open(out), seq_len=64, mode=packing, **options)
-    return DataOptions(store=str(out), seq_len=64, packing=packing, **options)
+def packed(out: Path, licenses: LicenseFile = OPEN, *, packing: str = "bfd", hidden: str = "/x") -> StoreToRelease:
+    """Pack a store; return what is released of it."""
+    options: dict[str, Any] = {"seq_len": 64} | ({"min_seq_len": 16} if packing == "buckets" else {})
+    store = TokenStore.open(out)
+    pack(store, mode=packing, **options)
+    data = DataOptions(store=str(out), packing=packing, **options)
+    return StoreToRelease(out.name, store, data, licenses, TextFilter(folders=[hidden]), ())
 
 
-def describe(out: Path, data: DataOptions, licenses: LicenseFile = OPEN, hidden: str = "/nowhere") -> StoreToRelease:
-    return StoreToRelease("train", TokenStore.open(out), data, licenses, TextFilter(folders=[hidden]), ())
-
-
-@pytest.mark.parametrize("kind", ["plain", "selected", "buckets", "appended", "split"])
-def test_a_store_in_a_release_is_whole_and_made_again(kind: str, texts: Path, tmp_path: Path) -> None:
-    data = make_store(kind, texts, tmp_path / "store")
-    released = describe(tmp_path / "store", data, hidden=str(texts))
-    bundle = tmp_path / "bundle"
-    released.write(bundle)
-    folder = bundle / "data" / "train"
-    store = TokenStore.open(folder)
-    assert verify(store) == []
-    assert store.manifest.fingerprint == released.store.manifest.fingerprint
-    assert str(texts) not in (folder / "manifest.json").read_text()
-    assert sum(entry.tokens or 0 for entry in released.entries) == store.n_tokens
-    assert sum(entry.documents or 0 for entry in released.entries) == store.n_documents
-    assert all(hash_file(bundle / entry.file) == entry.sha256 for entry in released.entries)
-    (pack_file,) = folder.glob("packs/*/pack.json")
-    manifest, header = (json.loads(path.read_text()) for path in (folder / "manifest.json", pack_file))
-    facts: Any = SimpleNamespace(
-        info=OPEN, release=SimpleNamespace(stores={"train": SimpleNamespace(joined=released.store.is_joined)})
-    )
-    script = store_commands(facts, StoreFacts("train", manifest, header, True, released.entries))
-    assert any("cp -R" in line for line in script) == (kind in ("appended", "split"))
+def test_stores_in_a_release_are_whole_and_made_again(texts: Path, tmp_path: Path) -> None:
+    """Of selected documents in buckets, from sources; of two stores joined, and of a part of one, as copies."""
+    files, tokenizer, bundle = sorted((texts / "text").iterdir()), texts / "tokenizer", tmp_path / "bundle"
+    selection = Selection(min_characters=200, drop_duplicates=True)
+    prepare(files, tokenizer=tokenizer, out=texts / "selected", bos=False, selection=selection, shard_tokens=300)
+    prepare(files, tokenizer=tokenizer, out=texts / "whole")
+    split(TokenStore.open(texts / "whole"), holdout="20%", train=texts / "part", validation=texts / "held")
+    prepare(files[:30], tokenizer=tokenizer, out=texts / "joined")
+    append(texts / "joined", files[30:])
+    script, fingerprints = ["set -e", "mkdir -p data"], {}
+    for name, packing in (("selected", "buckets"), ("whole", "bfd"), ("part", "bfd"), ("joined", "bfd")):
+        released = packed(texts / name, packing=packing, hidden=str(texts))
+        released.write(bundle)
+        folder = bundle / "data" / name
+        store = TokenStore.open(folder)
+        assert verify(store) == []
+        assert store.manifest.fingerprint == released.store.manifest.fingerprint
+        assert str(texts) not in (folder / "manifest.json").read_text()
+        assert sum(entry.tokens or 0 for entry in released.entries) == store.n_tokens
+        assert sum(entry.documents or 0 for entry in released.entries) == store.n_documents
+        assert all(hash_file(bundle / entry.file) == entry.sha256 for entry in released.entries)
+        (pack_file,) = folder.glob("packs/*/pack.json")
+        manifest, header = (json.loads(path.read_text()) for path in (folder / "manifest.json", pack_file))
+        made = SimpleNamespace(stores={name: SimpleNamespace(joined=released.store.is_joined)})
+        facts: Any = SimpleNamespace(info=OPEN, release=made)
+        lines = store_commands(facts, StoreFacts(name, manifest, header, True, released.entries))
+        assert any("cp -R" in line for line in lines) == (name in ("part", "joined"))
+        script += lines
+        fingerprints[name] = (store.manifest.fingerprint, header["fingerprint"])
     variables = os.environ | {"release": str(bundle), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    script = ["set -e", "mkdir -p data", *script]
     subprocess.run(["bash", "-c", "\n".join(script)], check=True, cwd=tmp_path, env=variables)
-    again = TokenStore.open(tmp_path / "data" / "train")
-    assert again.manifest.fingerprint == store.manifest.fingerprint
-    (again_file,) = (tmp_path / "data" / "train").glob("packs/*/pack.json")
-    assert json.loads(again_file.read_text())["fingerprint"] == header["fingerprint"]
+    for name, (tokens, rows) in fingerprints.items():
+        assert TokenStore.open(tmp_path / "data" / name).manifest.fingerprint == tokens
+        (pack_file,) = (tmp_path / "data" / name).glob("packs/*/pack.json")
+        assert json.loads(pack_file.read_text())["fingerprint"] == rows
 
 
 def test_one_source_that_may_not_be_redistributed_keeps_all_tokens_out(texts: Path, tmp_path: Path) -> None:
     """A source that has changed is left out, too, and named."""
-    text = tmp_path / "text"
-    text.mkdir()
-    for i in range(30):
-        (text / f"{i:02}.txt").write_bytes((texts / "text" / f"{i:02}.txt").read_bytes())
-    (tmp_path / "tokenizer").symlink_to(texts / "tokenizer")
-    data = make_store("plain", tmp_path, tmp_path / "store")
+    text, folder = texts / "text", tmp_path / "bundle" / "data" / "store"
+    prepare(sorted(text.iterdir())[:30], tokenizer=texts / "tokenizer", out=texts / "store")
     (text / "03.txt").write_text("changed")
     closed = SourceLicense(path="*/05.txt", license="LicenseRef-closed", url="https://example.org")
-    released = describe(tmp_path / "store", data, LicenseFile(release=INFO, sources=(closed, *OPEN.sources)))
+    released = packed(texts / "store", LicenseFile(release=INFO, sources=(closed, *OPEN.sources)))
     released.write(tmp_path / "bundle")
-    folder = tmp_path / "bundle" / "data" / "train"
     assert not (folder / "shards").exists()
     assert [path.name for path in folder.glob("packs/*/*")] == ["pack.json"]
     lost, kept = released.entries[3], released.entries[5]
