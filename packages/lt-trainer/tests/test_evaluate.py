@@ -22,7 +22,6 @@ torch = pytest.importorskip("torch")
 from lt_trainer.cli.evaluate import evaluate  # noqa: E402
 from lt_trainer.cli.sample import generate_text  # noqa: E402
 from lt_trainer.evaluation.local_model import load_model  # noqa: E402
-from lt_trainer.torch import cpu_multiplies_bfloat16  # noqa: E402
 
 SEQ_LEN = 32
 
@@ -65,21 +64,17 @@ def test_losses_are_those_of_each_document_by_source_and_by_length(
     numbers |= {"loss": loss_sum / tokens, "perplexity": math.exp(loss_sum / tokens)}
     numbers["bits_per_byte"] = loss_sum / math.log(2) / n_bytes
     assert {name: whole[name] for name in numbers} == pytest.approx(numbers, rel=1e-12)
-    sources, lengths = ({g["name"]: g for g in groups if g["group"] == kind} for kind in ("source", "length"))
-    by_length: dict[str, list[float]] = {}
+    by_group: dict[tuple[str, str], list[float]] = {}
     for index, ((loss, n), length) in enumerate(zip(wanted, store.lengths.tolist(), strict=True)):
         source = store.document_source(index)
         assert source is not None
-        found = sources.pop(source.path)
-        assert (found["documents"], found["tokens"], found["loss_sum"]) == (1, n, pytest.approx(loss, rel=1e-12))
         low = 1 << (length.bit_length() - 1)
-        sums = by_length.setdefault(f"{low}-{2 * low - 1}", [0.0, 0.0])
-        sums[0], sums[1] = sums[0] + loss, sums[1] + n
-    assert sources == {}
-    assert {name: [group["loss_sum"], group["tokens"]] for name, group in lengths.items()} == {
-        name: [pytest.approx(loss, rel=1e-12), n] for name, (loss, n) in by_length.items()
+        for key in (("source", source.path), ("length", f"{low}-{2 * low - 1}")):
+            by_group[key] = [a + b for a, b in zip(by_group.get(key, [0, 0, 0.0]), (1, n, loss), strict=True)]
+    assert {(g["group"], g["name"]): [g["documents"], g["tokens"], g["loss_sum"]] for g in groups} == {
+        key: pytest.approx(sums, rel=1e-12) for key, sums in by_group.items()
     }
-    assert len(lengths) > 1
+    assert len(by_group) > 6
     assert f"loss {whole['loss']:.4g}" in lines[0]
 
 
@@ -119,31 +114,25 @@ def test_results_of_a_checkpoint_are_in_its_run_directory(model: Path, little_da
         assert lines[-1] == f"results: {results.folder}"
     assert results.description["weights"] == load_model(model).weights_sha256 == load_model(folder).weights_sha256
     assert len(read_jsonl(results.folder / "results.jsonl")) == 2
-    (results.folder / "results.jsonl").write_text('{"kind": "task"}\n')
-    with pytest.raises(RunDirError, match=r"not results of lt train evaluate \('weights'\)"):
-        run(folder, None, little_data / "validation")
 
 
 def test_what_cannot_be_evaluated_is_refused_with_a_remedy(model: Path, little_data: Path, tmp_path: Path) -> None:
     store = little_data / "validation"
     other = train_bpe(["zeta eta theta iota kappa zeta theta"] * 20, vocab_size=280)
     prepare([little_data / "text-validation"], tokenizer=other, out=tmp_path / "other")
-    cases: list[tuple[type[Exception], str, tuple[Path, ...], dict[str, Any]]] = [
-        (EvaluationError, "nothing to evaluate; pass --tasks NAMES or --store STORE", (), {}),
-        (EvaluationError, r"--seq-len 65: the context of .* has 64 tokens", (store,), {"seq_len": 65}),
-        (DataError, r"has no pack bfd-64.*make it with: lt data pack .* --seq-len 64", (store,), {"seq_len": 0}),
-        (EvaluationError, "device 'tpu' cannot be used here", (store,), {"device": "tpu"}),
-        (EvaluationError, "dtype 'int8': unknown; pass one of auto, float32", (store,), {"dtype": "int8"}),
-        (EvaluationError, "another tokenizer than that of ", (tmp_path / "other",), {}),
-    ]
-    for error, told, stores, options in cases:
-        with pytest.raises(error, match=told):
+    for told, stores, options in (
+        ("nothing to evaluate; pass --tasks NAMES or --store STORE", [], {}),
+        (r"--seq-len 65: the context of .* has 64 tokens", [store], {"seq_len": 65}),
+        (r"has no pack bfd-64.*make it with: lt data pack .* --seq-len 64", [store], {"seq_len": 0}),
+        ("device 'tpu' cannot be used here", [store], {"device": "tpu"}),
+        ("another tokenizer than that of ", [tmp_path / "other"], {}),
+    ):
+        with pytest.raises((EvaluationError, DataError), match=told):
             run(model, tmp_path / "out", *stores, **options)
     assert not (tmp_path / "out").exists()
 
 
 def test_a_sample_ends_at_the_context_length_and_takes_device_and_dtype(model: Path) -> None:
-    assert load_model(model, dtype="auto").dtype == (torch.bfloat16 if cpu_multiplies_bfloat16() else torch.float32)
     loaded = load_model(model, device="auto", dtype="bfloat16")
     assert loaded.dtype == torch.bfloat16
     options = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "seed": 0}

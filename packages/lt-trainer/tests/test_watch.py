@@ -2,8 +2,6 @@
 
 import io
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +18,9 @@ START = {"time": "2026-01-01T10:20:30.000+00:00", "event": "start", "device": "N
 
 
 def text(history: RunHistory, width: int = 140) -> str:
-    console = Console(file=io.StringIO(), width=width)
+    console = Console(file=io.StringIO(), width=width, record=True)
     console.print(render(history))
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+    return console.export_text()
 
 
 def record(step: int, **changes: Any) -> dict[str, Any]:
@@ -44,9 +41,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_what_a_run_wrote_is_neither_markup_nor_an_escape(folder: Path) -> None:
-    path = folder / "[red]a \x1b[31m"
-    path.mkdir()
-    (path / ".lt-run").write_text("{}")
+    path = folder.rename(folder.with_name("[red]a \x1b[31m"))
     evil = "[bold]b \x1b]0;t\x07"
     append(path / "events.jsonl", START | {"device": evil}, START | {"event": "note", "text": evil})
     append(path / "metrics.jsonl", record(10), {"step": 10, "val_loss": 9.0, "val_set": evil})
@@ -59,8 +54,8 @@ def test_what_a_run_wrote_is_neither_markup_nor_an_escape(folder: Path) -> None:
 def test_a_run_that_goes_on_is_rolled_back_and_starts_again(folder: Path) -> None:
     append(folder / "events.jsonl", START)
     append(folder / "metrics.jsonl", *(record(step) for step in range(1, 101)))
-    append(folder / "metrics.jsonl", {"step": 100, "val_loss": 3.25, "val_bits_per_byte": 1.25})
-    append(folder / "metrics.jsonl", {"step": 100, "val_loss": 2.5, "val_set": "code"})
+    validated = {"step": 100, "val_loss": 3.25, "val_bits_per_byte": 1.25}
+    append(folder / "metrics.jsonl", validated, {"step": 100, "val_loss": 2.5, "val_set": "code"})
     history = RunHistory(folder)
     for width in (80, 140):
         for words in (
@@ -68,8 +63,7 @@ def test_a_run_that_goes_on_is_rolled_back_and_starts_again(folder: Path) -> Non
             *("loss 3.2500, 1.2500 bits per byte, step 100", "validation code", "loss 2.5000, step 100", "10:20:30"),
         ):
             assert words in text(history, width), words
-    again = (record(step, loss=1.0, forward_backward_s=2.75) for step in range(51, 76))
-    append(folder / "metrics.jsonl", *again)
+    append(folder / "metrics.jsonl", *(record(step, loss=1.0, forward_backward_s=2.75) for step in range(51, 76)))
     history.poll()
     assert [one["step"] for one in history.train] == list(range(1, 76))
     assert history.train[-1]["loss"] == 1.0
@@ -89,23 +83,16 @@ def test_a_finished_run_is_shown_once_and_nothing_in_it_changes(recipe_base, fak
     assert run(load(base=recipe_base, overrides=["run.engine=fake"]), environ={}) == 0
     out = Path(recipe_base["run"]["dir"])
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
-    console = Console(file=io.StringIO(), width=140)
+    console = Console(file=io.StringIO(), width=140, record=True)
     watch_run(out, interval_s=3600, once=False, console=console)  # returns, as the run is done
-    assert isinstance(console.file, io.StringIO)
-    assert "left" not in console.file.getvalue()
-    for words in ("20 of 20", "training completed at step 20", "bits per byte"):
-        assert words in console.file.getvalue()
+    shown = console.export_text()
+    assert "left" not in shown
+    assert [words for words in ("20 of 20", "completed at step 20", "bits per byte") if words not in shown] == []
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
 
 
-def test_the_command(folder: Path) -> None:
-    append(folder / "metrics.jsonl", record(7))
-    command = [sys.executable, "-m", "lt_trainer", "watch", str(folder), "--once"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "7 of 400" in done.stdout
-    missing = subprocess.run([*command[:-2], str(folder / "none"), "--once"], capture_output=True, text=True)
-    assert missing.returncode == 64
-    assert "is not a run directory" in missing.stderr
+def test_what_is_no_run_is_told(folder: Path) -> None:
     append(folder / "metrics.jsonl", [1])
-    with pytest.raises(RunDirError, match=r"metrics.jsonl:2: not a JSON object"):
-        RunHistory(folder)
+    for path, told in ((folder / "none", "is not a run directory"), (folder, "metrics.jsonl:1: not a JSON object")):
+        with pytest.raises(RunDirError, match=told):
+            RunHistory(path)
