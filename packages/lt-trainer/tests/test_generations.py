@@ -65,12 +65,10 @@ def test_a_run_goes_on_with_the_generation_that_it_has_read(recipe_base, stores,
     found = inspect_step(Path(recipe_base["run"]["dir"]), 12)
     assert found.rows == inspect_step(tmp_path / "whole", 12).rows
     assert found.store == stores.train / OLD
-
-
-def test_a_new_run_reads_the_newest_generation(recipe_base, stores, grow) -> None:
-    grow(stores.train)
-    assert start(recipe_base) == 0
-    assert inspect_step(Path(recipe_base["run"]["dir"]), 12).store == stores.train / NEW
+    pack(TokenStore.open(stores.train), seq_len=32)
+    new = recipe_base | {"run": recipe_base["run"] | {"dir": str(tmp_path / "new")}}
+    assert start(new, stop_after_step=6) == 75
+    assert inspect_step(tmp_path / "new", 6).store == stores.train / NEW, "a new run reads the newest"
 
 
 @pytest.mark.parametrize("mixture", [False, True])
@@ -99,9 +97,6 @@ def test_a_new_generation_is_taken_when_the_recipe_names_it(recipe_base, stores,
 def test_only_the_generation_may_change(recipe_base, stores, grow) -> None:
     start(recipe_base, stop_after_step=6)
     grow(stores.train)
-    recipe_base["data"] |= {"store": str(stores.train / NEW), "document_mask": False}
-    with pytest.raises(DataError, match="another sequence"):
-        start(recipe_base)
-    recipe_base["data"] |= {"store": str(stores.validation), "document_mask": True}
-    with pytest.raises(DataError, match="another sequence"):
-        start(recipe_base)
+    for other in ({"store": str(stores.train / NEW), "document_mask": False}, {"store": str(stores.validation)}):
+        with pytest.raises(DataError, match="another sequence"):
+            start(recipe_base | {"data": recipe_base["data"] | other})

@@ -1,14 +1,12 @@
 """Optimizers on tensors: AdamW's pure update against torch's, counts beyond bf16's, skipped steps, slots of slices."""
 
-import subprocess
-import sys
+import math
 
 import pytest
 import torch
 
 from lt_trainer.config.sections import OptimizerOptions
 from lt_trainer.errors import RecipeError
-from lt_trainer.optimizers import OPTIMIZERS
 from lt_trainer.optimizers.adamw import ADAMW
 from lt_trainer.optimizers.driver import OptimizerDriver
 from lt_trainer.optimizers.spec import ParamSlice, StateSlot
@@ -39,6 +37,7 @@ def test_adamw_is_torchs(decay: float, size: float, betas: tuple[float, float]) 
     for step in range(5):
         rate = 0.01 * (step + 1)
         gradients = {name: size * torch.randn_like(weight) for name, weight in ours.items()}
+        mine.step(ours, {name: weight * math.nan for name, weight in ours.items()}, rate, ~TRUE, ONE)  # no step
         mine.step(ours, gradients, rate if step % 2 else torch.tensor(rate, dtype=torch.float64), TRUE, 0.5 * ONE)
         for name, weight in theirs.items():
             weight.grad = 0.5 * gradients[name]
@@ -58,16 +57,6 @@ def test_steps_are_counted_beyond_what_bf16_counts() -> None:
     assert int(optimizer.step_count) == 300
 
 
-def test_a_step_that_is_not_finite_changes_nothing() -> None:
-    weights = {"w": torch.ones(2, dtype=torch.float64)}
-    optimizer = adamw(weights, {"w"})
-    bad = torch.tensor([1.0, float("nan")], dtype=torch.float64)
-    optimizer.step(weights, {"w": bad}, 0.1 * ONE, torch.tensor(False), ONE)
-    assert weights["w"].tolist() == [1.0, 1.0]
-    assert [tensors["w"].tolist() for tensors in optimizer.slots.values()] == [[0.0, 0.0], [0.0, 0.0]]
-    assert int(optimizer.step_count) == 0
-
-
 def test_slots_take_their_dtype_from_the_options() -> None:
     narrow = adamw({"w": torch.ones(2)}, set(), moments_dtype="bfloat16", beta2=0.95)
     assert {tensors["w"].dtype for tensors in narrow.slots.values()} == {torch.bfloat16}
@@ -80,10 +69,3 @@ def test_a_slot_is_sharded_along_the_dimensions_that_it_keeps() -> None:
     assert slot.local_slice("w", (8, 6), (4, 0), (2, 6)) == ((4, 0), (2, 1))
     with pytest.raises(RecipeError, match=r"slot 'row_square' reduces dimension 1 of w, .* a rank 3 of 6 elements"):
         slot.local_slice("w", (8, 6), (0, 3), (8, 3))
-
-
-def test_the_registry_imports_no_torch() -> None:
-    assert all(name == spec.name for name, spec in OPTIMIZERS.items())
-    program = "import sys, lt_trainer.optimizers; print([m for m in ('torch', 'numpy') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
