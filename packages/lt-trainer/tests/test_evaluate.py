@@ -124,7 +124,6 @@ def test_what_cannot_be_evaluated_is_refused_with_a_remedy(model: Path, little_d
         ("nothing to evaluate; pass --tasks NAMES or --store STORE", [], {}),
         (r"--seq-len 65: the context of .* has 64 tokens", [store], {"seq_len": 65}),
         (r"has no pack bfd-64.*make it with: lt data pack .* --seq-len 64", [store], {"seq_len": 0}),
-        ("device 'tpu' cannot be used here", [store], {"device": "tpu"}),
         ("another tokenizer than that of ", [tmp_path / "other"], {}),
     ):
         with pytest.raises((EvaluationError, DataError), match=told):

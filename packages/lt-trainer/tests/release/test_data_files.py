@@ -95,10 +95,8 @@ def test_one_source_that_may_not_be_redistributed_keeps_all_tokens_out(texts: Pa
     assert [path.name for path in folder.glob("packs/*/*")] == ["pack.json"]
     lost, kept = released.entries[3], released.entries[5]
     assert (lost.path, kept.path) == (f"{text}/03.txt", f"{text}/05.txt")
-    assert (lost.left_out, kept.left_out) == (
-        "no file with its hash was found where the release was made",
-        "nothing says that it may be redistributed",
-    )
+    assert lost.left_out == "no file with its hash was found where the release was made"
+    assert kept.left_out == "nothing says that it may be redistributed"
     assert "LicenseRef-closed is not a license that counts as open" in kept.problem
     assert "and has no url" in lost.problem
     assert len(list((tmp_path / "bundle" / "sources").rglob("*.txt"))) == 28
