@@ -92,8 +92,8 @@ def batches(base: Base, *, rank: int = 0, size: int = 1, saved: Any = None) -> L
     return LoaderBatches(load(base=base).recipe, topology, Control(), saved)
 
 
-def test_it_is_told_who_asks_and_its_rows_are_trained_on(base, fake_engine, give) -> None:
-    (made,) = (give(Stateful),)
+def test_it_is_told_who_asks_and_a_stop_goes_on_exactly_with_a_state(base, fake_engine, give, tmp_path) -> None:
+    made = give(Stateful)
     assert start(base) == 0
     assert trained(fake_engine.opened[0]) == ids(*range(160))
     facts = made[0].facts
@@ -101,8 +101,15 @@ def test_it_is_told_who_asks_and_its_rows_are_trained_on(base, fake_engine, give
     assert facts["recipe"]["data"]["seq_len"] == SEQ_LEN
     assert facts["recipe"]["batch"]["global_batch_size"] == 8
     assert made[0].drawn == 160
-    records = [r for r in read_jsonl(Path(base["run"]["dir"]) / "metrics.jsonl") if "loss" in r]
-    assert {r["valid_tokens"] for r in records} == {8 * (SEQ_LEN - 1)}
+    whole = losses(base)
+    base["run"]["dir"] = str(tmp_path / "stopped")
+    assert start(base, stop_after_step=9) == 75
+    found, _ = find_latest_valid(tmp_path / "stopped" / "checkpoints")
+    assert found is not None
+    assert found.manifest.data["loader"] == {"0": {"at": 72}}
+    assert start(base) == 0
+    assert losses(base) == whole
+    assert made[2].drawn == 160 - 72, "nothing is read again"
 
 
 def test_what_is_not_given_is_made(base, give) -> None:
@@ -120,22 +127,8 @@ def test_what_is_not_given_is_made(base, give) -> None:
     assert batches(base).next_batch().cu_seqlens.tolist() == [[0, 8, 16, 24]]
 
 
-def test_a_stop_goes_on_exactly_with_a_state(base, fake_engine, give, tmp_path) -> None:
-    made = give(Stateful)
-    assert start(base) == 0
-    whole = losses(base)
-    base["run"]["dir"] = str(tmp_path / "stopped")
-    assert start(base, stop_after_step=9) == 75
-    found, _ = find_latest_valid(tmp_path / "stopped" / "checkpoints")
-    assert found is not None
-    assert found.manifest.data["loader"] == {"0": {"at": 72}}
-    assert start(base) == 0
-    assert losses(base) == whole
-    assert made[2].drawn == 160 - 72, "nothing is read again"
-
-
 def test_without_a_state_it_is_refused_or_read_again(base, fake_engine, give, tmp_path) -> None:
-    made = give(lambda **facts: map(row, range(1000)))
+    give(lambda **facts: map(row, range(1000)))
     save = "checkpoint.async_save=true"
     assert start(base, save) == 0
     whole = losses(base)
@@ -146,7 +139,6 @@ def test_without_a_state_it_is_refused_or_read_again(base, fake_engine, give, tm
     assert start(base, save, "data.loader_resume=replay") == 0
     assert losses(base) == whole
     assert trained(fake_engine.opened[-1]) == ids(*range(72, 160))
-    assert len(made) == 4
 
 
 def test_a_way_back_goes_on_behind_the_rows_and_is_remembered(base, fake_engine, give) -> None:
@@ -164,16 +156,6 @@ def test_a_way_back_goes_on_behind_the_rows_and_is_remembered(base, fake_engine,
     assert data[0]["rows"] == {"kind": "loader", "loader": "their_rows:make"}
 
 
-def test_a_growing_batch_takes_as_many_rows(base, fake_engine, give) -> None:
-    give(Stateful)
-    base["batch"] |= {"ramp": {"start": 4, "steps": 10}}
-    assert start(base, stop_after_step=7) == 75
-    assert start(base) == 0
-    first, second = fake_engine.opened
-    assert (len(first.rows), len(second.rows)) == (7 * 4, 3 * 4 + 10 * 8)
-    assert trained(first) + trained(second) == ids(*range(120))
-
-
 def test_an_iterable_that_ends_is_walked_again_and_an_iterator_is_not(base, fake_engine, give) -> None:
     give(lambda **facts: [row(n) for n in range(6)])
     assert start(base, "schedule.max_steps=3") == 0
@@ -181,10 +163,6 @@ def test_an_iterable_that_ends_is_walked_again_and_an_iterator_is_not(base, fake
     base["run"]["dir"] += "-2"
     give(lambda **facts: iter([row(n) for n in range(20)]))
     with pytest.raises(LoaderError, match=r"their_rows:make', after 20 rows of dp_rank 0: ended after 20 rows"):
-        start(base)
-    base["run"]["dir"] += "-3"
-    give(lambda **facts: [])
-    with pytest.raises(LoaderError, match="ended after 0 rows"):
         start(base)
 
 
@@ -206,16 +184,13 @@ def test_items_of_several_rows(base, fake_engine, give) -> None:
 
 
 def changed(name: str, place: int, value: int) -> dict[str, np.ndarray]:
-    made = {key: array.copy() for key, array in row(3).items()}
-    made.setdefault("doc_ids", np.zeros(SEQ_LEN, np.int64))
-    made.setdefault("position_ids", np.arange(SEQ_LEN))
+    made = row(3) | {"doc_ids": np.zeros(SEQ_LEN, np.int64), "position_ids": np.arange(SEQ_LEN)}
     made[name][place] = value
     return made
 
 
 BAD = [
     (changed("input_ids", 2, VOCAB), f"row 3, position 2: input_ids = {VOCAB} is not in 0..{VOCAB - 1}"),
-    (changed("labels", 7, VOCAB), f"row 3, position 7: labels = {VOCAB} is not in 0..{VOCAB - 1}"),
     (changed("labels", 1, -1), "row 3, position 1: labels = -1"),
     (changed("doc_ids", 1, -2), "row 3, position 1: doc_ids = -2"),
     (changed("doc_ids", 4, 1), "row 3: doc_ids return to an earlier document of the row"),
@@ -223,7 +198,6 @@ BAD = [
     ({"input_ids": row(3)["input_ids"]}, "row 3: labels are missing"),
     ({name: array[:5] for name, array in row(3).items()}, "row 3: input_ids are int64 [5]; expected integers [8] or"),
     ({**row(3), "labels": row(3)["labels"] * 1.0}, "row 3: labels are float64 [8]; expected integers"),
-    ({name: array[None][:0] for name, array in row(3).items()}, "row 3: input_ids are int64 [0, 8]"),
     (7, "row 3: input_ids are missing"),
 ]
 
@@ -237,11 +211,6 @@ def test_bad_rows_are_named(base, fake_engine, give, item: Any, message: str) ->
     assert caught.value.exit_code == 64
 
 
-def failing() -> Iterator[Any]:
-    yield from map(row, range(11))
-    raise KeyError("disk")
-
-
 def of_state(state: Any) -> type[Stateful]:
     return type("Odd", (Stateful,), {"state_dict": lambda self: state})
 
@@ -252,9 +221,8 @@ EMPTY = {"input_ids": row(0)["input_ids"], "labels": np.full(SEQ_LEN, -100)}
 @pytest.mark.parametrize(
     ("factory", "message"),
     [
-        (lambda **facts: failing(), "after 11 rows of dp_rank 0: KeyError: 'disk'"),
+        (lambda **facts: (row(n) if n < 11 else {}["disk"] for n in range(12)), "after 11 rows of dp_rank 0: KeyError"),
         (lambda **facts: 1 // 0, "after 0 rows of dp_rank 0: ZeroDivisionError"),
-        (lambda **facts: 5, "TypeError: 'int' object is not iterable"),
         (lambda **facts: [*map(row, range(8)), *[EMPTY] * 8], "step 2 has no labels"),
         (of_state({"at": {1, 2}}), "not JSON serializable"),
         (of_state({1: "at"}), "dicts with string keys"),
@@ -264,7 +232,6 @@ def test_a_loader_that_fails_is_told_with_its_row(base, fake_engine, give, facto
     give(factory)
     with pytest.raises(LoaderError, match=message):
         start(base)
-    assert fake_engine.opened[0].rows == [] or "after 11" in message or "step 2" in message
 
 
 def test_a_run_goes_on_with_the_same_rows_only(base, fake_engine, give, little_data) -> None:
@@ -281,28 +248,21 @@ def test_a_run_goes_on_with_the_same_rows_only(base, fake_engine, give, little_d
         start(other)
 
 
-@pytest.mark.parametrize(
-    ("loader", "message"),
-    [
-        (
-            "not_there_at_all:make",
-            "cannot be imported: No module named 'not_there_at_all'; write it as",
-        ),
-        ("json:not_there", "module 'json' has no attribute 'not_there'; write it as module:function"),
-    ],
-)
-def test_a_function_that_is_not_there_is_said_at_once(base, fake_engine, loader: str, message: str) -> None:
-    base["data"]["loader"] = loader
-    with pytest.raises(RecipeError, match=message):
-        start(base)
-    assert fake_engine.opened == []
-
-
-def test_modules_of_the_current_folder_are_found(base, fake_engine, tmp_path, monkeypatch) -> None:
+def test_modules_of_the_current_folder_are_found_and_none_is_said_at_once(
+    base, fake_engine, tmp_path, monkeypatch
+) -> None:
     (tmp_path / "rows_of_this_folder.py").write_text(
         "def make(**facts):\n    return [{'input_ids': [1] * 8, 'labels': [2] * 8}]\n"
     )
     (tmp_path / "json.py").write_text("raise AssertionError('a file of the folder stands before a package')")
+    for loader, message in (
+        ("not_there_at_all:make", "No module named"),
+        ("json:no", "module 'json' has no"),
+    ):
+        base["data"]["loader"] = loader
+        with pytest.raises(RecipeError, match=rf"cannot be imported: {message}.*; write it as module:function"):
+            start(base)
+    assert fake_engine.opened == []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
     monkeypatch.delitem(sys.modules, "json")
