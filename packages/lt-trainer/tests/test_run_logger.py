@@ -37,6 +37,8 @@ class Clock:
 
 
 class FakeMonitor:
+    has_gpus = True
+
     def __init__(self, joules: float | None) -> None:
         self.value = joules
         self.energy_joules, self.scalars = lambda: self.value, dict

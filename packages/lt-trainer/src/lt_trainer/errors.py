@@ -70,10 +70,8 @@ class RecipeError(TrainerError):
         super().__init__(self._message())
 
     def _message(self) -> str:
-        shown = []
-        for name, value in self.values.items():
-            source = self.origins.get(name)
-            shown.append(f"{name} = {value!r}" + (f" ({source})" if source else ""))
+        sources = {name: f" ({source})" for name, source in self.origins.items() if source}
+        shown = [f"{name} = {value!r}{sources.get(name, '')}" for name, value in self.values.items()]
         message = f"{', '.join(shown)}: {self.problem}" if shown else self.problem
         return f"{message}; {self.remedy}" if self.remedy else message
 

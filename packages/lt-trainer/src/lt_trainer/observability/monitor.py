@@ -90,6 +90,8 @@ class NodeMonitor:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._world, self._interval_s, self._log, self._clock = world, interval_s, log, clock
+        self.has_gpus = nvml is not None
+        """Whether `energy_joules` may tell something."""
         self._node, self._load_nvml = world.rank // world.local_size, nvml
         self._nvml: Any = None
         self._path = run / "monitor" / f"node{self._node:05}.jsonl"

@@ -1,7 +1,6 @@
-"""What a run prints: aligned lines and a moving line on a terminal, `key=value` lines into files, pipes and CI.
+"""What a run shows on a terminal: an aligned line per logging interval below a header, and a moving line.
 
-On a terminal each logging interval is one line below a header; the moving line stands there during validation, a
-checkpoint or the first steps, which may compile.
+The moving line stands there during validation, a checkpoint or the first steps, which may compile.
 
 Cost: a line per record; the moving line is drawn by a thread of rich, ten times a second.
 """
@@ -9,10 +8,8 @@ Cost: a line per record; the moving line is drawn by a thread of rich, ten times
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping
 from datetime import timedelta
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from lt_data.display.progress_bars import format_si
@@ -27,7 +24,7 @@ HEADER = f"{'step':>15} {'loss':>9} {'lr':>9} {'grad':>8} {'tokens/s':>9} {'MFU'
 
 
 class RunDisplay:
-    """Standard output of a run; every method may raise OSError once that is closed.
+    """Terminal of a run; every method may raise OSError once that is closed.
 
     Args:
         last_step: Last step of the run.
@@ -35,7 +32,6 @@ class RunDisplay:
 
     def __init__(self, last_step: int) -> None:
         self._last_step, self._n_lines = last_step, 0
-        self.is_terminal = sys.stdout.isatty() and find_spec("rich") is not None
         self._moving: Progress | None = None
         """The line at the bottom, with one task."""
 
@@ -48,9 +44,7 @@ class RunDisplay:
 
     def print_record(self, record: Mapping[str, Any], seconds_left: float) -> None:
         """Print a record; with the metrics of a step the first steps are over."""
-        if not self.is_terminal or not {"loss", "val_loss"} & record.keys():
-            self.print(format_record(record))
-        elif "loss" in record:
+        if "loss" in record:
             self.stop_moving()
             if self._n_lines % HEADER_INTERVAL == 0:
                 self.print(HEADER)
@@ -62,16 +56,16 @@ class RunDisplay:
                 f"{format_si(record['tokens_per_sec']):>9} {record['mfu']:>6.1%} {record['memory_gib']:>5.1f} GiB "
                 f"{left:>9}"
             )
-        else:
+        elif "val_loss" in record:
             name, bits = f"validation {record.get('val_set', '')}".rstrip(), record.get("val_bits_per_byte")
             more = "" if bits is None else f", {bits:.3f} bits per byte"
             self.print(f"{name:>15} {record['val_loss']:>9.4f}  perplexity {record['val_perplexity']:.4g}{more}")
+        else:
+            self.print(format_record(record))
 
     def start_moving(self, text: str) -> None:
-        """Show a moving line with a text in place of the present one; only on a terminal."""
+        """Show a moving line with a text in place of the present one."""
         self.stop_moving()
-        if not self.is_terminal:
-            return
         from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
         text_column = TextColumn("{task.description}", markup=False)

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,8 +71,7 @@ class ComputeCost:
     @staticmethod
     def of_recipe(recipe: Recipe, model: LlamaConfig, recomputed_flops_per_token: float) -> ComputeCost:
         """Return the cost of a recipe's rows."""
-        from lt_model import flops_per_token
-        from lt_model.costs import attention_flops_per_token
+        from lt_model.costs import attention_flops_per_token, flops_per_token
 
         return ComputeCost(
             micro_batch_size=recipe.batch.micro_batch_size,
@@ -114,11 +114,14 @@ class RunLogger:
     ) -> None:
         self._run_dir, self._log, self._device, self._cost, self._clock = run_dir, log, device, cost, clock
         self._last_step, self._sinks, self._monitor = last_step, sinks, monitor
-        self._joules = None if monitor is None else monitor.energy_joules()
+        self._energy = monitor if monitor is not None and monitor.has_gpus else None
+        self._joules = None if self._energy is None else self._energy.energy_joules()
         """Energy at the last record."""
         self._metrics = None if run_dir is None else JsonlWriter(run_dir.metrics)
-        self._display = None if run_dir is None else RunDisplay(last_step)
-        """None also once standard output is closed."""
+        self._prints = run_dir is not None
+        """False also once standard output is closed."""
+        is_terminal = self._prints and sys.stdout.isatty() and find_spec("rich") is not None
+        self._display = RunDisplay(last_step) if is_terminal else None
         self._seconds_left = math.nan
         self._start = clock()
         self._since: float | None = None
@@ -137,7 +140,7 @@ class RunLogger:
     def _print_note(self, text: str) -> None:
         if self._run_dir is not None:
             line = escape_controls(f"# {text}")
-            self._on_stdout(RunDisplay.print, line)
+            self._on_stdout(print if self._display is None else self._display.print, line)
             self._log.write(line)
 
     def log_event(self, kind: str, **values: object) -> None:
@@ -153,21 +156,21 @@ class RunLogger:
         if self._since is not None:
             self._trained_s += self._pause_began - self._since
         self._since = None
-        self._on_stdout(RunDisplay.start_moving, name)
+        self._on_display(RunDisplay.start_moving, name)
         try:
             yield
         finally:
-            self._on_stdout(RunDisplay.stop_moving)
+            self._on_display(RunDisplay.stop_moving)
             self._since = self._clock()
             if has_begun:
                 self._paused_s += self._since - self._pause_began
             else:
-                self._on_stdout(RunDisplay.start_moving, "first steps")
+                self._on_display(RunDisplay.start_moving, "first steps")
 
     def show_progress(self, done: int, total: int, of: str = "") -> None:
         """Show how far the present pause is: in the moving line, or every ten seconds a line."""
         now, name = self._clock(), self._pause_name + (f" of {escape_controls(of, keep='')}" if of else "")
-        if self._display is not None and self._display.is_terminal:
+        if self._display is not None:
             self._display.move(done, total, name)
         elif 0 < done < total and now - self._shown_at >= SECONDS_BETWEEN_LINES:
             self._shown_at = now
@@ -192,14 +195,13 @@ class RunLogger:
         n_done = last.step - records[0].step + 1
         self._n_steps += n_done
         self._seconds_left = (self._last_step - last.step) * (seconds / n_done + self._paused_s / self._n_steps)
-        names = ("step", "loss", "learning_rate", "grad_norm")
         rate_names = ("batches_per_sec", "samples_per_sec", "tokens_per_sec", "flops_per_sec")
-        record: dict[str, Any] = {name: getattr(last, name) for name in names}
+        record: dict[str, Any] = {name: getattr(last, name) for name in ("step", "loss", "learning_rate", "grad_norm")}
         record |= dict(zip(rate_names, rates[:4], strict=True))
         record |= {"mfu": rates[3] / peak, "memory_gib": memory_bytes / GIB, "valid_tokens": last.valid_tokens}
         record |= {"elapsed_s": now - self._start, "hfu": rates[4] / peak, "mfu_documents": rates[5] / peak}
         record |= {f"{part}_s": seconds for part, seconds in times.items()}
-        joules = None if self._monitor is None else self._monitor.energy_joules()
+        joules = None if self._energy is None else self._energy.energy_joules()
         if joules is not None:
             if self._joules is not None:  # the first reading is the baseline
                 record["joules_per_token"] = (joules - self._joules) / amounts[2]
@@ -261,21 +263,31 @@ class RunLogger:
     def _write(self, record: Mapping[str, Any]) -> None:
         if self._metrics is None:
             return
-        self._on_stdout(RunDisplay.print_record, record, self._seconds_left)
-        self._log.write(format_record(record))
+        line = format_record(record)
+        if self._display is None:
+            self._on_stdout(print, line)
+        else:
+            self._on_stdout(self._display.print_record, record, self._seconds_left)
+        self._log.write(line)
         self._metrics.write(record)
         if self._sinks is not None:
             node_scalars = self._monitor.scalars() if self._monitor and "loss" in record else {}
             self.log_sink_failures(self._sinks.log(record, node_scalars))
 
+    def _on_display(self, action: Callable[..., None], *arguments: object) -> None:
+        """Call a method of the display, if there is one."""
+        if self._display is not None:
+            self._on_stdout(action, self._display, *arguments)
+
     def _on_stdout(self, action: Callable[..., None], *arguments: object) -> None:
         """Show something, until standard output is closed: losing the terminal must not end a run."""
-        if self._display is None:
+        if not self._prints:
             return
         try:
-            action(self._display, *arguments)
+            action(*arguments)
+            sys.stdout.flush()
         except OSError as exc:
-            self._display = None
+            self._prints, self._display = False, None
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, sys.stdout.fileno())  # otherwise the flush at exit fails again
             os.close(null)
@@ -286,7 +298,7 @@ class RunLogger:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._on_stdout(RunDisplay.stop_moving)
+        self._on_display(RunDisplay.stop_moving)
         self.log_sink_failures({} if self._sinks is None else self._sinks.close())
         if self._metrics is not None:
             self._metrics.close()
