@@ -1,7 +1,6 @@
 """Damage that a rank finds while it restores: all ranks take the next older checkpoint, or none starts."""
 
 import functools
-import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,8 +22,8 @@ def unseen(monkeypatch) -> None:
     monkeypatch.setattr(checkpoints, "find_latest_valid", blind)
 
 
-def damage(folder: Path) -> None:
-    (file,) = folder.glob("weights-*.safetensors")
+def damage(folder: Path, name: str = "weights-*.safetensors") -> None:
+    (file,) = folder.glob(name)
     content = bytearray(file.read_bytes())
     content[-3] ^= 1
     file.write_bytes(content)
@@ -42,8 +41,7 @@ def test_damage_leads_to_the_older_one(recipe_base, fake_engine, capsys, request
     assert "step-00000009 is not used" in out
     assert "resuming after step 6" in out
     assert fake_engine.opened[-1].steps == 20
-    (resumed,) = events(recipe_base, "resume")
-    assert resumed["step"] == 6
+    assert [e["step"] for e in events(recipe_base, "resume")] == [6]
     assert [e["step"] for e in events(recipe_base, "data")] == [0, 6], "what is not read is not logged"
 
 
@@ -57,14 +55,8 @@ def test_without_another_the_run_ends_and_does_not_start_anew(recipe_base, fake_
 
 def test_a_rollback_leads_past_a_damaged_checkpoint_too(recipe_base, fake_engine, unseen, capsys) -> None:
     newest = Path(recipe_base["run"]["dir"]) / "checkpoints" / "step-00000012"
-
-    def on_step(call: int) -> None:
-        if call == 15:
-            damage(newest)
-
-    fake_engine.on_step = on_step
+    fake_engine.on_step = lambda call: damage(newest) if call == 15 else None
     fake_engine.poison = lambda call, batch: call in (14, 15, 16)
-    fake_engine.poisoned = (math.nan, math.nan)
     assert start(recipe_base, "fault_tolerance.max_skipped_steps=2") == 0
     out = capsys.readouterr().out
     assert f"{newest} is not used" in out
@@ -116,9 +108,7 @@ def test_all_ranks_raise_where_one_finds_damage(pool: RankPool, tmp_path: Path) 
     path = save_rows(tmp_path)
     assert pool.run(load_rows, str(path)) == ["", ""]
     file = path / "weights-00001.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    damage(path, file.name)
     first, second = pool.run(load_rows, str(path))
     assert first.startswith(f"on another rank: {file}: ")
     assert second.startswith(f"{file}: ")

@@ -9,18 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from lt_ckpt import Checkpoint, find_latest_valid
+from lt_ckpt import find_latest_valid, list_steps
 from lt_test_helpers.runs import events, losses, start
 from lt_trainer.config.section import flatten
 from lt_trainer.config.toml import dump
 from lt_trainer.resilience.stop_signals import STOP_SIGNALS
 
-Base = dict[str, dict[str, object]]
 TOLERANT = "fault_tolerance.max_skipped_steps=1"
-
-
-def checkpoints(base: Base) -> list[int]:
-    return sorted(Checkpoint.open(path).step for path in (Path(str(base["run"]["dir"])) / "checkpoints").iterdir())
 
 
 # ---- rollbacks ----
@@ -92,6 +87,6 @@ def test_a_second_command_in_one_process_stops_as_the_first(
     codes = [main([*words, str(recipe), "--stop-after-step", str(step)]) for step in (3, 6, 9)]
     assert codes == [75, 75, 75]
     assert {number: signal.getsignal(number) for number in STOP_SIGNALS} == before
-    assert checkpoints(recipe_base) == [3, 6, 9]
+    assert [step for step, _ in list_steps(Path(recipe_base["run"]["dir"]) / "checkpoints")] == [9, 6, 3]
     assert main([*words, str(recipe)]) == 0
     assert [one["step"] for one in events(recipe_base, "completed")] == [20]
