@@ -29,7 +29,7 @@ def job(name: str = "train", **values: Any) -> Job:
         ({"env": {"A B": "3"}}, "job.env.A B"),
         ({"env": {"A": "two\nlines"}}, "job.env.A"),
         ({"pass_env": ("HF_TOKEN=x",)}, "job.pass_env"),
-        ({"nodes": "2"}, "job.nodes"),
+        ({"nodes": "two"}, "job.nodes"),
     ],
 )
 def test_what_cannot_be_run_is_refused_by_field(values: dict[str, Any], field: str) -> None:

@@ -93,7 +93,7 @@ def test_the_page_of_a_run_has_everything_escaped(eventful: Path) -> None:
 
 def test_the_page_of_several_runs_tells_where_their_recipes_differ(eventful: Path, tmp_path: Path) -> None:
     changed = RECIPE | {"optimizer": {"lr": 6e-4}}
-    other = make_run(tmp_path / "other" / "eventful", [record(1)], [START], changed)
+    other = make_run(tmp_path / ("other" * 20) / "eventful", [record(1)], [START], changed)
     words = words_of(eventful, other).split("\n")
     assert f"2 runs: {eventful}, {other}" in words, "equal names are told apart"
     at = words.index("optimizer.lr")

@@ -78,7 +78,8 @@ def _draw(runs: Sequence[RunHistory], name: str, title: str, fields: Sequence[st
         label = "" if kind in known else kind
         axes.axvline(event.get("step", 0), color=EVENT_COLORS[event["event"]], linewidth=1, linestyle=":", label=label)
     if name == "loss":
-        axes.legend(loc="upper right", ncols=4)
+        # Out of the layout: names of runs may be paths, longer than the axes are wide.
+        axes.legend(loc="upper right", ncols=4 if len(runs) == 1 else 1).set_in_layout(False)
     elif axes.get_yscale() != "log":
         axes.set_ylim(bottom=0)
     axes.set_xlim(0, max(1, *(run.step for run in runs)))
