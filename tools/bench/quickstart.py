@@ -108,7 +108,6 @@ Training: {summary["steps"]} steps, {summary["tokens_per_sec"]:.0f} tokens/s at 
 |---|---|
 {start_rows}
 
-Importing takes almost all of it and varies by a second on a shared machine.
 """
 
 
