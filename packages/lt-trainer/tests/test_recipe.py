@@ -166,8 +166,8 @@ def test_an_installed_engine_gets_its_own_options() -> None:
 @pytest.mark.usefixtures("only_fake")
 def test_an_engine_that_is_not_installed_stays_raw_and_is_reported() -> None:
     base = {**STORE, "engine": {"neuron": {"zero1": False, "sub": {"a": [1, "b"]}}}}
-    resolved = load(base=base, overrides=["engine.neuron.depth=5"])
-    assert resolved.recipe.engine["neuron"] == {"zero1": False, "sub": {"a": [1, "b"]}, "depth": "5"}
+    resolved = load(base=base, overrides=["engine.neuron.depth=5", "engine.neuron.on=False"])
+    assert resolved.recipe.engine["neuron"] == {"zero1": False, "sub": {"a": [1, "b"]}, "depth": 5, "on": False}
     assert resolved.unchecked == ("engine.gpu", "engine.neuron")
     assert resolved.origins["engine.neuron.sub.a"] == "base"
     assert from_dict(json.loads(json.dumps(to_dict(resolved.recipe)))) == resolved.recipe

@@ -37,9 +37,7 @@ def test_damage_leads_to_the_older_one(recipe_base, fake_engine, capsys, request
     folder = Path(recipe_base["run"]["dir"]) / "checkpoints"
     damage(folder / "step-00000009")
     assert start(recipe_base) == 0
-    out = capsys.readouterr().out
-    assert "step-00000009 is not used" in out
-    assert "resuming after step 6" in out
+    assert "step-00000009 is not used" in capsys.readouterr().out
     assert fake_engine.opened[-1].steps == 20
     assert [e["step"] for e in events(recipe_base, "resume")] == [6]
     assert [e["step"] for e in events(recipe_base, "data")] == [0, 6], "what is not read is not logged"

@@ -109,6 +109,7 @@ def timed(seconds: float | None) -> ProbeResult:
 
 
 def test_an_interrupted_tuning_goes_on_and_writes_what_a_run_can_read(tmp_path: Path, path: Path) -> None:
+    pytest.importorskip("lt_trainer_gpu")
     journal, out, lines = tmp_path / "t.jsonl", tmp_path / "fast.toml", []
     probed: list[Sequence[str]] = []
 

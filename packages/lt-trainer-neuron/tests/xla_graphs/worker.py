@@ -16,6 +16,7 @@ import torch_xla
 import torch_xla.debug.metrics as met
 
 from lt_data import TokenStore, pack, prepare, read_documents, train_bpe
+from lt_test_helpers.harness_tasks import write_task
 from lt_test_helpers.runs import run
 from lt_trainer.config.recipe import load
 from lt_trainer.training.benchmark import resolve_bench_recipe
@@ -48,7 +49,8 @@ interval = 3
 log_interval = 1
 validation_interval = 4
 [evaluation]
-tasks = ["lt_recall"]
+tasks = ["recall"]
+include_path = "{folder}/tasks"
 interval = 4
 limit = 9
 [engine.neuron]
@@ -58,13 +60,14 @@ num_neuroncores = 1
 
 
 def make_store(folder: Path) -> None:
-    """Write text, tokenizer and packed store."""
+    """Write text, tokenizer, packed store and a task."""
     (folder / "text").mkdir()
     for number in range(40):
         (folder / "text" / f"{number}.txt").write_text("the loss falls when data is read in order " * (2 + number % 9))
     tokenizer = train_bpe((document.text for document in read_documents([folder / "text"])), vocab_size=270)
     prepare([folder / "text"], tokenizer=tokenizer, out=folder / "store")
     pack(TokenStore.open(folder / "store"), seq_len=32)
+    write_task(folder / "tasks", "recall", [{"context": "the loss falls when", "target": " data"}] * 9)
 
 
 def count(name: str, sets: list[str], folder: Path) -> dict[str, list[int]]:

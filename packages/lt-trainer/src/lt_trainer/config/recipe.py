@@ -36,6 +36,7 @@ from lt_trainer.config.section import (
     inside,
     leaves,
     parse_text,
+    toml_value,
     unflatten,
 )
 from lt_trainer.config.sections import CheckpointOptions, Recipe, RunOptions
@@ -249,7 +250,7 @@ def _engines(given: Mapping[str, Given]) -> dict[str, Any]:
     return {
         name: build(engine_spec(name).options, table, f"engine.{name}")
         if name in installed
-        else unflatten({key: str(value) if isinstance(value, Text) else value for key, (value, _) in table.items()})
+        else unflatten({k: toml_value(v) if isinstance(v, Text) else v for k, (v, _) in table.items()})
         for name, table in tables.items()
     }
 

@@ -205,13 +205,16 @@ def build(cls: type[S], given: Mapping[str, Given], table: str = "") -> S:
 def parse_text(text: str) -> Any:
     """Return the value of a text: TOML where it is quoted or in brackets, else text for the field to convert."""
     text = text.strip()
-    if text.startswith(('"', "'", "[", "{")):
-        try:
-            value = tomllib.loads(f"value = {text}")["value"]
-            return Text(value) if isinstance(value, str) else value
-        except ValueError:
-            pass
-    return Text(text)
+    value = toml_value(text) if text.startswith(('"', "'", "[", "{")) else text
+    return Text(value) if isinstance(value, str) else value
+
+
+def toml_value(text: str) -> Any:
+    """Return the value that a text is in TOML, with any case of true and false; else the text."""
+    try:
+        return tomllib.loads(f"value = {text.lower() if text.lower() in ('true', 'false') else text}")["value"]
+    except ValueError:
+        return str(text)
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 from lt_trainer.constants import EXIT_REQUEUE
 from lt_trainer.errors import PeerError
 from lt_trainer.resilience import rank_report
-from lt_trainer.resilience.rank_report import RankReport
+from lt_trainer.resilience.rank_report import RankReport, pid_namespace
 
 if TYPE_CHECKING:
     from lt_trainer.run_directory.jsonl import RankLog
@@ -180,9 +180,7 @@ class Watchdog:
 
     def _place(self, error: str = "") -> RankReport:
         stage, step = self._mark
-        return RankReport(
-            self._rank, os.getpid(), socket.gethostname(), step, stage, error, rank_report.pid_namespace()
-        )
+        return RankReport(self._rank, os.getpid(), socket.gethostname(), step, stage, error, pid_namespace())
 
     def _report(self, folder: Path, error: str = "") -> None:
         with suppress(OSError):  # a full disk must not stop the watchdog; the others say that this rank is silent
