@@ -235,11 +235,11 @@ def load_pretrained_tensors(pretrained: PretrainedWeights, tensors: Mapping[str,
     """Copy a pretrained model's weights, or this rank's slices, into tensors, cast to their dtype."""
     with torch.no_grad():
         for name, tensor in tensors.items():
-            local, offset = local_slice(tensor)
-            blocks = pretrained.read(name, offset, tuple(local.shape), DTYPE_CODES[tensor.dtype])
-            if local.numel():
-                raw = torch.cat([torch.from_numpy(block) for block in blocks])
-                local.copy_(raw.view(local.dtype).view(local.shape))
+            (local, offset), row = local_slice(tensor), 0
+            for block in pretrained.read(name, offset, tuple(local.shape), DTYPE_CODES[tensor.dtype]):
+                values = torch.from_numpy(block).view(local.dtype).view(-1, *local.shape[1:])
+                local[row : row + len(values)] = values
+                row += len(values)
 
 
 def init_parameters(shards: Mapping[str, LocalShard], config: LlamaConfig, seed: int) -> None:

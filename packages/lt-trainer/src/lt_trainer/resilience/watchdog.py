@@ -158,10 +158,8 @@ class Watchdog:
     def _find_cause(self) -> str:
         """Report, wait for the reports of the other ranks that are alive, and return the cause."""
         self._report(self._trouble)
-        starts, deadline = (
-            rank_report.read_reports(self._alive),
-            time.monotonic() + min(self._timeout_s / 2, MAX_WAIT_S),
-        )
+        starts = rank_report.read_reports(self._alive)
+        deadline = time.monotonic() + min(self._timeout_s / 2, MAX_WAIT_S)
         while True:
             reports = {self._rank: self._place()} | rank_report.read_reports(self._trouble)
             silent = [rank for rank in range(self._world_size) if rank not in reports]

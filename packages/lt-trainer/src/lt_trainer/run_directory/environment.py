@@ -8,7 +8,8 @@ import os
 import platform
 import subprocess
 from collections.abc import Mapping
-from importlib.metadata import distributions
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,10 @@ PYTORCH_CUDA_ALLOC_CONF SLURM_JOB_ID SLURM_JOB_NUM_NODES TRAINING_JOB_NAME WORLD
 def describe_environment(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Return the environment of this process as plain values for JSON; "commit" only in a git checkout of lt."""
     environ = os.environ if environ is None else environ
-    names = {found: found.name.lower().replace("_", "-") for found in distributions()}
-    packages = {name: found.version for found, name in names.items() if name in PACKAGES.split()}
+    packages: dict[str, str] = {}
+    for name in PACKAGES.split():
+        with suppress(PackageNotFoundError):
+            packages[name] = version(name)
     commit = _commit()
     return {
         "python": platform.python_version(),
@@ -35,7 +38,7 @@ def describe_environment(environ: Mapping[str, str] | None = None) -> dict[str, 
         "cpu": _cpu_model(),
         "cpus": os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB, 2),
-        "packages": dict(sorted(packages.items())),
+        "packages": packages,
         "variables": {name: environ[name] for name in RECORDED_VARIABLES.split() if name in environ},
     } | ({"commit": commit} if commit else {})
 
