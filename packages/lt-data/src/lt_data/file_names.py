@@ -4,11 +4,34 @@ File names are bytes; Python decodes them by the locale, so one name is differen
 files therefore hold `to_portable_name`: the bytes decoded as UTF-8, invalid bytes kept as lone surrogates.
 `to_local_name` converts it for the functions of the current locale. Under UTF-8 both change nothing.
 
-Of URLs, messages and files hold `redact_url`.
+A name that comes from a manifest, an index or a listing passes `check_name` before a file of that name is read, written
+or deleted. Of URLs, messages and files hold `redact_url`.
 """
 
 import os
+from pathlib import PureWindowsPath
 from urllib.parse import urlsplit, urlunsplit
+
+from lt_data.errors import DataError
+
+
+def check_name(name: object, source: object, error: type[ValueError] = DataError) -> str:
+    r"""Return a name that stays inside the folder of what names it: relative, without empty parts, `.` and `..`.
+
+    Args:
+        name: what a manifest, an index or a listing gives; parts are separated by "/", a "\" is refused.
+        source: file or address that gives it, for the message.
+        error: class of the error.
+
+    Raises:
+        DataError: the name leads elsewhere, or is none.
+    """
+    if not isinstance(name, str):
+        raise error(f"{source}: {name!r} is no file name")
+    parts = name.split("/")
+    if {"", ".", ".."} & {*parts} or "\\" in name or "\0" in name or PureWindowsPath(name).drive:
+        raise error(f"{source}: file name {name!r} leads out of its folder; names are relative, without '..' or '\\\\'")
+    return name
 
 
 def is_plain_name(name: str) -> bool:
