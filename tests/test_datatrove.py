@@ -55,8 +55,8 @@ def test_the_pipeline_of_the_guide(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr[-2000:]
     tokenizer = train_bpe(good, vocab_size=300)
     prepare([tmp_path / "clean"], tokenizer=tokenizer, out=tmp_path / "store", bos=False, eos=False)
-    store = TokenStore.open(tmp_path / "store")
-    texts = {tokenizer.decode(store.document(number).tolist()) for number in range(store.n_documents)}
+    store = TokenStore(tmp_path / "store")
+    texts = {tokenizer.decode(store[number].tolist()) for number in range(store.n_documents)}
     assert store.n_documents == len(good)
     assert len(texts & {*good, *near}) == len(good)
     assert not texts & {*repetitive}

@@ -177,7 +177,7 @@ def test_the_resolved_recipe_of_a_run_starts_the_same_run(uninterrupted_run: Pat
 
 def test_the_documents_of_any_step_can_be_named(uninterrupted_run: Path, prepared: Path, lt, tmp_path: Path) -> None:
     """What `lt data inspect` says of a step is what the stream gave to it."""
-    store = TokenStore.open(prepared / "train")
+    store = TokenStore(prepared / "train")
     stream = Stream(RowReader(store, open_pack(store, seq_len=64)), global_batch_size=8)
     for step in range(1, 18):
         batch = stream.next()

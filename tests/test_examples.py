@@ -82,7 +82,7 @@ def model(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A little model of transformers, with the tokenizer of the data."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    store = TokenStore.open(prepared / "train")
+    store = TokenStore(prepared / "train")
     pack(store, seq_len=SEQ_LEN)
     torch.manual_seed(0)
     config = LlamaConfig(

@@ -31,7 +31,7 @@ LLAMA3 = {
 
 @pytest.fixture(scope="module")
 def store(prepared: Path) -> Path:
-    pack(TokenStore.open(prepared / "train"), seq_len=SEQ_LEN, mode="concat")
+    pack(TokenStore(prepared / "train"), seq_len=SEQ_LEN, mode="concat")
     return prepared / "train"
 
 
@@ -46,7 +46,7 @@ def make_model(
     """A model of transformers, saved with the tokenizer of the data; in float64."""
     torch.manual_seed(1)
     shape = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4}
-    tokens = TokenStore.open(store)
+    tokens = TokenStore(store)
     config = HFConfig(
         **({"vocab_size": tokens.vocab_size, "num_key_value_heads": 2, "max_position_embeddings": 128} | shape | more),
         initializer_range=0.2,
@@ -59,7 +59,7 @@ def make_model(
 
 
 def first_rows(store: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens = TokenStore.open(store)
+    tokens = TokenStore(store)
     reader = RowReader(tokens, open_pack(tokens, seq_len=SEQ_LEN, mode="concat"), document_mask=False)
     batch = Stream(reader, global_batch_size=ROWS, seed=0).next()
     return (torch.from_numpy(np.asarray(part, dtype=np.int64)) for part in (batch.rows.input_ids, batch.rows.labels))
@@ -109,7 +109,7 @@ def test_the_first_loss_is_the_one_of_transformers(more, store, reference_loss, 
 
 def test_added_tokens_start_as_the_mean_of_the_others(store, reference_loss, no_float32, tmp_path) -> None:
     """A model that knows fewer tokens than the data has, as after tokens were added for continued pre-training."""
-    vocab = TokenStore.open(store).vocab_size
+    vocab = TokenStore(store).vocab_size
     model = make_model(tmp_path / "model", store, no_float32, vocab_size=vocab - 37)
     with no_float32():
         grown = LlamaForCausalLM(HFConfig(**(model.config.to_dict() | {"vocab_size": vocab}))).double().eval()
@@ -124,7 +124,7 @@ def test_added_tokens_start_as_the_mean_of_the_others(store, reference_loss, no_
 
 def test_a_padded_vocabulary_is_kept(store, reference_loss, no_float32, tmp_path) -> None:
     """Models often have more rows than their tokenizer has tokens; those rows are part of the softmax."""
-    model = make_model(tmp_path / "model", store, no_float32, vocab_size=TokenStore.open(store).vocab_size + 29)
+    model = make_model(tmp_path / "model", store, no_float32, vocab_size=TokenStore(store).vocab_size + 29)
     assert first_loss(tmp_path / "model", store, tmp_path / "run") == pytest.approx(reference_loss(model), rel=1e-10)
 
 

@@ -344,7 +344,7 @@ def test_goes_on_with_other_ranks(prepared: Path, reference, tmp_path: Path, bef
     with start_ranks(prepared, tmp_path, after, prepare=f"{__file__}:record_rows") as processes:
         assert processes.wait(DEADLINE_S) == [0] * after, processes.output()
 
-    store = TokenStore.open(prepared / "train")
+    store = TokenStore(prepared / "train")
     reader = RowReader(store, open_pack(store, seq_len=64))
     fresh = Stream(reader, global_batch_size=BATCH)
     order = fresh.global_rows(fresh.state, STEPS * BATCH)

@@ -74,7 +74,7 @@ def first_loss(model: Path, run_dir: Path) -> float:
     from transformers import LlamaForCausalLM
 
     rows = [row.row for row in inspect_step(run_dir, 1).rows]
-    store = TokenStore.open("store")
+    store = TokenStore("store")
     batch = RowReader(store, open_pack(store, seq_len=64), document_mask=False).read_rows(np.array(rows))
     ids, labels = (torch.from_numpy(array.astype(np.int64)) for array in (batch.input_ids, batch.labels))
     with torch.no_grad():

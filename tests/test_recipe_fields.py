@@ -212,10 +212,10 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("train", "validation"):
         prepare([root / f"text-{name}"], tokenizer=tokenizer, out=root / name)
         for seq_len in (16, 32):
-            pack(TokenStore.open(root / name), seq_len=seq_len, mode="bfd")
-            pack(TokenStore.open(root / name), seq_len=seq_len, mode="concat")
+            pack(TokenStore(root / name), seq_len=seq_len, mode="bfd")
+            pack(TokenStore(root / name), seq_len=seq_len, mode="concat")
     for min_seq_len in (8, 16):
-        pack(TokenStore.open(root / "train"), seq_len=32, mode="buckets", min_seq_len=min_seq_len)
+        pack(TokenStore(root / "train"), seq_len=32, mode="buckets", min_seq_len=min_seq_len)
     for folder, answers in (("tasks", "abc"), ("others", "abcd")):
         items = [{"context": "the loss", "choices": ["falls", one], "label": 0} for one in answers]
         write_task(root / folder, "spelled", items)

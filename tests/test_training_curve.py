@@ -42,10 +42,10 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (root / "text" / f"{name}.txt").write_text(text, encoding="utf-8")
     tokenizer = train_bpe((document.text for document in read_documents([root / "text"])), vocab_size=512)
     prepare([root / "text"], tokenizer=tokenizer, out=root / "store")
-    pack(TokenStore.open(root / "store"), seq_len=SEQ_LEN, mode="concat")
+    pack(TokenStore(root / "store"), seq_len=SEQ_LEN, mode="concat")
     torch.manual_seed(0)
     config = HFConfig(
-        vocab_size=TokenStore.open(root / "store").vocab_size,
+        vocab_size=TokenStore(root / "store").vocab_size,
         hidden_size=48,
         intermediate_size=128,
         num_hidden_layers=2,
@@ -54,7 +54,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
         max_position_embeddings=SEQ_LEN,
     )
     LlamaForCausalLM(config).save_pretrained(root / "model")
-    for name, data in TokenStore.open(root / "store").tokenizer().files.items():
+    for name, data in TokenStore(root / "store").tokenizer().files.items():
         (root / "model" / name).write_bytes(data)
     return root
 
@@ -78,7 +78,7 @@ def reference_losses(
         return (MIN_LR + (LR - MIN_LR) * (1 + math.cos(math.pi * progress)) / 2) / LR
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-    tokens = TokenStore.open(root / "store")
+    tokens = TokenStore(root / "store")
     reader = RowReader(tokens, open_pack(tokens, seq_len=SEQ_LEN, mode="concat"), document_mask=False)
     stream = Stream(reader, global_batch_size=ROWS, seed=0)
     losses = []

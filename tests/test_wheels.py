@@ -114,7 +114,7 @@ def test_lt_data_alone_prepares_packs_and_streams(install, tmp_path: Path) -> No
             if __name__ == "__main__":
                 tokenizer = train_bpe((d.text for d in read_documents(["text"])), vocab_size=300)
                 prepare(["text"], tokenizer=tokenizer, out="store", workers=2)
-                store = TokenStore.open("store")
+                store = TokenStore("store")
                 store.verify()
                 index = pack(store, seq_len=32, mode="bfd")
                 stream = Stream(RowReader(store, index), global_batch_size=4, seed=1)

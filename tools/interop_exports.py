@@ -58,7 +58,7 @@ def export_stores(folder: Path, peer: str) -> None:
         ]
         store_folder = folder / name / "store"
         prepare_documents(documents, tokenizer=make_tokenizer(vocabulary), out=store_folder, shard_tokens=20_000)
-        store = TokenStore.open(store_folder)
+        store = TokenStore(store_folder)
         for shape, options in EXPORTS[peer].items():
             export_options = ExportOptions(to=peer, file_bytes=MAX_FILE_BYTES, **options)  # pyright: ignore[reportArgumentType]
             export(store, out=folder / name / shape, options=export_options)
@@ -95,14 +95,14 @@ def compare_imports(folder: Path, peer: str) -> list[str]:
 
     same: list[str] = []
     for name, vocabulary in STORES.items():
-        store = TokenStore.open(folder / name / "store")
+        store = TokenStore(folder / name / "store")
         import_tokens(
             folder / name / "theirs",
             options=ImportOptions(format=peer),  # pyright: ignore[reportArgumentType]
             tokenizer=make_tokenizer(vocabulary),
             out=folder / name / "back",
         )
-        back = TokenStore.open(folder / name / "back")
+        back = TokenStore(folder / name / "back")
         assert np.array_equal(back.lengths, store.lengths), f"{name}: documents differ"
         assert np.array_equal(back.tokens(0, back.n_tokens), store.tokens(0, store.n_tokens)), f"{name}: ids differ"
         same.append(f"{name}: {back.n_documents} documents, {back.n_tokens} tokens of its writer imported")

@@ -36,7 +36,7 @@ def main() -> None:
         workers=options.workers,
     )
     print(f"{manifest.documents} papers, {manifest.tokens} tokens; not readable: {dict(manifest.skipped) or 'none'}")
-    store = lt_data.TokenStore.open(options.out / "store")
+    store = lt_data.TokenStore(options.out / "store")
     pack = lt_data.pack(store, seq_len=options.seq_len, mode="bfd")
     for steps in steps_per_epoch(pack, global_batch_size=options.global_batch_size, dp_size=options.dp_size):
         print(f"{steps.rows} rows: {steps.steps} steps an epoch, {steps.remainder} rows left over")

@@ -39,7 +39,7 @@ def main() -> None:
     )
     print(f"{manifest.documents} documents, {manifest.tokens} tokens of {manifest.text_bytes} bytes")
     if options.num_parts == 1:
-        pack = lt_data.pack(lt_data.TokenStore.open(store), seq_len=options.seq_len)
+        pack = lt_data.pack(lt_data.TokenStore(store), seq_len=options.seq_len)
         print(f"{pack.n_rows} rows of {options.seq_len} tokens")
 
 

@@ -106,7 +106,7 @@ def make_mosaicml_reader(folder: Path, ids: np.ndarray, n_files: int) -> Callabl
 def measure(path: Path, peers: list[str]) -> dict[str, float | str]:
     """Return µs a row of each reader of the store in this process."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, FILES))
-    store = TokenStore.open(path)
+    store = TokenStore(path)
     concat, best = make_reader(store, "concat", SEQ_LEN), make_reader(store, "bfd", SEQ_LEN)
     functions: dict[str, Callable[[np.ndarray], Any]] = {
         "ids only, concat": concat.read_tokens,

@@ -100,7 +100,7 @@ def make_store(
         shard_tokens=2**27,
     )
     (folder / "manifest.json").write_text(json.dumps(manifest.to_dict()), encoding="utf-8")
-    return TokenStore(folder, manifest)
+    return TokenStore(folder)
 
 
 def make_reader(store: TokenStore, mode: Any, seq_len: int = SEQ_LEN) -> RowReader:
@@ -119,7 +119,7 @@ def memory():
     return [int(found[name].split()[0]) for name in ("RssAnon", "RssFile")]
 RowReader, Stream, np.zeros(1)
 before, begin, cpu = memory(), time.perf_counter(), time.process_time()
-store = TokenStore.open(sys.argv[1])
+store = TokenStore(sys.argv[1])
 reader = RowReader(store, open_pack(store, seq_len=4096, mode=sys.argv[2]))
 position = 10**6 * 256
 state = StreamState(step=10**6, row=position, seed=1, fingerprint=sequence_fingerprint(reader, shuffle=True))

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from lt_data import Document, Tokenizer, TokenStore, prepare_documents, train_bpe
-from lt_data.store.manifest import DocumentTotals, ShardFile, StoreManifest, TokenizerInfo
+from lt_data.store.manifest import DocumentTotals, ShardFile, StoreManifest, TokenizerInfo, encode_manifest
 from lt_data.store.megatron import encode_index
 
 settings.register_profile("lt", parent=settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -58,7 +58,7 @@ def documents(texts: list[str]) -> list[Document]:
 def store(tmp_path: Path, documents: list[Document], tokenizer: Tokenizer) -> TokenStore:
     """The texts as a store of several shards."""
     prepare_documents(documents, tokenizer=tokenizer, out=tmp_path / "store", shard_tokens=2000)
-    return TokenStore.open(tmp_path / "store")
+    return TokenStore(tmp_path / "store")
 
 
 @pytest.fixture(scope="session")
@@ -96,7 +96,8 @@ def counting_store(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., To
             read=DocumentTotals(documents=len(lengths), text_bytes=4 * (token - 1), tokens=token - 1),
             shard_tokens=2**27,
         )
-        return TokenStore(folder, manifest)
+        (folder / "manifest.json").write_bytes(encode_manifest(manifest))
+        return TokenStore(folder)
 
     return make
 

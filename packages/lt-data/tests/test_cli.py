@@ -46,7 +46,7 @@ def test_the_whole_road(corpus: Path, run: Run, texts: list[str]) -> None:
     assert re.fullmatch(r"tokenizer of \d{3,4} ids in all \(9999 requested; the text has no more merges\)\n", out)
     code, out, err = run("prepare", "corpus", "--tokenizer", "tok", "--out", "store", "--no-bos", "--shard-tokens", 999)
     assert code == 0
-    store = TokenStore.open("store")
+    store = TokenStore("store")
     assert out.startswith(f"59 documents, {store.n_tokens} tokens of {store.manifest.text_bytes} bytes in store\n")
     assert "1 documents left out: empty" in out
     assert err.startswith("prepare: ")
@@ -143,7 +143,7 @@ def test_as_a_module_with_workers(corpus: Path, run: Run) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert run("prepare", "corpus", "--tokenizer", "tok", "--out", "other")[0] == 0
-    assert TokenStore.open("store").manifest == TokenStore.open("other").manifest
+    assert TokenStore("store").manifest == TokenStore("other").manifest
 
 
 def test_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,7 +28,7 @@ SELECTION = Selection(max_characters=200, min_tokens=4, drop_duplicates=True)
 
 @pytest.fixture
 def golden() -> TokenStore:
-    return TokenStore.open(GOLDEN)
+    return TokenStore(GOLDEN)
 
 
 def test_is_whole(golden: TokenStore) -> None:
@@ -40,7 +40,7 @@ def test_is_whole(golden: TokenStore) -> None:
 
 def test_holds_the_texts(golden: TokenStore) -> None:
     tokenizer = golden.tokenizer()
-    found = [tokenizer.decode(golden.document(i), skip_special_tokens=True) for i in range(golden.n_documents)]
+    found = [tokenizer.decode(golden[i], skip_special_tokens=True) for i in range(golden.n_documents)]
     assert found == [text for text in TEXTS if text]
     assert golden.lengths.tolist() == [14, 27, 3, 27]
 
@@ -52,11 +52,11 @@ def test_the_same_text_gives_the_same_bytes(
     tmp_path: Path, folder: Path, texts: list[str], selection: Selection
 ) -> None:
     documents = [Document(text=text, source=str(i)) for i, text in enumerate(texts)]
-    tokenizer = TokenStore.open(folder).tokenizer()
+    tokenizer = TokenStore(folder).tokenizer()
     store = tmp_path / "store"
     prepare_documents(documents, tokenizer=tokenizer, out=store, shard_tokens=30, engine="hf", selection=selection)
     for mode in ("bfd", "concat"):
-        pack(TokenStore.open(store), seq_len=16, mode=mode)
+        pack(TokenStore(store), seq_len=16, mode=mode)
     written = {path.relative_to(store) for path in store.rglob("*") if path.is_file()}
     assert written == {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()}
     for path in sorted(written - {Path("manifest.json")}):
@@ -74,11 +74,11 @@ def test_gives_the_same_rows(golden: TokenStore) -> None:
     batch = Stream(reader, global_batch_size=4, seed=5).next()
     assert batch.row_ids.tolist() == [0, 3, 1, 2]
     assert batch.valid_tokens == 57
-    assert np.array_equal(batch.rows.input_ids[0, :16], golden.document(1)[:16])
+    assert np.array_equal(batch.rows.input_ids[0, :16], golden[1][:16])
 
 
 def test_a_store_of_selected_documents() -> None:
-    store = TokenStore.open(GOLDEN_SELECTION)
+    store = TokenStore(GOLDEN_SELECTION)
     store.verify()
     assert verify_packs(store) == 2
     manifest = store.manifest

@@ -180,7 +180,7 @@ def test_a_source_below_a_folder(suffix: str, places: dict[str, Path], tmp_path:
 
 @pytest.mark.parametrize("name", ["manifest.json", "tokenizer/tokenizer.json", "packs/bfd-16/pack.json", "shards"])
 def test_a_file_of_a_store_of_another_kind(name: str, places: dict[str, Path], tmp_path: Path) -> None:
-    pack(TokenStore.open(places["store"]), seq_len=16)
+    pack(TokenStore(places["store"]), seq_len=16)
     for kind, make in (PLACES | CONTENTS if name == "manifest.json" else FEW).items():
         store = tmp_path / "copy"
         shutil.copytree(places["store"], store)
@@ -227,7 +227,7 @@ def test_a_pipe_below_a_folder_to_upload(places: dict[str, Path]) -> None:
 
 @pytest.mark.slow
 def test_values_of_json_changed_at_random(places: dict[str, Path], tmp_path: Path) -> None:
-    pack(TokenStore.open(places["store"]), seq_len=16)
+    pack(TokenStore(places["store"]), seq_len=16)
     rng = random.Random(SEED)
     store = places["store"]
     names = ["manifest.json", "tokenizer/tokenizer.json", "packs/bfd-16/pack.json"]

@@ -85,7 +85,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
             assert sys.platform == "darwin"  # its file systems have Unicode names only
     (top / "made").mkdir()
     run(top / "made", UTF8, *MAKE)
-    store = TokenStore.open(top / "made" / "störe")
+    store = TokenStore(top / "made" / "störe")
     reader = RowReader(store, open_pack(store, seq_len=SEQ_LEN))
     stream = Stream(reader, global_batch_size=reader.n_rows, seed=1)
     event = {"event": "data", **stream.state.to_dict(), "global_batch_size": reader.n_rows, "dp_size": 1}
@@ -153,7 +153,7 @@ def test_help_prints_on_an_ascii_output(tmp_path: Path) -> None:
 
 
 def test_sources_are_in_the_order_of_their_bytes(reference: Path) -> None:
-    manifest = TokenStore.open(reference / "made" / "störe").manifest
+    manifest = TokenStore(reference / "made" / "störe").manifest
     names = [file.path.encode("utf-8", "surrogateescape") for file in manifest.sources.listed]
     assert names == sorted(names)
     assert {"../körpus/ä.txt".encode(), "../körpus/日本/文.txt".encode()} <= set(names)
@@ -182,7 +182,7 @@ def test_portable_names_are_the_same_text_everywhere(reference: Path) -> None:
 
 
 def test_a_name_that_the_locale_cannot_express_is_said(tmp_path: Path) -> None:
-    code = "import lt_data; lt_data.TokenStore.open('st\\u00f6re')"
+    code = "import lt_data; lt_data.TokenStore('st\\u00f6re')"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=ASCII, capture_output=True, encoding="utf-8", check=False
     )

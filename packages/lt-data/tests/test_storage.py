@@ -61,7 +61,7 @@ def test_full_disk_at_every_write_sync_and_rename(
         disk.fail_at = -1
         assert str(out) in str(error.value)
         assert error.value.__cause__ is not None
-        store = TokenStore.open(out)
+        store = TokenStore(out)
         store.verify()
         assert store.manifest == before
         assert sorted(path.name for path in tmp_path.iterdir()) == ["store", "trial"]

@@ -46,7 +46,7 @@ def evil_store(evil_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     out = tmp_path / f"store {EVIL}"
     command = ["prepare", str(folder), "--tokenizer", str(evil_tokenizer), "--out", str(out), "--engine", "hf"]
     assert run(*command, "--on-bad", "skip", "--no-bos", "--no-eos", monkeypatch=monkeypatch) == 0
-    pack(TokenStore.open(out), seq_len=64, name=EVIL.replace("/", ""))
+    pack(TokenStore(out), seq_len=64, name=EVIL.replace("/", ""))
     return out
 
 
@@ -104,10 +104,10 @@ def test_prepare_and_its_errors(
 
 
 def test_a_traceback_is_escaped(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def broken(path: object, **options: object) -> None:
+    def broken(*arguments: object, **options: object) -> None:
         raise KeyError(EVIL) from Exception(EVIL)
 
-    monkeypatch.setattr("lt_data.store.token_store.TokenStore.open", broken)
+    monkeypatch.setattr("lt_data.store.token_store.TokenStore.__init__", broken)
     assert run("verify", "store", monkeypatch=monkeypatch) == 70
     shown = capsys.readouterr().err
     assert "Traceback" in shown

@@ -26,8 +26,8 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, half in texts.items():
         documents = (Document(text=text, source=str(i)) for i, text in enumerate(half))
         prepare_documents(documents, tokenizer=tokenizer, out=root / name)
-        pack(TokenStore.open(root / name), seq_len=32)
-        pack(TokenStore.open(root / name), seq_len=32, mode="buckets", min_seq_len=8)
+        pack(TokenStore(root / name), seq_len=32)
+        pack(TokenStore(root / name), seq_len=32, mode="buckets", min_seq_len=8)
     return root
 
 

@@ -36,7 +36,7 @@ def evaluated(folder: str, sets: tuple[str, ...]) -> list[dict[str, Any]]:
         "schedule": {"max_steps": 1, "warmup_steps": 0},
         "engine": {"gpu": {"device": "cpu", "dtype": "float64"}},
     }
-    recipe, world, store = load(base=base, overrides=sets).recipe, World.from_env(os.environ), TokenStore.open(folder)
+    recipe, world, store = load(base=base, overrides=sets).recipe, World.from_env(os.environ), TokenStore(folder)
     SPEC.check(recipe, world)
     engine = SPEC.open(recipe, llama_config(recipe, store.vocab_size), world)
     reader = RowReader(store, open_pack(store, seq_len=SEQ_LEN))
@@ -57,7 +57,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> str:
     ]
     tokenizer = train_bpe((str(d.text) for d in documents), vocab_size=280)
     prepare_documents(documents, tokenizer=tokenizer, out=folder)
-    pack(TokenStore.open(folder), seq_len=SEQ_LEN)
+    pack(TokenStore(folder), seq_len=SEQ_LEN)
     return str(folder)
 
 

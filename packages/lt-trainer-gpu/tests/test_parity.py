@@ -100,7 +100,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> str:
     tokenizer = train_bpe((d.text for d in train), vocab_size=280)
     for name, texts in (("train", train), ("validation", documents(2))):
         prepare_documents(texts, tokenizer=tokenizer, out=root / name, bos=False, eos=False)
-        pack(TokenStore.open(root / name), seq_len=SEQ_LEN)
+        pack(TokenStore(root / name), seq_len=SEQ_LEN)
     return str(root)
 
 

@@ -163,8 +163,8 @@ def test_an_epoch_is_counted_where_the_store_is(resolved, tmp_path: Path) -> Non
         (folder / f"{i:02}.txt").write_text("alpha beta gamma delta " * (3 + i))
     store = tmp_path / "store"
     prepare([folder], tokenizer=train_bpe((d.text for d in read_documents([folder])), vocab_size=264), out=store)
-    pack(TokenStore.open(store), seq_len=32)
-    rows = pack(TokenStore.open(store), seq_len=32).n_rows
+    pack(TokenStore(store), seq_len=32)
+    rows = pack(TokenStore(store), seq_len=32).n_rows
     made = make_plan(
         resolved(
             "data.synthetic=false",

@@ -167,7 +167,7 @@ def little_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = train_bpe((d.text for d in read_documents([root / "text-train"])), vocab_size=300)
     for half in ("train", "validation"):
         prepare([root / f"text-{half}"], tokenizer=tokenizer, out=root / half)
-        pack(TokenStore.open(root / half), seq_len=32)
+        pack(TokenStore(root / half), seq_len=32)
     return root
 
 
@@ -180,7 +180,7 @@ def model(tmp_path_factory: pytest.TempPathFactory, little_data: Path) -> Path:
     weights = {p.name: (rng.standard_normal(p.shape) * 0.3).astype(np.float32) for p in param_specs(config)}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config_to_hf(config)))
-    for name, content in TokenStore.open(little_data / "validation").tokenizer().files.items():
+    for name, content in TokenStore(little_data / "validation").tokenizer().files.items():
         (folder / name).write_bytes(content)
     return folder
 

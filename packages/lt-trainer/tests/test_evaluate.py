@@ -37,7 +37,7 @@ def document_losses(model: Path, store: TokenStore) -> list[tuple[float, int]]:
     """Loss and labels of each document by the definition: pieces of a row's length, one after the other."""
     llama, found = load_model(model, dtype="float64").model, []
     for index in range(store.n_documents):
-        ids, total, labels = store.document(index).astype(np.int64), 0.0, 0
+        ids, total, labels = store[index].astype(np.int64), 0.0, 0
         for first in range(0, len(ids), SEQ_LEN):
             inputs, targets = ids[first : first + SEQ_LEN], ids[first + 1 : first + SEQ_LEN + 1]
             if targets.size:
@@ -52,7 +52,7 @@ def document_losses(model: Path, store: TokenStore) -> list[tuple[float, int]]:
 def test_losses_are_those_of_each_document_by_source_and_by_length(
     model: Path, little_data: Path, tmp_path: Path
 ) -> None:
-    store = TokenStore.open(little_data / "validation")
+    store = TokenStore(little_data / "validation")
     wanted = document_losses(model, store)
     lines = run(model, tmp_path / "out", little_data / "validation", dtype="float64", micro_batch_size=3)
     (description, record) = read_jsonl(tmp_path / "out" / "results.jsonl")

@@ -37,7 +37,7 @@ def grow(tmp_path: Path) -> Callable[..., None]:
         text.write_text("alpha beta " * 90, encoding="utf-8")
         append(store, [text])
         if packed:
-            pack(TokenStore.open(store), seq_len=32)
+            pack(TokenStore(store), seq_len=32)
 
     return append_to
 
@@ -65,7 +65,7 @@ def test_a_run_goes_on_with_the_generation_that_it_has_read(recipe_base, stores,
     found = inspect_step(Path(recipe_base["run"]["dir"]), 12)
     assert found.rows == inspect_step(tmp_path / "whole", 12).rows
     assert found.store == stores.train / OLD
-    pack(TokenStore.open(stores.train), seq_len=32)
+    pack(TokenStore(stores.train), seq_len=32)
     new = recipe_base | {"run": recipe_base["run"] | {"dir": str(tmp_path / "new")}}
     assert start(new, stop_after_step=6) == 75
     assert inspect_step(tmp_path / "new", 6).store == stores.train / NEW, "a new run reads the newest"

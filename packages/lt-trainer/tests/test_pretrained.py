@@ -186,7 +186,7 @@ def test_damaged_weights_are_no_start(model, tmp_path) -> None:
 
 @pytest.fixture
 def own_tokenizer(little_data) -> dict[str, bytes]:
-    return dict(TokenStore.open(little_data / "train").tokenizer().files)
+    return dict(TokenStore(little_data / "train").tokenizer().files)
 
 
 def changed(files: dict[str, bytes], change) -> dict[str, bytes]:

@@ -15,7 +15,7 @@ from lt_trainer.training.loop import TrainingError
 
 def global_rows(little_data: Path, first: int, last: int) -> list[bytes]:
     """The rows at these positions of the global sequence."""
-    store = TokenStore.open(little_data / "train")
+    store = TokenStore(little_data / "train")
     reader = RowReader(store, open_pack(store, seq_len=32))
     stream = Stream(reader, global_batch_size=8, seed=0)
     ids = stream.global_rows(stream.state, last)[first:]
@@ -72,7 +72,7 @@ def test_going_back_restores_the_weights(recipe_base, fake_engine, little_data, 
     recipe_base["run"]["dir"] = str(tmp_path / "clean")
     assert start(recipe_base, stop_after_step=6) == 75
     clean = fake_engine.opened[-1]
-    store = TokenStore.open(little_data / "train")
+    store = TokenStore(little_data / "train")
     stream = Stream(RowReader(store, open_pack(store, seq_len=32)), global_batch_size=8, seed=0)
     for _ in range(6):
         stream.next()

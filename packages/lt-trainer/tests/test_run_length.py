@@ -41,7 +41,7 @@ def test_a_share_of_the_run() -> None:
 def test_epochs_are_counted_in_the_pack(little_data: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "run.toml"
     store = little_data / "train"
-    rows = open_pack(TokenStore.open(store), seq_len=32).n_rows
+    rows = open_pack(TokenStore(store), seq_len=32).n_rows
     batch = 4 if 3 * rows % 4 else 5
     assert 3 * rows % batch  # else nothing is left over, and the test shows less
     recipe.write_text(

@@ -30,7 +30,7 @@ from lt_trainer.training.loop import TrainingError
 
 def test_trains_every_row_in_the_streams_order(recipe_base, fake_engine, little_data) -> None:
     """Of the stream, or of the pack without shuffling."""
-    store = TokenStore.open(little_data / "train")
+    store = TokenStore(little_data / "train")
     reader = RowReader(store, open_pack(store, seq_len=32))
     stream = Stream(reader, global_batch_size=8, seed=0)
     in_order = np.arange(20 * 8, dtype=np.int64) % reader.n_rows
@@ -167,7 +167,7 @@ def test_validation_counts_every_position_once_and_not_at_a_stop(recipe_base, fa
     sets = ["metrics.validation_interval=4", "metrics.validation_tokens=-1"]
     assert start(recipe_base, *sets, stop_after_step=8) == 75
     assert start(recipe_base, *sets, stop_after_step=20) == 0
-    store = TokenStore.open(little_data / "validation")
+    store = TokenStore(little_data / "validation")
     valid = int(RowReader(store, open_pack(store, seq_len=32)).valid.sum())
     found = [r for r in read_jsonl(Path(recipe_base["run"]["dir"]) / "metrics.jsonl") if "val_loss" in r]
     assert [(r["step"], r["val_tokens"]) for r in found] == [(step, valid) for step in (4, 12, 16, 20)]
@@ -221,7 +221,7 @@ def test_what_no_run_can_begin_with_is_refused_before_anything_is_written(
 
 def test_the_records_of_a_run_name_the_tokenizer_of_its_store(recipe_base, fake_engine, little_data) -> None:
     """Where the store is only validated on, a tokenizer has no effect; each written recipe can be loaded again."""
-    name = TokenStore.open(little_data / "train").manifest.tokenizer.name
+    name = TokenStore(little_data / "train").manifest.tokenizer.name
     for training in ({}, {"store": "", "synthetic": True}):
         recipe_base["data"] |= training
         recipe_base["model"]["vocab_size"] = 300

@@ -65,7 +65,7 @@ def prepare(base: Base, root: Path, kind: str) -> None:
         base["data"]["mixture"] = {"large": large | {"weight": 3, "phase_weights": [1]}, "small": small}
     if "buckets" in kind:
         for half in ("train", "validation"):
-            pack(TokenStore.open(root / half), seq_len=32, mode="buckets", min_seq_len=8)
+            pack(TokenStore(root / half), seq_len=32, mode="buckets", min_seq_len=8)
 
 
 @each_kind
@@ -148,7 +148,7 @@ def test_inspect_names_the_rows_of_every_step_also_after_a_way_back(
     last_data = events(recipe_base, "data")[-1]
     assert (last_data["step"], last_data["row"], last_data["skipped"]) == (6, last, [[first, last]])
     trained = iter(fake_engine.opened[0].rows)
-    stores = {name: TokenStore.open(little_data / name) for name in ("train", "validation")}
+    stores = {name: TokenStore(little_data / name) for name in ("train", "validation")}
     recipe = load(base=recipe_base).recipe
     unskipped = open_stream(recipe, open_data(recipe), Topology(rank=0, world_size=1, dp_rank=0, dp_size=1), None)
     for call in range(1, 25):  # calls 1 to 10 were steps 1 to 10, the others 7 to 20
@@ -191,7 +191,7 @@ def test_a_mixture_is_lt_datas_with_phases_counted_in_steps(recipe_base, little_
     recipe = load(base=recipe_base).recipe
     readers = {}
     for name, half in (("large", "train"), ("small", "validation")):
-        store = TokenStore.open(little_data / half)
+        store = TokenStore(little_data / half)
         readers[name] = RowReader(store, open_pack(store, seq_len=32))
     phases = [
         Phase(weights={"large": 3, "small": 1}),

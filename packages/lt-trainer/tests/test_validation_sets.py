@@ -26,7 +26,7 @@ def validations(base) -> list[dict]:
 
 
 def valid_tokens(folder: Path) -> int:
-    store = TokenStore.open(folder)
+    store = TokenStore(folder)
     return int(RowReader(store, open_pack(store, seq_len=32)).valid.sum())
 
 
@@ -39,7 +39,7 @@ def test_each_set_is_evaluated_whole_at_each_interval(recipe_base, fake_engine, 
         (step, name) for step in (8, 16, 20) for name in ("", "again", "web")
     ]
     for record in found:
-        store = TokenStore.open(stores[record.get("val_set", "again")])
+        store = TokenStore(stores[record.get("val_set", "again")])
         assert record["val_tokens"] == valid_tokens(store.path)
         bits = record["val_loss"] * record["val_tokens"] / math.log(2)
         assert record["val_perplexity"] == math.exp(record["val_loss"])
@@ -85,7 +85,7 @@ def test_a_part_of_a_set_takes_a_tenth_of_the_run_and_is_the_same_in_all_runs(
     def rows(*overrides: str) -> list[int]:
         (dataset,) = open_data(load(base=recipe_base, overrides=overrides).recipe).validation
         share = dataset.reader.count_labels(dataset.rows) / valid_tokens(little_data / "train")
-        assert dataset.text_bytes == round(share * TokenStore.open(little_data / "train").manifest.text_bytes)
+        assert dataset.text_bytes == round(share * TokenStore(little_data / "train").manifest.text_bytes)
         assert dataset.rows.tolist() == sorted(set(dataset.rows.tolist()))
         return dataset.rows.tolist()
 
@@ -104,12 +104,12 @@ def test_a_part_of_a_set_takes_a_tenth_of_the_run_and_is_the_same_in_all_runs(
 def test_a_set_of_ids_is_decoded_for_its_bytes_and_one_of_another_tokenizer_refused(
     recipe_base, little_data, tmp_path
 ) -> None:
-    folder, whole = little_data / "text-validation", TokenStore.open(little_data / "validation")
+    folder, whole = little_data / "text-validation", TokenStore(little_data / "validation")
     texts = [document.as_text() for document in lt_data.read_documents([folder])]
-    ids = (whole.document(i).astype(np.int64) for i in range(whole.n_documents))
+    ids = (whole[i].astype(np.int64) for i in range(whole.n_documents))
     documents = [lt_data.Document(ids=one, source=str(i)) for i, one in enumerate(ids)]
     lt_data.prepare_documents(documents, tokenizer=whole.tokenizer(), out=tmp_path / "ids")
-    pack(TokenStore.open(tmp_path / "ids"), seq_len=32)
+    pack(TokenStore(tmp_path / "ids"), seq_len=32)
     recipe_base["data"]["validation"] = str(tmp_path / "ids")
     (found,) = open_data(load(base=recipe_base).recipe).validation
     assert found.text_bytes == sum(len(text.encode()) for text in texts) > 0
@@ -123,7 +123,7 @@ def test_packs_may_be_outside_of_the_stores(recipe_base, fake_engine, little_dat
     for name in ("train", "validation"):
         folder = shutil.copytree(little_data / name, tmp_path / name, ignore=shutil.ignore_patterns("packs"))
         (folder / "packs").touch()  # nothing can be written there
-        store = TokenStore.open(folder, packs=tmp_path / "packs")
+        store = TokenStore(folder, packs=tmp_path / "packs")
         pack(store, seq_len=recipe_base["data"]["seq_len"], mode="bfd")
     recipe_base["data"] |= {"store": str(tmp_path / "train"), "validation": str(tmp_path / "validation")}
     recipe_base["data"]["packs"] = str(tmp_path / "packs")

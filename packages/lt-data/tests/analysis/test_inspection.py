@@ -96,11 +96,9 @@ class Run:
                 assert len(row.spans) == documents.max() + 1
                 for number, piece in enumerate(row.spans):
                     tokens = ids[documents == number]
-                    assert (
-                        tokens.tolist() == self.reader.store.document(piece.document)[piece.begin : piece.end].tolist()
-                    )
+                    assert tokens.tolist() == self.reader.store[piece.document][piece.begin : piece.end].tolist()
                     assert piece.text == tokenizer.decode(tokens)
-                    assert piece.document_tokens == len(self.reader.store.document(piece.document))
+                    assert piece.document_tokens == len(self.reader.store[piece.document])
                 assert sum(piece.labels for piece in row.spans) == row.labels
 
 
@@ -160,7 +158,7 @@ def test_each_kind_of_pack(tmp_path: Path, store: TokenStore, mode: str, documen
 def test_text_that_a_border_cuts_inside_a_character(tmp_path: Path, tokenizer: Tokenizer) -> None:
     text = "🦊東京ß" * 40
     prepare_documents([Document(text=text, source="")], tokenizer=tokenizer, out=tmp_path / "store", bos=False)
-    store = TokenStore.open(tmp_path / "store")
+    store = TokenStore(tmp_path / "store")
     reader = RowReader(store, pack(store, seq_len=3, mode="concat"))
     rows = inspect_batch(Stream(reader, global_batch_size=reader.n_rows, shuffle=False))
     texts = [piece.text for row in rows for piece in row.spans]
@@ -227,7 +225,7 @@ def test_other_data_than_the_run_read_are_refused_and_what_differs_is_named(
 ) -> None:
     run.train(None, 1, batch=2, dp_size=1)
     prepare_documents(documents[1:], tokenizer=tokenizer, out=tmp_path / "other")
-    pack(TokenStore.open(tmp_path / "other"), seq_len=SEQ_LEN)
+    pack(TokenStore(tmp_path / "other"), seq_len=SEQ_LEN)
     with pytest.raises(
         DataError, match=r"other: not the rows that step 1 of .*run read \(store: \w+ before, \w+ now; "
     ):

@@ -57,7 +57,7 @@ def named(tmp_path: Path, tokenizer: Tokenizer) -> TokenStore:
     for i, name in enumerate(["<b>&'\"x.txt", "東京.txt", "plain.txt"]):
         (folder / name).write_text("the quick brown fox " * 7 ** (i + 1), encoding="utf-8")
     prepare([str(folder)], tokenizer=tokenizer, out=tmp_path / "a <b> store")
-    store = TokenStore.open(tmp_path / "a <b> store")
+    store = TokenStore(tmp_path / "a <b> store")
     pack(store, seq_len=64)
     pack(store, seq_len=64, mode="concat")
     return store

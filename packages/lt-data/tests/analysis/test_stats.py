@@ -63,7 +63,7 @@ def test_exact_duplicates(tmp_path: Path, tokenizer: Tokenizer) -> None:
     texts = ["one", "two", "one", "three", "two", "one", "onet"]
     documents = [Document(text=text, source=str(i)) for i, text in enumerate(texts)]
     prepare_documents(documents, tokenizer=tokenizer, out=tmp_path / "store", shard_tokens=8)
-    store = TokenStore.open(tmp_path / "store")
+    store = TokenStore(tmp_path / "store")
     found = stats(store, duplicates=True).duplicates
     assert found is not None
     assert (found.documents, found.tokens) == (3, int(store.lengths[[2, 4, 5]].sum()))
@@ -83,10 +83,8 @@ def test_map_and_split_that_made_a_store_are_shown(
     prepare_documents(
         documents, tokenizer=tokenizer, out=tmp_path / "all", record_map="long_only:keep", map_args={"most": 70}
     )
-    split(
-        TokenStore.open(tmp_path / "all"), holdout="30%", train=tmp_path / "train", validation=tmp_path / "validation"
-    )
-    whole, train = (TokenStore.open(tmp_path / name) for name in ("all", "train"))
+    split(TokenStore(tmp_path / "all"), holdout="30%", train=tmp_path / "train", validation=tmp_path / "validation")
+    whole, train = (TokenStore(tmp_path / name) for name in ("all", "train"))
     assert whole.manifest.map is not None
     line = f'long_only:keep, code {whole.manifest.map.sha256}, arguments {{"most": 70}}'
     for store in (whole, train):

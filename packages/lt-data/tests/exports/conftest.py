@@ -29,4 +29,4 @@ def wide_store(tmp_path: Path, wide_tokenizer: Tokenizer) -> TokenStore:
     documents = [Document(ids=values, source=f"document {i}") for i, values in enumerate(ids)]
     out = tmp_path / "wide"
     prepare_documents(documents, tokenizer=wide_tokenizer, out=out, bos=True, eos=True, shard_tokens=900)
-    return TokenStore.open(out)
+    return TokenStore(out)

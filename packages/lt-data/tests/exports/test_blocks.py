@@ -49,7 +49,7 @@ def test_the_last_row_is_dropped_on_request(
         tokenizer=tokenizer,
         out=tmp_path / "back",
     )
-    back = TokenStore.open(tmp_path / "back")
+    back = TokenStore(tmp_path / "back")
     np.testing.assert_array_equal(back.tokens(0, back.n_tokens), store.tokens(0, report.tokens))
     assert report.tokens % 100 == 0
     assert report.tokens + report.dropped_tokens == store.n_tokens
@@ -105,8 +105,8 @@ def test_litespark_of_others(tmp_path: Path, tokenizer: Tokenizer) -> None:
         import_tokens(
             folder, options=ImportOptions(format="litespark", **options), tokenizer=tokenizer, out=tmp_path / name
         )
-        store = TokenStore.open(tmp_path / name)
-        return [store.document(i).tolist() for i in range(store.n_documents)]
+        store = TokenStore(tmp_path / name)
+        return [store[i].tolist() for i in range(store.n_documents)]
 
     assert imported("bos", boundaries="bos") == [[0, 5, 6, 1], [0, 5, 1, 1, 1], [0, 7, 7], [0, 8, 1], [0, 9, 9]]
     assert imported("eos", boundaries="eos", pad_id=1) == [[0, 5, 6, 1], [0, 5, 1], [0, 7, 7], [0, 8, 1], [0, 9, 9]]

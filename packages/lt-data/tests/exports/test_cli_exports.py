@@ -42,7 +42,7 @@ def test_there_and_back(store: TokenStore, tmp_path: Path, run: Run) -> None:
         f"{store.n_documents} documents, {store.n_tokens} tokens in {back}\n{padding} padding positions left out\n"
     )
     assert err.startswith("import: ")
-    found = TokenStore.open(back)
+    found = TokenStore(back)
     np.testing.assert_array_equal(found.lengths, store.lengths)
     np.testing.assert_array_equal(found.tokens(0, found.n_tokens), store.tokens(0, store.n_tokens))
 

@@ -226,7 +226,7 @@ def test_one_split_of_an_export_is_the_export(store: TokenStore, tmp_path: Path,
     assert report.padding > 0
     options = ImportOptions(format="litespark", boundaries="eos")
     done = import_tokens(tmp_path / "out" / "train", options=options, tokenizer=tokenizer, out=tmp_path / "back")
-    assert (done.padding, TokenStore.open(tmp_path / "back").n_tokens) == (report.padding, store.n_tokens)
+    assert (done.padding, TokenStore(tmp_path / "back").n_tokens) == (report.padding, store.n_tokens)
 
 
 @pytest.mark.parametrize("to", ["hf", "megatron"])
@@ -343,7 +343,7 @@ def test_padding_of_a_tokenizer_that_names_no_id_for_it_is_0(texts: list[str], t
     bare = train_bpe(texts, vocab_size=300, special_tokens=())
     documents = [Document(text=text, source="text") for text in texts[:3]]
     prepare_documents(documents, tokenizer=bare, out=tmp_path / "store", bos=False, eos=False)
-    store = TokenStore.open(tmp_path / "store")
+    store = TokenStore(tmp_path / "store")
     n = store.n_tokens
     export(store, out=tmp_path / "out", options=ExportOptions(to="litespark", seq_len=n + 9))
     found = np.fromfile(tmp_path / "out" / "train" / "tokens_shard_000000.ds", "<u2")

@@ -38,7 +38,7 @@ def test_documents_are_those_of_the_store(name: str, tmp_path: Path, request: py
     assert found.column_names == ["input_ids"]
     assert len(found.cache_files) > 3
     assert len(found) == store.n_documents == report.samples
-    assert found["input_ids"][:] == [store.document(i).tolist() for i in range(store.n_documents)]
+    assert found["input_ids"][:] == [store[i].tolist() for i in range(store.n_documents)]
     assert found.data.schema.field("input_ids").type == pyarrow.list_(pyarrow.int32())
     assert found.split == "train"
     assert (report.tokens, report.padding, report.dropped_tokens) == (store.n_tokens, 0, 0)
@@ -172,8 +172,8 @@ def test_what_datasets_saved_is_imported(tmp_path: Path, wide_tokenizer: Tokeniz
     plain.save_to_disk(str(tmp_path / "plain"), num_shards=2)
     options = ImportOptions(format="hf")
     done = import_tokens(tmp_path / "plain", options=options, tokenizer=wide_tokenizer, out=tmp_path / "a")
-    store = TokenStore.open(tmp_path / "a")
-    assert [store.document(i).tolist() for i in range(store.n_documents)] == [ids[0], ids[1], ids[3]]
+    store = TokenStore(tmp_path / "a")
+    assert [store[i].tolist() for i in range(store.n_documents)] == [ids[0], ids[1], ids[3]]
     assert done.manifest.empty_documents == 1
 
     rows = {"ids": [[1, 2, 3], [4, 5, 6]], "attention_mask": [[1, 1, 1], [0, 1, 0]]}
@@ -189,8 +189,8 @@ def test_what_datasets_saved_is_imported(tmp_path: Path, wide_tokenizer: Tokeniz
         import_tokens(tmp_path / "dict", options=options, tokenizer=wide_tokenizer, out=tmp_path / "b")
     options = ImportOptions(format="hf", field="ids")
     done = import_tokens(tmp_path / "dict" / "test", options=options, tokenizer=wide_tokenizer, out=tmp_path / "b")
-    store = TokenStore.open(tmp_path / "b")
-    assert [store.document(i).tolist() for i in range(store.n_documents)] == [[1, 2, 3], [5]]
+    store = TokenStore(tmp_path / "b")
+    assert [store[i].tolist() for i in range(store.n_documents)] == [[1, 2, 3], [5]]
     assert done.padding == 2
 
 
@@ -205,8 +205,8 @@ def test_the_files_are_read_in_the_order_of_the_state(tmp_path: Path, wide_token
     )
     found = loaded(tmp_path / "saved")["input_ids"][:]
     assert found != ids
-    store = TokenStore.open(tmp_path / "store")
-    assert [store.document(i).tolist() for i in range(store.n_documents)] == found
+    store = TokenStore(tmp_path / "store")
+    assert [store[i].tolist() for i in range(store.n_documents)] == found
 
 
 def test_a_sliced_dataset_is_imported_whole(tmp_path: Path, wide_tokenizer: Tokenizer) -> None:
@@ -217,8 +217,8 @@ def test_a_sliced_dataset_is_imported_whole(tmp_path: Path, wide_tokenizer: Toke
     import_tokens(
         tmp_path / "saved", options=ImportOptions(format="hf"), tokenizer=wide_tokenizer, out=tmp_path / "store"
     )
-    store = TokenStore.open(tmp_path / "store")
-    assert [store.document(i).tolist() for i in range(store.n_documents)] == shuffled["input_ids"][:]
+    store = TokenStore(tmp_path / "store")
+    assert [store[i].tolist() for i in range(store.n_documents)] == shuffled["input_ids"][:]
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def test_a_store_of_many_shards_is_one_dataset(
     report = export(store, out=tmp_path / "out", options=ExportOptions(to="megatron"))
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["lt-export.json", "tokens.bin", "tokens.idx"]
     found = read_dataset(tmp_path / "out" / "tokens")
-    assert found == [store.document(i).tolist() for i in range(store.n_documents)]
+    assert found == [store[i].tolist() for i in range(store.n_documents)]
     assert (tmp_path / "out" / "tokens.idx").read_bytes()[17] == code
     assert (report.samples, report.tokens) == (store.n_documents, store.n_tokens)
 
@@ -80,8 +80,8 @@ def test_a_dataset_of_others_is_imported(tmp_path: Path, wide_tokenizer: Tokeniz
     done = import_tokens(
         tmp_path / "in" / named, options=ImportOptions(format="megatron"), tokenizer=wide_tokenizer, out=tmp_path / "st"
     )
-    store = TokenStore.open(tmp_path / "st")
-    assert [store.document(i).tolist() for i in range(store.n_documents)] == [[1, high, 3], [4, 5], [6]]
+    store = TokenStore(tmp_path / "st")
+    assert [store[i].tolist() for i in range(store.n_documents)] == [[1, high, 3], [4, 5], [6]]
     assert done.manifest.empty_documents == 1
 
 

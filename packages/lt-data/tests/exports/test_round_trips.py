@@ -35,7 +35,7 @@ def made(folder: Path, documents: list[list[int]], tokenizer: Tokenizer, *, mark
         eos=marked,
         shard_tokens=60,
     )
-    return TokenStore.open(folder / "store")
+    return TokenStore(folder / "store")
 
 
 def shards(store: TokenStore) -> list[bytes]:
@@ -69,10 +69,10 @@ def test_the_store_comes_back(
                 out=back,
                 shard_tokens=60,
             )
-            assert shards(TokenStore.open(back)) == shards(store)
+            assert shards(TokenStore(back)) == shards(store)
             assert done.padding == report.padding
             if to != "smp":  # where the note says so
-                assert TokenStore.open(back).manifest.fingerprint == store.manifest.fingerprint
+                assert TokenStore(back).manifest.fingerprint == store.manifest.fingerprint
 
 
 @pytest.mark.parametrize("to", ["hf", "smp"])
@@ -86,7 +86,7 @@ def test_rows_come_back(tokenizer: Tokenizer, to: str, documents: list[list[int]
         )
         back = Path(name) / "back"
         import_tokens(Path(name) / "out", options=ImportOptions(format=to), tokenizer=tokenizer, out=back)
-        rows = TokenStore.open(back)
+        rows = TokenStore(back)
         assert rows.n_tokens == store.n_tokens
         assert rows.lengths.max() <= seq_len
         tokens, expected = rows.tokens(0, rows.n_tokens), store.tokens(0, store.n_tokens)
@@ -100,7 +100,7 @@ def test_rows_come_back(tokenizer: Tokenizer, to: str, documents: list[list[int]
 def test_both_ways_twice(to: str, wide_store: TokenStore, wide_tokenizer: Tokenizer, tmp_path: Path) -> None:
     """An export of an import of an export is the export."""
     for number in range(2):
-        source = wide_store if number == 0 else TokenStore.open(tmp_path / "back")
+        source = wide_store if number == 0 else TokenStore(tmp_path / "back")
         export(source, out=tmp_path / f"out{number}", options=ExportOptions(to=to, file_bytes=9000))
         if number == 0:
             import_tokens(

@@ -34,7 +34,7 @@ def test_documents(store: TokenStore, tmp_path: Path, gz: bool, monkeypatch: pyt
     assert names == [f"part-{i:05d}{suffix}" for i in range(len(names))]
     assert len(names) > 3
     found = lines(tmp_path / "out", suffix)
-    assert [record["input_ids"] for record in found] == [store.document(i).tolist() for i in range(store.n_documents)]
+    assert [record["input_ids"] for record in found] == [store[i].tolist() for i in range(store.n_documents)]
     assert all(record["attention_mask"] == [1] * len(record["input_ids"]) for record in found)
     assert (report.samples, report.tokens, report.padding) == (store.n_documents, store.n_tokens, 0)
     if not gz:
@@ -74,18 +74,18 @@ def test_lines_of_others_are_imported(tmp_path: Path, wide_tokenizer: Tokenizer)
     (folder / "README").write_text("no data")
     options = ImportOptions(format="smp", field="ids")
     done = import_tokens(folder, options=options, tokenizer=wide_tokenizer, out=tmp_path / "st")
-    store = TokenStore.open(tmp_path / "st")
-    assert [store.document(i).tolist() for i in range(store.n_documents)] == [[2, 3], [5, 69999], [7]]
+    store = TokenStore(tmp_path / "st")
+    assert [store[i].tolist() for i in range(store.n_documents)] == [[2, 3], [5, 69999], [7]]
     assert (done.padding, done.manifest.empty_documents) == (1, 1)
     import_tokens(folder / "b.json", options=options, tokenizer=wide_tokenizer, out=tmp_path / "one")
-    assert TokenStore.open(tmp_path / "one").n_tokens == 3
+    assert TokenStore(tmp_path / "one").n_tokens == 3
 
 
 def test_bos_and_eos_are_added_where_they_are_missing(tmp_path: Path, wide_tokenizer: Tokenizer) -> None:
     (tmp_path / "in.json").write_text('{"input_ids": [69998, 5]}\n{"input_ids": [6, 69999]}\n')
     options = ImportOptions(format="smp", bos=True, eos=True)
     done = import_tokens(tmp_path / "in.json", options=options, tokenizer=wide_tokenizer, out=tmp_path / "st")
-    assert TokenStore.open(tmp_path / "st").tokens(0, 6).tolist() == [69998, 5, 69999, 69998, 6, 69999]
+    assert TokenStore(tmp_path / "st").tokens(0, 6).tolist() == [69998, 5, 69999, 69998, 6, 69999]
     assert (done.manifest.bos, done.manifest.eos) == (True, True)
 
 

@@ -52,32 +52,32 @@ def is_indexed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.usefixtures("is_indexed")
 def test_generations(base: Path, fast_path: Path, texts: list[str], tokenizer: Tokenizer, contents: Contents) -> None:
-    before, first = contents(base), TokenStore.open(base).manifest
-    lt_data.pack(TokenStore.open(base), seq_len=64)
+    before, first = contents(base), TokenStore(base).manifest
+    lt_data.pack(TokenStore(base), seq_len=64)
     manifests = [first]
     for number, part in enumerate((texts[22:40], texts[40:]), start=1):
         manifests.append(_append(base, _write(fast_path, f"more{number}", part)))
-        store = TokenStore.open(base)
+        store = TokenStore(base)
         assert store.manifest == manifests[-1]
         lt_data.pack(store, seq_len=64)
         assert lt_data.verify(store) == []
     assert {name: bytes_ for name, bytes_ in contents(base).items() if name in before} == before
     for number, manifest in enumerate(manifests):
         folder = base / f"generations/{number:05d}"
-        generation = TokenStore.open(folder)
+        generation = TokenStore(folder)
         assert generation.manifest.fingerprint == manifest.fingerprint
         assert find_generation(base, manifest.fingerprint[:16]) == folder
         assert lt_data.open_pack(generation, seq_len=64).store_fingerprint == manifest.fingerprint
         assert lt_data.verify(generation) == []
     assert find_generation(base, "0" * 16) is None
-    newest = TokenStore.open(base)
+    newest = TokenStore(base)
     whole = [_write(fast_path, "whole", texts[:20]), fast_path / "more1.jsonl", fast_path / "more2.jsonl"]
     flat = fast_path / "flat"
     lt_data.prepare(whole, tokenizer=tokenizer, out=flat, selection=first.selection, engine="hf")
-    expected = TokenStore.open(flat)
+    expected = TokenStore(flat)
     assert newest.manifest.read == expected.manifest.read
-    assert [newest.document(i).tolist() for i in range(newest.n_documents)] == [
-        expected.document(i).tolist() for i in range(expected.n_documents)
+    assert [newest[i].tolist() for i in range(newest.n_documents)] == [
+        expected[i].tolist() for i in range(expected.n_documents)
     ]
     assert newest.document_source(newest.n_documents - 1) == expected.document_source(expected.n_documents - 1)
     reader = RowReader(newest, lt_data.pack(newest, seq_len=64))
@@ -121,7 +121,7 @@ def test_a_map_and_columns_go_on(fast_path: Path, texts: list[str], tokenizer: T
     out = fast_path / "store"
     lt_data.prepare([first], tokenizer=tokenizer, out=out, keep=["n:int"], engine="hf")
     _append(out, more)
-    store = TokenStore.open(out)
+    store = TokenStore(out)
     assert store.manifest.columns[0].name == "n"
     assert lt_data.verify(store) == []
 
@@ -162,9 +162,9 @@ def _check_kills(base: Path, fast_path: Path, texts: list[str], contents: Conten
     for call in calls:
         shutil.rmtree(base)
         shutil.copytree(kept, base)
-        first = TokenStore.open(base).manifest
+        first = TokenStore(base).manifest
         kills += _killed_at(call, lambda: _append(base, source))
-        found = TokenStore.open(base)
+        found = TokenStore(base)
         assert found.manifest.fingerprint in (expected.fingerprint, first.fingerprint)
         found.verify()
         assert _append(base, source) == expected
@@ -188,9 +188,9 @@ def test_append_killed_at_every_call(base: Path, fast_path: Path, texts: list[st
 
 
 def test_upload_sends_the_newest_generation_with_its_packs(base: Path, fast_path: Path, texts: list[str]) -> None:
-    lt_data.pack(TokenStore.open(base), seq_len=32)
+    lt_data.pack(TokenStore(base), seq_len=32)
     _append(base, _write(fast_path, "more", texts[22:]))
-    store = TokenStore.open(base)
+    store = TokenStore(base)
     lt_data.pack(store, seq_len=64)
     parcel, sent = of_folder(base), fast_path / "sent"
     for name in parcel.sizes:
@@ -199,7 +199,7 @@ def test_upload_sends_the_newest_generation_with_its_packs(base: Path, fast_path
             (sent / name).write_bytes(file.read())
     assert parcel.manifest is not None
     (sent / "manifest.json").write_bytes(parcel.manifest)
-    flat = TokenStore.open(sent)
+    flat = TokenStore(sent)
     assert flat.manifest.fingerprint == store.manifest.fingerprint
     assert lt_data.verify(flat) == []
     assert [path.name for path in (sent / "packs").iterdir()] == ["bfd-64"]
@@ -208,7 +208,7 @@ def test_upload_sends_the_newest_generation_with_its_packs(base: Path, fast_path
 def test_the_command_appends(base: Path, fast_path: Path, texts: list[str]) -> None:
     source = _write(fast_path, "more", texts[22:])
     result = CliRunner().invoke(app, ["append", str(base), str(source), "--engine", "hf"], catch_exceptions=False)
-    store = TokenStore.open(base)
+    store = TokenStore(base)
     assert result.exit_code == 0
     assert f"{store.n_documents} documents, {store.n_tokens} tokens" in result.output
 
@@ -219,11 +219,11 @@ def test_a_joined_store_can_be_appended_to(base: Path, fast_path: Path, texts: l
     base.rename(root / "a")
     lt_data.join(root, [root / "a"])
     manifest = _append(root, _write(fast_path, "more", texts[30:]))
-    assert TokenStore.open(root).manifest == manifest
-    assert lt_data.verify(TokenStore.open(root)) == []
+    assert TokenStore(root).manifest == manifest
+    assert lt_data.verify(TokenStore(root)) == []
     assert not (root / "a/generations").exists()
     moved = root.rename(fast_path / "moved")
-    assert TokenStore.open(moved).manifest == manifest
+    assert TokenStore(moved).manifest == manifest
 
 
 def test_a_large_generation_is_read_by_its_index(
@@ -235,20 +235,20 @@ def test_a_large_generation_is_read_by_its_index(
     first, second = _write(fast_path, "more1", texts[22:40]), _write(fast_path, "more2", texts[40:])
     _append(parsed, first)
     _append(parsed, second)
-    monkeypatch.setattr("lt_data.store.joined.MIN_INDEXED_SHARDS", len(TokenStore.open(base).manifest.shards) + 1)
+    monkeypatch.setattr("lt_data.store.joined.MIN_INDEXED_SHARDS", len(TokenStore(base).manifest.shards) + 1)
     _append(base, first)
     _append(base, second)
     assert [path.parent.name for path in sorted(base.rglob("joined.index"))] == ["00001", "00002"]
     lt_data.join(fast_path / "joined", [base])
     assert (fast_path / "joined/joined.index").read_bytes() == (base / "generations/00002/joined.index").read_bytes()
-    by_manifests = TokenStore.open(parsed)
+    by_manifests = TokenStore(parsed)
     with monkeypatch.context() as patched:
         patched.setattr("lt_data.store.joined._load_part", None)  # parses a part's manifest
-        by_index = TokenStore.open(base)
-        older = TokenStore.open(base / "generations/00001")
+        by_index = TokenStore(base)
+        older = TokenStore(base / "generations/00001")
         with pytest.raises(TypeError):
-            TokenStore.open(parsed)
-    assert older.manifest == TokenStore.open(parsed / "generations/00001").manifest
+            TokenStore(parsed)
+    assert older.manifest == TokenStore(parsed / "generations/00001").manifest
     assert by_index.manifest == by_manifests.manifest
     assert by_index.manifest.fingerprint == by_manifests.manifest.fingerprint
     assert by_index.lengths.tolist() == by_manifests.lengths.tolist()
@@ -269,8 +269,8 @@ def test_a_damaged_or_missing_index_of_a_generation_is_one_error(
     content = path.read_bytes()
     path.write_bytes(content[:400] + b"?" + content[401:])
     with pytest.raises(DataError, match=r"00001/joined\.index: SHA-256 differs from generation\.json"):
-        TokenStore.open(base)
+        TokenStore(base)
     path.unlink()
     with pytest.raises(DataError, match=r"cannot read the index .*00001/joined\.index: No such file"):
-        TokenStore.open(base)
-    assert TokenStore.open(base / "generations/00000").n_documents
+        TokenStore(base)
+    assert TokenStore(base / "generations/00000").n_documents

@@ -56,7 +56,7 @@ def test_ranks_and_merge(run: Run, prepared: list[str]) -> None:
         "special string <|eos|> occurs 3 times in the text, encoded as its special id",
         "merged from 2 parts, which are no longer needed",
     ]
-    store = TokenStore.open("store")
+    store = TokenStore("store")
     assert (store.n_documents, store.manifest.special_tokens_as, store.manifest.shard_tokens) == (4, "ids", 20)
     assert run("merge", "store")[0] == 64
     assert run("merge", "store", "--overwrite")[0] == 0

@@ -86,13 +86,13 @@ def read_place(place: str) -> str:
 
 def check_sources(folder: Path) -> TokenStore:
     """Check that each document is the text at its source, in the order of the sources."""
-    store = TokenStore.open(folder)
+    store = TokenStore(folder)
     store.verify()
     assert list(find_problems(store)) == []
     tokenizer = store.tokenizer()
     for index in range(store.n_documents):
         source = store.document_source(index)
-        text = tokenizer.decode(store.document(index), skip_special_tokens=True)
+        text = tokenizer.decode(store[index], skip_special_tokens=True)
         assert source is not None
         assert text == read_place(str(source)), source
     return store
@@ -218,12 +218,12 @@ def test_more_source_files_than_the_manifest_lists(
 
     content = (out / "sources.jsonl").read_bytes()
     (out / "sources.jsonl").write_bytes(content.replace(b"0.jsonl", b"9.jsonl"))
-    assert [p for p in find_problems(TokenStore.open(out)) if "sources.jsonl: SHA-256 differs" in p]
+    assert [p for p in find_problems(TokenStore(out)) if "sources.jsonl: SHA-256 differs" in p]
     with pytest.raises(DataError, match=r"sources\.jsonl: SHA-256 differs"):
-        TokenStore.open(out).document_source(0)
+        TokenStore(out).document_source(0)
     (out / "sources.jsonl").unlink()
     with pytest.raises(DataError, match=r"cannot read .*sources\.jsonl"):
-        TokenStore.open(out).verify()
+        TokenStore(out).verify()
 
 
 def test_a_store_of_documents_of_the_caller_has_no_sources(store: TokenStore) -> None:
@@ -257,20 +257,20 @@ def test_damage_is_found(
     if kind == "flipped":
         content[0] ^= 1
         path.write_bytes(content)
-        assert list(find_problems(TokenStore.open(out))) == [f"{path}: SHA-256 differs from the manifest"]
+        assert list(find_problems(TokenStore(out))) == [f"{path}: SHA-256 differs from the manifest"]
         with pytest.raises(DataError, match=r"00000\.src: SHA-256 differs"):
-            TokenStore.open(out).verify()
+            TokenStore(out).verify()
         return
     if kind == "elsewhere":  # of a stranger, with its right hash
         content[:8] = encode_source(9, 1).to_bytes(8, "little")
         rewrite(out, bytes(content))
         with pytest.raises(DataError, match=r"00000\.src: names source file 9, the manifest has 9"):
-            TokenStore.open(out).document_source(0)
-        assert any("names source file 9" in problem for problem in find_problems(TokenStore.open(out)))
+            TokenStore(out).document_source(0)
+        assert any("names source file 9" in problem for problem in find_problems(TokenStore(out)))
         return
     path.unlink() if kind == "missing" else path.write_bytes(content[:-1])
     with pytest.raises(DataError, match=r"00000\.src"):
-        TokenStore.open(out)
+        TokenStore(out)
 
 
 def test_a_merge_refuses_sources_of_a_stranger(
@@ -351,7 +351,7 @@ def test_inspect_names_the_place(
     monkeypatch.chdir(tmp_path)
     Path("in.jsonl").write_text('\n{"text": "one"}\n{"text": ""}\n{"text": "two"}\n', encoding="utf-8")
     lt_data.prepare(["in.jsonl"], tokenizer=tokenizer, out="store")
-    lt_data.pack(TokenStore.open("store"), seq_len=32)
+    lt_data.pack(TokenStore("store"), seq_len=32)
 
     def inspect(*arguments: object) -> str:
         app(["inspect", *map(str, arguments)], standalone_mode=False)
@@ -361,7 +361,7 @@ def test_inspect_names_the_place(
         'document 1 (in.jsonl:4): 5 tokens\n  "<|bos|>two<|eos|>"\n'
     )
     assert "document 0 (in.jsonl:2): tokens 0 to " in inspect("store", "--no-color")
-    opened = TokenStore.open("store")
+    opened = TokenStore("store")
     stream = Stream(RowReader(opened, open_pack(opened, seq_len=32)), global_batch_size=1)
     (row,) = inspect_batch(stream)
     assert sorted(span.source or "" for span in row.spans) == ["in.jsonl:2", "in.jsonl:4"]
@@ -386,7 +386,7 @@ def test_the_records_are_those_of_the_source_after_a_map(
     lines = "".join(json.dumps({"text": f"text {n}", "n": n}) + "\n" for n in range(1, 9))
     (tmp_path / "in.jsonl").write_text(lines, encoding="utf-8")
     lt_data.prepare([tmp_path / "in.jsonl"], tokenizer=tokenizer, out=tmp_path / "store", record_map="odd_only:odd")
-    store = TokenStore.open(tmp_path / "store")
+    store = TokenStore(tmp_path / "store")
     found = [store.document_source(i) for i in range(store.n_documents)]
     assert [source.record for source in found if source] == [1, 3, 5, 7]
     assert np.array_equal(store.shard_sources(0), [1, 3, 5, 7])

@@ -123,8 +123,8 @@ def read_pack(files: dict[str, bytes], name: str) -> list[list[tuple[int, int]]]
 
 def same_as_the_library(folder: Path, contents: Contents) -> None:
     found = read_store(contents(folder))
-    store = TokenStore.open(folder)
-    assert found == [store.document(i).tolist() for i in range(store.n_documents)]
+    store = TokenStore(folder)
+    assert found == [store[i].tolist() for i in range(store.n_documents)]
 
 
 @pytest.mark.usefixtures("small_batches")

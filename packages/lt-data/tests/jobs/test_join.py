@@ -24,7 +24,7 @@ from lt_data.store.manifest import checksum_of, encode_manifest
 def _prepare(texts: list[str], tokenizer: Tokenizer, out: Path, **options: object) -> TokenStore:
     documents = [Document(text=text, source="text") for text in texts]
     lt_data.prepare_documents(documents, tokenizer=tokenizer, out=out, **{"shard_tokens": 2000, **options})  # type: ignore[arg-type]
-    return TokenStore.open(out)
+    return TokenStore(out)
 
 
 @pytest.fixture
@@ -71,22 +71,22 @@ def _flat_copy(joined: TokenStore, out: Path) -> TokenStore:
             shutil.copy(joined.shard_path(number, kind), out / f"shards/{shard.name}.{kind}")  # type: ignore[arg-type]
     shutil.copytree(joined.tokenizer_folder, out / "tokenizer")
     (out / "manifest.json").write_bytes(encode_manifest(joined.manifest))
-    return TokenStore.open(out)
+    return TokenStore(out)
 
 
 def test_a_joined_store_is_read_as_the_flat_store_of_its_shards(stores: Path, tmp_path: Path, is_indexed: bool) -> None:
     before = {path: path.read_bytes() for path in stores.rglob("*") if path.is_file()}
     manifest = lt_data.join(stores, _paths(stores))
-    joined = TokenStore.open(stores)
+    joined = TokenStore(stores)
     assert {path: path.read_bytes() for path in stores.rglob("*") if path.is_file()} == {
         **before,
         **{stores / name: (stores / name).read_bytes() for name in ("manifest.json", "joined.index")[: 1 + is_indexed]},
     }
     assert joined.manifest == manifest
     assert manifest.is_consistent
-    parts = [TokenStore.open(path) for path in _paths(stores)]
-    assert [joined.document(i).tolist() for i in range(joined.n_documents)] == [
-        part.document(i).tolist() for part in parts for i in range(part.n_documents)
+    parts = [TokenStore(path) for path in _paths(stores)]
+    assert [joined[i].tolist() for i in range(joined.n_documents)] == [
+        part[i].tolist() for part in parts for i in range(part.n_documents)
     ]
     flat = _flat_copy(joined, tmp_path / "flat")
     assert flat.manifest.fingerprint == manifest.fingerprint
@@ -98,7 +98,7 @@ def test_a_joined_store_is_read_as_the_flat_store_of_its_shards(stores: Path, tm
     assert lt_data.verify(joined) == lt_data.verify(flat) == []
     joined.verify()
     assert joined.tokenizer().sha256 == manifest.tokenizer.sha256
-    assert pickle.loads(pickle.dumps(joined)).document(40).tolist() == flat.document(40).tolist()
+    assert pickle.loads(pickle.dumps(joined))[40].tolist() == flat[40].tolist()
     for store, name in ((joined, "from joined"), (flat, "from flat")):
         lt_data.split(store, holdout="20%", train=tmp_path / name / "train", validation=tmp_path / name / "rest")
         lt_data.export(store, options=lt_data.ExportOptions(to="megatron"), out=tmp_path / name / "megatron")
@@ -110,19 +110,19 @@ def test_a_joined_store_is_read_as_the_flat_store_of_its_shards(stores: Path, tm
 def test_a_shard_cut_short_is_named_at_its_first_use(indexed: Path, kind: str, size: int) -> None:
     path = indexed / f"b/c/shards/00000.{kind}"
     path.write_bytes(path.read_bytes()[:-1] if size else b"")
-    store = TokenStore.open(indexed)
-    assert store.document(0).size
+    store = TokenStore(indexed)
+    assert store[0].size
     with pytest.raises(DataError, match=rf"b/c/shards/00000\.{kind}: \d+ bytes, the manifest says \d+"):
-        store.document(20)
+        store[20]
     assert any(f"b/c/shards/00000.{kind}" in problem for problem in lt_data.verify(store))
 
 
 def test_a_folder_of_shards_that_leads_out_is_refused_at_its_first_use(indexed: Path, tmp_path: Path) -> None:
     (indexed / "d/shards").rename(tmp_path / "secret")
     (indexed / "d/shards").symlink_to(tmp_path / "secret")
-    store = TokenStore.open(indexed)
+    store = TokenStore(indexed)
     with pytest.raises(DataError, match="d/shards: a symbolic link leads out"):
-        store.document(store.n_documents - 1)
+        store[store.n_documents - 1]
     with pytest.raises(DataError, match="d/shards: a symbolic link leads out"):
         store.read_shard(len(store.manifest.shards) - 1)
 
@@ -133,19 +133,19 @@ def test_a_damaged_or_missing_index_is_one_error(indexed: Path) -> None:
     for damaged in (content[:-1], content[:400] + b"?" + content[401:], content[:-9] + bytes(9), content + b"0", b""):
         path.write_bytes(damaged)
         with pytest.raises(DataError, match=r"joined\.index: (SHA-256 differs|more than the)"):
-            TokenStore.open(indexed)
+            TokenStore(indexed)
     path.unlink()
     with pytest.raises(DataError, match=r"cannot read the index .*joined\.index: No such file"):
-        TokenStore.open(indexed)
+        TokenStore(indexed)
 
 
 def test_an_index_of_other_shards_is_found_by_verify(indexed: Path) -> None:
     content = (indexed / "joined.index").read_bytes()
-    at = content.index(bytes.fromhex(TokenStore.open(indexed).manifest.shards[0].sha256))
+    at = content.index(bytes.fromhex(TokenStore(indexed).manifest.shards[0].sha256))
     content = content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
     (indexed / "joined.index").write_bytes(content)
     _edit(indexed, index={"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)})
-    store = TokenStore.open(indexed)
+    store = TokenStore(indexed)
     message = f"{indexed / 'manifest.json'}: the index has other shards or totals than its parts; join the stores again"
     assert message in lt_data.verify(store)
     with pytest.raises(DataError, match="the index has other shards"):
@@ -156,7 +156,7 @@ def test_an_index_of_other_shards_is_found_by_verify(indexed: Path) -> None:
 def test_an_index_needs_its_version(indexed: Path, version: int) -> None:
     _edit(indexed, version=version)
     with pytest.raises(DataError, match=rf"format version {version}; this lt-data reads 1, with an index 2"):
-        TokenStore.open(indexed)
+        TokenStore(indexed)
 
 
 def test_the_fingerprint_is_a_function_of_the_shards_alone(
@@ -171,11 +171,11 @@ def test_the_fingerprint_is_a_function_of_the_shards_alone(
     assert json.loads((tmp_path / "nested/manifest.json").read_bytes())["parts"] == [
         {"path": os.path.realpath(part), "sha256": _sha256(part)} for part in (a, b, d)
     ]
-    assert lt_data.join(tmp_path / "one", [d]).fingerprint == TokenStore.open(d).manifest.fingerprint
+    assert lt_data.join(tmp_path / "one", [d]).fingerprint == TokenStore(d).manifest.fingerprint
     moved = tmp_path / "moved"
     lt_data.join(stores, [a, b, d])
     stores.rename(moved)
-    assert TokenStore.open(moved).manifest.fingerprint == whole.fingerprint
+    assert TokenStore(moved).manifest.fingerprint == whole.fingerprint
     assert lt_data.join(tmp_path / "other", [moved / "d", moved / "a"]).fingerprint != whole.fingerprint
 
 
@@ -187,10 +187,10 @@ def test_a_part_that_changed_is_named(stores: Path, texts: list[str], tokenizer:
     lt_data.join(stores, _paths(stores))
     shutil.rmtree(stores / "b/c")
     with pytest.raises(DataError, match=r"b/c/manifest\.json: No such file"):
-        TokenStore.open(stores)
+        TokenStore(stores)
     _prepare(texts[:3], tokenizer, stores / "b/c")
     with pytest.raises(DataError, match=r"b/c: changed since it was joined to .*; restore this part, or join"):
-        TokenStore.open(stores)
+        TokenStore(stores)
 
 
 def test_damage_in_a_part_is_found_by_verify(stores: Path) -> None:
@@ -200,7 +200,7 @@ def test_damage_in_a_part_is_found_by_verify(stores: Path) -> None:
     content[9] ^= 1
     damaged.write_bytes(content)
     (stores / "b/c/tokenizer/tokenizer.json").write_bytes(b"{}")
-    problems = lt_data.verify(TokenStore.open(stores))
+    problems = lt_data.verify(TokenStore(stores))
     assert list(dict.fromkeys(problem.split(":")[0] for problem in problems)) == [
         str(stores / "b/c/tokenizer/tokenizer.json"),
         str(damaged),
@@ -214,7 +214,7 @@ def test_a_strangers_manifest_reads_nothing_outside(stores: Path, tmp_path: Path
     (part,) = json.loads((stores / "manifest.json").read_bytes())["parts"]
     _edit(stores, parts=[part | {"path": path}])
     with pytest.raises(DataError, match="neither a path inside the folder nor an absolute one"):
-        TokenStore.open(stores)
+        TokenStore(stores)
 
 
 def test_parts_elsewhere_are_opened_only_where_the_person_allows_it(
@@ -239,10 +239,10 @@ def test_parts_elsewhere_are_opened_only_where_the_person_allows_it(
         for allowed in ("", str(tmp_path / "sec"), "relative"):
             monkeypatch.setenv(PART_FOLDERS, allowed)
             with pytest.raises(DataError, match=f"lies outside of .*{PART_FOLDERS}"):
-                TokenStore.open(folder)
+                TokenStore(folder)
     assert not any("secret" in path or "link" in path or "stores/a/" in path for path in opened)
     monkeypatch.setenv(PART_FOLDERS, str(tmp_path))
-    assert TokenStore.open(tmp_path / "joined").manifest == joined
+    assert TokenStore(tmp_path / "joined").manifest == joined
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_a_wrong_manifest_is_one_error(stores: Path, changes: dict[str, object],
     lt_data.join(stores, _paths(stores))
     _edit(stores, **changes)
     with pytest.raises(DataError, match=message):
-        TokenStore.open(stores)
+        TokenStore(stores)
 
 
 def test_a_flipped_checksum_is_one_error(stores: Path) -> None:
@@ -267,7 +267,7 @@ def test_a_flipped_checksum_is_one_error(stores: Path) -> None:
     values = json.loads((stores / "manifest.json").read_bytes()) | {"checksum": "0" * 64}
     (stores / "manifest.json").write_text(json.dumps(values), encoding="utf-8")
     with pytest.raises(DataError, match="checksum does not match"):
-        TokenStore.open(stores)
+        TokenStore(stores)
 
 
 def test_stores_that_do_not_fit_are_refused(stores: Path, texts: list[str], tokenizer: Tokenizer) -> None:
@@ -298,7 +298,7 @@ def test_duplicates_of_different_parts_are_not_called_dropped(
         _prepare(texts[:9], tokenizer, tmp_path / name, selection=selection)
     manifest = lt_data.join(tmp_path, [tmp_path / "a", tmp_path / "b"])
     assert manifest.selection == replace(selection, drop_duplicates=False)
-    found = lt_data.stats(TokenStore.open(tmp_path), duplicates=True).duplicates
+    found = lt_data.stats(TokenStore(tmp_path), duplicates=True).duplicates
     assert found is not None
     assert 2 * found.documents == manifest.documents
 
@@ -315,7 +315,7 @@ def test_documents_know_their_sources(
     for name in "ab":
         lt_data.prepare([f"text/{name}"], tokenizer=tokenizer, out=f"stores/{name}", shard_tokens=30)
     lt_data.join("stores", ["stores/b", "stores/a"])
-    joined = TokenStore.open("stores")
+    joined = TokenStore("stores")
 
     def sources(store: TokenStore) -> list[str]:
         return [str(store.document_source(i)) for i in range(store.n_documents)]
@@ -329,7 +329,7 @@ def test_documents_know_their_sources(
     ]
     assert lt_data.verify(joined) == []
     lt_data.split(joined, holdout="40%", train="train", validation="rest")
-    assert sorted([*sources(TokenStore.open("train")), *sources(TokenStore.open("rest"))]) == sorted(expected)
+    assert sorted([*sources(TokenStore("train")), *sources(TokenStore("rest"))]) == sorted(expected)
     damaged = Path("stores/a/shards/00000.src")
     damaged.write_bytes(bytes([damaged.read_bytes()[0] ^ 1]) + damaged.read_bytes()[1:])
     assert lt_data.verify(joined) == ["stores/a/shards/00000.src: SHA-256 differs from the manifest"]
@@ -346,16 +346,16 @@ def test_unknown_text_bytes_stay_unknown(tmp_path: Path, texts: list[str], token
 
 def test_the_command_joins(stores: Path) -> None:
     result = CliRunner().invoke(app, ["join", str(stores), *map(str, _paths(stores))], catch_exceptions=False)
-    store = TokenStore.open(stores)
+    store = TokenStore(stores)
     assert result.exit_code == 0
     assert result.output.startswith(f"{store.n_documents} documents, {store.n_tokens} tokens")
 
 
 def test_upload_makes_a_flat_store(stores: Path, make_parcel: Callable[[Path], Path], tmp_path: Path) -> None:
     lt_data.join(stores, _paths(stores))
-    joined = TokenStore.open(stores)
+    joined = TokenStore(stores)
     lt_data.pack(joined, seq_len=64)
-    flat = TokenStore.open(make_parcel(stores))
+    flat = TokenStore(make_parcel(stores))
     assert flat.manifest.fingerprint == joined.manifest.fingerprint
     assert flat.manifest.sources.files == joined.manifest.sources.files
     assert lt_data.verify(flat) == []

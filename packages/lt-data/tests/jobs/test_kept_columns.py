@@ -57,7 +57,7 @@ def kept(store: TokenStore) -> list[dict[str, Any]]:
 
 
 def check_store(folder: Path) -> TokenStore:
-    store = TokenStore.open(folder)
+    store = TokenStore(folder)
     store.verify()
     assert list(find_problems(store)) == []
     for i, column in enumerate(store.manifest.columns):
@@ -185,7 +185,7 @@ def test_split_and_join_keep_the_columns(tmp_path: Path, tokenizer: Tokenizer) -
     assert [len(kept(side)) > 5 for side in both] == [True, True]
     for side in both:
         decode = side.tokenizer().decode
-        texts = [decode(side.document(i), skip_special_tokens=True) for i in range(side.n_documents)]
+        texts = [decode(side[i], skip_special_tokens=True) for i in range(side.n_documents)]
         assert [{"text": text, **columns} for text, columns in zip(texts, kept(side), strict=True)] == [
             record for record in records if record["text"] in texts
         ]
@@ -244,7 +244,7 @@ def test_a_resumed_job_keeps_the_same_columns(
     assert one == other
     store = check_store(fast_path / "resumed")
     for i in range(store.n_documents):
-        text = store.tokenizer().decode(store.document(i), skip_special_tokens=True)
+        text = store.tokenizer().decode(store[i], skip_special_tokens=True)
         source = str(store.document_source(i))
         assert store.document_columns(i)["text"] == (None if source.endswith(".txt") else text)
 
@@ -361,12 +361,12 @@ STRINGS = pa.large_string()
     ],
 )
 def test_columns_of_strangers(small: Path, content: bytes, message: str) -> None:
-    manifest = TokenStore.open(small).manifest
+    manifest = TokenStore(small).manifest
     shard = replace(manifest.shards[0], arrow_sha256=hashlib.sha256(content).hexdigest(), arrow_bytes=len(content))
     values = replace(manifest, shards=(shard,)).to_dict()
     (small / "manifest.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     (small / "shards/00000.arrow").write_bytes(content)
-    store = TokenStore.open(small)
+    store = TokenStore(small)
     with pytest.raises(DataError, match=rf"00000\.arrow: {message}"):
         store.document_columns(0)
     assert any(message in problem for problem in find_problems(store))
@@ -379,14 +379,14 @@ def test_damaged_columns_are_found(small: Path) -> None:
     content = bytearray(path.read_bytes())
     content[content.index(b"ab")] ^= 1
     path.write_bytes(content)
-    assert list(find_problems(TokenStore.open(small))) == [f"{path}: SHA-256 differs from the manifest"]
+    assert list(find_problems(TokenStore(small))) == [f"{path}: SHA-256 differs from the manifest"]
     path.write_bytes(content[:-1])
     with pytest.raises(DataError, match=r"00000\.arrow: \d+ bytes, the manifest says"):
-        TokenStore.open(small)
+        TokenStore(small)
 
 
 def test_columns_in_the_manifest_and_in_the_shards_belong_together(small: Path) -> None:
-    manifest = TokenStore.open(small).manifest
+    manifest = TokenStore(small).manifest
     with pytest.raises(DataError, match="shard 00000: arrow_sha256 is of no column"):
         replace(manifest, columns=())
     with pytest.raises(DataError, match="columns: two of one name"):
@@ -397,7 +397,7 @@ def test_columns_in_the_manifest_and_in_the_shards_belong_together(small: Path) 
 
 def test_the_fingerprint_does_not_change(small: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
     plain = lt_data.prepare([tmp_path / "in.jsonl"], tokenizer=tokenizer, out=tmp_path / "plain")
-    assert plain.fingerprint == TokenStore.open(small).manifest.fingerprint
+    assert plain.fingerprint == TokenStore(small).manifest.fingerprint
     text = (tmp_path / "plain/manifest.json").read_text(encoding="utf-8")
     assert "arrow" not in text
     assert "columns" not in text
@@ -421,7 +421,7 @@ def test_the_command(
         "  n 7",
         '  "<|bos|>one<|eos|>"',
     ]
-    lt_data.pack(TokenStore.open("store"), seq_len=32)
+    lt_data.pack(TokenStore("store"), seq_len=32)
     assert "    url null\n    n null\n" in run("inspect", "store", "--no-color")
     assert json.loads(run("inspect", "store", "--json"))[0]["spans"][0]["columns"] in (
         {"url": "a\x1b", "n": 7},
@@ -436,7 +436,7 @@ def test_without_pyarrow(small: Path, tmp_path: Path, tokenizer: Tokenizer, monk
     with pytest.raises(DataError, match=r'kept columns need the pyarrow package: pip install "lt-data\[parquet\]"'):
         lt_data.prepare([tmp_path / "in.jsonl"], tokenizer=tokenizer, out=tmp_path / "other", keep=["url"])
     assert not (tmp_path / "other").exists()
-    store = TokenStore.open(small)  # the tokens need no pyarrow
-    assert store.document(0).size
+    store = TokenStore(small)  # the tokens need no pyarrow
+    assert store[0].size
     with pytest.raises(DataError, match="kept columns need"):
         store.document_columns(0)

@@ -74,7 +74,7 @@ def test_overwriting_a_link_to_a_store_replaces_the_link(
     text.write_text("another text")
     manifest = prepare([text], out=out, overwrite=True, **short)
     assert not out.is_symlink()
-    assert TokenStore.open(out).manifest == manifest
+    assert TokenStore(out).manifest == manifest
     assert contents(elsewhere) == before
     assert sorted(path.name for path in fast_path.iterdir()) == ["elsewhere", "out", "text.txt"]
 

@@ -50,7 +50,7 @@ def test_identical_to_one_run(
     if num_parts == 13:
         assert any(part.documents == 0 for part in parts)  # fewer files than ranks
     merged = merge(out)
-    assert TokenStore.open(out).manifest == merged
+    assert TokenStore(out).manifest == merged
     one, several = contents(fast_path / "whole"), contents(out)
     assert same_but_for(one.pop("manifest.json"), several.pop("manifest.json"), {"merged_from", "checksum"})
     assert one == several
@@ -61,7 +61,7 @@ def test_identical_to_one_run(
         assert sum(part.left_out["duplicate"].documents for part in parts if part.documents) < (
             merged.left_out["duplicate"].documents
         )
-    TokenStore.open(out).verify()
+    TokenStore(out).verify()
 
 
 @pytest.mark.usefixtures("small_batches")
@@ -70,7 +70,7 @@ def test_a_part_is_a_store_and_says_which_part_it_is(fast_path: Path, corpus: Pa
     for rank, part in enumerate(parts):
         folder = part_folder(fast_path / "store", rank, 2)
         assert folder.name == f"store.part-{rank:05d}-of-00002"
-        store = TokenStore.open(folder)
+        store = TokenStore(folder)
         store.verify()
         assert store.manifest == part
         assert part.part is not None
@@ -84,7 +84,7 @@ def test_a_part_is_a_store_and_says_which_part_it_is(fast_path: Path, corpus: Pa
 def test_a_part_without_a_file_is_a_store_of_nothing(fast_path: Path, corpus: Path, options: dict[str, Any]) -> None:
     parts = prepare_parts(corpus, fast_path / "store", 13, options)
     rank = next(rank for rank, part in enumerate(parts) if not part.shards)
-    store = TokenStore.open(part_folder(fast_path / "store", rank, 13))
+    store = TokenStore(part_folder(fast_path / "store", rank, 13))
     store.verify()
     assert (store.n_tokens, store.n_documents, store.lengths.tolist(), store.offsets.tolist()) == (0, 0, [], [0])
     index = pack(store, seq_len=16)

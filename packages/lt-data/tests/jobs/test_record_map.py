@@ -66,9 +66,9 @@ def rows(fast_path: Path) -> list[dict[str, Any]]:
 
 
 def texts_of(path: Path) -> list[str]:
-    store = TokenStore.open(path)
+    store = TokenStore(path)
     tokenizer = store.tokenizer()
-    return [tokenizer.decode(store.document(i), skip_special_tokens=True) for i in range(store.n_documents)]
+    return [tokenizer.decode(store[i], skip_special_tokens=True) for i in range(store.n_documents)]
 
 
 @pytest.mark.usefixtures("small_batches")
@@ -95,8 +95,8 @@ def test_selects_and_changes_with_any_number_of_workers(
     merge("merged")
     files = contents(fast_path / "store")
     assert contents(fast_path / "two") == files
-    assert TokenStore.open("merged").manifest.map == manifest.map
-    assert TokenStore.open("merged").manifest.fingerprint == manifest.fingerprint
+    assert TokenStore("merged").manifest.map == manifest.map
+    assert TokenStore("merged").manifest.fingerprint == manifest.fingerprint
     prepare(["in"], tokenizer=tokenizer, out="plain")
     assert "map" not in json.loads((fast_path / "plain/manifest.json").read_text())
 
@@ -147,7 +147,7 @@ def test_ids_and_documents_of_the_caller(fast_path: Path, module: str, tokenizer
     prepare(["ids.jsonl"], tokens_field="input_ids", out="store", **policy)
     prepare_documents([Document(ids=np.array([5, 6, 7]), source="x")], out="given", **policy)
     for name in ("store", "given"):
-        assert TokenStore.open(name).document(0).tolist() == [5, 6]
+        assert TokenStore(name)[0].tolist() == [5, 6]
     (fast_path / "a.txt").write_text("some text")
     with pytest.raises(DataError, match=r"a\.txt: map = .*:select raised KeyError: 'score' \(filter_.*\.py:7\)"):
         prepare(["a.txt"], tokenizer=tokenizer, out="text", record_map=f"{module}:select")

@@ -235,7 +235,7 @@ def test_documents_of_a_caller_begin_again(fast_path: Path, tokenizer: Tokenizer
     assert list(fast_path.iterdir()) == []
     # Cut off by a kill, it leaves a folder that the next job clears away.
     prepare_documents(documents(30), tokenizer=tokenizer, out=out, shard_tokens=50)
-    assert TokenStore.open(out).n_documents == 30
+    assert TokenStore(out).n_documents == 30
 
 
 @pytest.mark.usefixtures("small_batches")

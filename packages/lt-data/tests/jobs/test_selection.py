@@ -81,7 +81,7 @@ def model(
 def check(store: TokenStore, given: list[str], tokenizer: Tokenizer, selection: Selection) -> None:
     kept, out, read, special = model(given, tokenizer, selection)
     manifest = store.manifest
-    assert [store.document(i).tolist() for i in range(store.n_documents)] == kept
+    assert [store[i].tolist() for i in range(store.n_documents)] == kept
     assert dict(manifest.left_out) == out
     assert manifest.read == read
     assert manifest.special_strings == special
@@ -102,7 +102,7 @@ def test_any_documents_and_selection(
         patch.setattr("lt_data.preparation.document_filter._BLOCK_DOCUMENTS", 1 + batch // 3)
         if model(given, tokenizer, selection)[0]:
             prepare_documents(documents, out=out, shard_tokens=shard_tokens, **options)
-            check(TokenStore.open(out), given, tokenizer, selection)
+            check(TokenStore(out), given, tokenizer, selection)
         else:
             with pytest.raises(DataError, match="no text in the documents given"):
                 prepare_documents(documents, out=out, shard_tokens=shard_tokens, **options)
@@ -173,7 +173,7 @@ def test_any_cut_and_any_parts(
                 merge(folder / "store")
             return
         merge(folder / "store")
-    store = TokenStore.open(folder / "store")
+    store = TokenStore(folder / "store")
     check(store, every, tokenizer, selection)
     hashes = [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted((folder / "in").iterdir())]
     assert [file.sha256 for file in store.manifest.sources.listed] == hashes
@@ -216,7 +216,7 @@ def test_limits_are_inclusive_and_count_bos_and_eos(memory: Path, tokenizer: Tok
         out = Path(tempfile.mkdtemp(dir=memory)) / "store"
         selection = Selection(min_tokens=least, max_tokens=most)
         prepare_documents(documents, tokenizer=tokenizer, engine="hf", out=out, selection=selection)
-        assert TokenStore.open(out).lengths.tolist() == [size for size in sizes if least <= size <= most]
+        assert TokenStore(out).lengths.tolist() == [size for size in sizes if least <= size <= most]
 
 
 def test_the_first_of_equal_documents_stays(memory: Path, tokenizer: Tokenizer) -> None:
@@ -232,8 +232,8 @@ def test_the_first_of_equal_documents_stays(memory: Path, tokenizer: Tokenizer) 
         eos=False,
         selection=Selection(drop_duplicates=True),
     )
-    store = TokenStore.open(out)
-    found = [tokenizer.decode(store.document(i)) for i in range(store.n_documents)]
+    store = TokenStore(out)
+    found = [tokenizer.decode(store[i]) for i in range(store.n_documents)]
     assert found == ["b", "a", "b ", "\u00e9", "e\u0301"]  # byte for byte: nothing is normalized
 
 

@@ -26,12 +26,12 @@ def base(fast_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch)
 def make(tokenizer: Tokenizer, numbers: Any, out: str = "base", **options: Any) -> TokenStore:
     documents = [Document(text=f"text {i} ü" + " more" * (i % 9), source=str(i)) for i in numbers]
     prepare_documents(documents, tokenizer=tokenizer, out=out, **{"shard_tokens": 1000, **options})
-    return TokenStore.open(out)
+    return TokenStore(out)
 
 
 def texts_of(store: TokenStore) -> list[str]:
     tokenizer = store.tokenizer()
-    return [tokenizer.decode(store.document(i), skip_special_tokens=True) for i in range(store.n_documents)]
+    return [tokenizer.decode(store[i], skip_special_tokens=True) for i in range(store.n_documents)]
 
 
 def expected_side(ids: list[int], share: Fraction) -> bool:
@@ -42,11 +42,11 @@ def expected_side(ids: list[int], share: Fraction) -> bool:
 
 def test_two_stores_that_are_the_whole(base: TokenStore) -> None:
     train, validation = split(base, holdout="20%", train="train", validation="validation")
-    stores = {name: TokenStore.open(name) for name in ("train", "validation")}
+    stores = {name: TokenStore(name) for name in ("train", "validation")}
     for store in stores.values():
         store.verify()
         assert store.tokenizer().sha256 == base.tokenizer().sha256
-    held = [expected_side(base.document(i)[1:-1].tolist(), Fraction(1, 5)) for i in range(300)]
+    held = [expected_side(base[i][1:-1].tolist(), Fraction(1, 5)) for i in range(300)]
     assert 30 < sum(held) < 90
     texts = texts_of(base)
     assert texts_of(stores["validation"]) == [text for text, out in zip(texts, held, strict=True) if out]
@@ -67,7 +67,7 @@ def test_stable_when_documents_are_added(base: TokenStore, tokenizer: Tokenizer,
     split(base, holdout=0.1, train="train", validation="validation")
     more = make(tokenizer, [*range(500, 600), *reversed(range(300)), 7, 7], "more", **options)
     split(more, holdout=0.1, train="train2", validation="validation2")
-    one, two = ({side: set(texts_of(TokenStore.open(side + n))) for side in ("train", "validation")} for n in ("", "2"))
+    one, two = ({side: set(texts_of(TokenStore(side + n))) for side in ("train", "validation")} for n in ("", "2"))
     assert one["train"] < two["train"]
     assert one["validation"] < two["validation"]
     assert not two["train"] & two["validation"]
@@ -103,7 +103,7 @@ def test_text_bytes_that_the_ids_do_not_tell(base: TokenStore, tokenizer: Tokeni
     ]
     prepare_documents(documents, tokenizer=tokenizer, out="mixed")
     notices: list[str] = []
-    train, validation = split(TokenStore.open("mixed"), holdout="50%", train="t", validation="v", notify=notices.append)
+    train, validation = split(TokenStore("mixed"), holdout="50%", train="t", validation="v", notify=notices.append)
     assert (train.text_bytes, validation.text_bytes) == (0, 0)
     assert notices == ["text bytes of the two stores are unknown: those of the ids do not sum to those of the store"]
     assert base.manifest.split is None
@@ -142,6 +142,6 @@ def test_on_the_command_line(
     command = ["lt-data", "split", str(base.path), "--holdout", "10%", "--train", "t", "--validation", "v"]
     monkeypatch.setattr(sys, "argv", command)
     assert main() in (0, None)
-    sizes = [TokenStore.open(name) for name in ("t", "v")]
+    sizes = [TokenStore(name) for name in ("t", "v")]
     lines = [f"{store.n_documents} documents, {store.n_tokens} tokens in {store.path}" for store in sizes]
     assert capsys.readouterr().out.splitlines() == lines

@@ -56,10 +56,10 @@ def test_the_documents_are_those_of_one_store(folder: Path, undisturbed: Path, t
     reader = DocumentReader([folder / "in"]).divided(UNIT_BYTES)
     assert reader.n_files > len(list((folder / "in").iterdir()))
     flat = prepare_documents(reader, tokenizer=Tokenizer.load(folder / "tok"), out=tmp_path / "flat", engine="hf")
-    joined, one = TokenStore.open(undisturbed), TokenStore.open(tmp_path / "flat")
+    joined, one = TokenStore(undisturbed), TokenStore(tmp_path / "flat")
     assert (joined.n_documents, joined.n_tokens) == (flat.documents, flat.tokens)
     for number in range(joined.n_documents):
-        assert np.array_equal(joined.document(number), one.document(number))
+        assert np.array_equal(joined[number], one[number])
         assert joined.document_source(number) == one.document_source(number)
     assert {path.name for path in (undisturbed / "units").iterdir() if not path.is_dir()} == {"plan.json"}
 
@@ -68,7 +68,7 @@ def test_one_unit_is_enough(folder: Path, tmp_path: Path) -> None:
     options = {"tokenizer": folder / "tok", "engine": "hf"}
     manifest = prepare([folder / "in"], out=tmp_path / "store", unit_bytes=2**30, workers=2, **options)
     assert manifest.documents == prepare([folder / "in"], out=tmp_path / "flat", **options).documents
-    assert TokenStore.open(tmp_path / "store").n_tokens == TokenStore.open(tmp_path / "flat").n_tokens
+    assert TokenStore(tmp_path / "store").n_tokens == TokenStore(tmp_path / "flat").n_tokens
 
 
 def test_a_file_system_without_locks(
@@ -148,7 +148,7 @@ def test_a_slow_start_beside_a_process_that_ends_the_job(
         link(*paths)
 
     monkeypatch.setattr(os, "link", late_link)
-    assert prepare([folder / "in"], **run).documents == TokenStore.open(undisturbed).n_documents
+    assert prepare([folder / "in"], **run).documents == TokenStore(undisturbed).n_documents
     assert contents(out) == contents(undisturbed)
 
 
@@ -181,7 +181,7 @@ def test_a_unit_that_fails_is_named_and_the_others_finish(
     assert len(finished) == len(list((undisturbed / "units").glob("0*"))) - 1
     bad.write_bytes(good)
     manifest = prepare([tmp_path / "in"], **run)
-    assert manifest.documents == TokenStore.open(undisturbed).n_documents
+    assert manifest.documents == TokenStore(undisturbed).n_documents
     assert all(path.stat().st_mtime_ns == before for path, before in finished.items())
     shards = {name: data for name, data in contents(undisturbed).items() if name.endswith(".bin")}
     assert {n: d for n, d in contents(tmp_path / "store").items() if n.endswith(".bin")} == shards
@@ -198,7 +198,7 @@ def test_bad_input_is_left_out_by_the_next_call(folder: Path, tmp_path: Path, co
     with pytest.raises(DataError, match=r"[1-9] of \d units failed"):
         prepare([tmp_path / "in"], **run)
     with pytest.raises(DataError, match=r"not all of its units are prepared and joined; run the same lt data prepare"):
-        TokenStore.open(tmp_path / "store")
+        TokenStore(tmp_path / "store")
     finished = {path: path.stat().st_mtime_ns for path in (tmp_path / "store" / "units").glob("0*/manifest.json")}
     with pytest.raises(DataError, match="max_document_bytes was 4000 and is 3000"):
         prepare([tmp_path / "in"], **{**run, "max_document_bytes": 3000})

@@ -70,7 +70,7 @@ def flat(sources: Path, options_: dict[str, Any], tmp_path_factory: pytest.TempP
     options = dict(options_)
     reader = DocumentReader([sources], on_bad=options.pop("on_bad"), keep_fields=options["keep"]).divided(UNIT_BYTES)
     prepare_documents(reader, out=out, **options)
-    return TokenStore.open(out)
+    return TokenStore(out)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def store(sources: Path, options_: dict[str, Any], tmp_path_factory: pytest.Temp
     """The same in units, some of which keep nothing."""
     out = tmp_path_factory.mktemp("units") / "store"
     prepare([sources], out=out, unit_bytes=UNIT_BYTES, **options_)
-    store = TokenStore.open(out)
+    store = TokenStore(out)
     dropped = store.manifest.dropped
     assert dropped is not None
     assert dropped.documents > 20
@@ -97,10 +97,10 @@ def test_the_totals_are_those_of_one_process(store: TokenStore, flat: TokenStore
 def test_the_documents_are_those_of_one_process(store: TokenStore, flat: TokenStore) -> None:
     assert np.array_equal(store.lengths, flat.lengths)
     assert np.array_equal(store.offsets, flat.offsets)
-    fresh = TokenStore.open(store.path)  # by the mapped index, without offsets
+    fresh = TokenStore(store.path)  # by the mapped index, without offsets
     for number in range(flat.n_documents):
-        assert np.array_equal(store.document(number), flat.document(number))
-        assert np.array_equal(fresh.document(number), flat.document(number))
+        assert np.array_equal(store[number], flat[number])
+        assert np.array_equal(fresh[number], flat[number])
         assert fresh.document_span(number) == flat.document_span(number)
         assert store.document_source(number) == flat.document_source(number)
         assert store.document_columns(number) == flat.document_columns(number)
@@ -109,7 +109,7 @@ def test_the_documents_are_those_of_one_process(store: TokenStore, flat: TokenSt
     columns = [store.shard_columns(number) for number in range(len(store.manifest.shards))]
     assert sum(batch.num_rows for batch in columns) == flat.n_documents
     with pytest.raises(IndexError):
-        store.document(flat.n_documents)
+        store[flat.n_documents]
 
 
 @given(first=st.integers(0, 3000), length=st.integers(0, 3000))
@@ -219,7 +219,7 @@ def test_the_index_of_a_large_store(
     monkeypatch.setattr(joined, "MIN_INDEXED_SHARDS", 2)
     prepare([sources], out=tmp_path / "store", unit_bytes=UNIT_BYTES, **options_)
     assert (tmp_path / "store" / "joined.index").is_file()
-    indexed = TokenStore.open(tmp_path / "store")
+    indexed = TokenStore(tmp_path / "store")
     assert indexed.manifest.fingerprint == store.manifest.fingerprint
     assert indexed.manifest.left_out == store.manifest.left_out
     assert np.array_equal(indexed.lengths, store.lengths)
@@ -238,7 +238,7 @@ def test_a_damaged_list_is_found(store: TokenStore, tmp_path: Path) -> None:
         content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
         path.write_bytes(bytes(content))
         try:
-            damaged = TokenStore.open(tmp_path / "store")
+            damaged = TokenStore(tmp_path / "store")
         except DataError as exc:
             refused += EXTENTS_FILE in str(exc)
             continue
@@ -250,10 +250,10 @@ def test_a_damaged_list_is_found(store: TokenStore, tmp_path: Path) -> None:
     for content in (good[:-1], good + b"\0", b""):
         path.write_bytes(content)
         with pytest.raises(DataError, match="bytes, the manifest says"):
-            TokenStore.open(tmp_path / "store")
+            TokenStore(tmp_path / "store")
     path.unlink()
     with pytest.raises(DataError, match=EXTENTS_FILE):
-        TokenStore.open(tmp_path / "store")
+        TokenStore(tmp_path / "store")
 
 
 def test_what_does_not_know_of_dropped_documents_refuses(store: TokenStore, flat: TokenStore, tmp_path: Path) -> None:
@@ -373,6 +373,6 @@ def test_kills(kills: int, sources: Path, options: dict[str, Any], tmp_path: Pat
     options["tokenizer"].save(tmp_path / "tok")
     run = command(sources, tmp_path / "tok", tmp_path / "undisturbed")
     subprocess.run(run, check=True, capture_output=True)
-    assert TokenStore.open(tmp_path / "undisturbed").manifest.dropped is not None
+    assert TokenStore(tmp_path / "undisturbed").manifest.dropped is not None
     again = command(sources, tmp_path / "tok", tmp_path / "store")
     kill_at_random(again, tmp_path / "store", contents(tmp_path / "undisturbed"), contents, kills)

@@ -17,7 +17,7 @@ from lt_data.cli import app
 def test_packs_of_several_stores_share_a_folder(store: TokenStore, tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in store.path.rglob("*") if path.is_file()}
     packs = tmp_path / "packs"
-    opened = TokenStore.open(store.path, packs=packs)
+    opened = TokenStore(store.path, packs=packs)
     index = lt_data.pack(opened, seq_len=64)
     assert index.folder == packs / store.manifest.fingerprint[:16] / "bfd-64"
     assert {path: path.read_bytes() for path in store.path.rglob("*") if path.is_file()} == before
@@ -35,7 +35,7 @@ def test_packs_of_several_stores_share_a_folder(store: TokenStore, tmp_path: Pat
 
 def test_a_pack_of_another_store_is_refused(store: TokenStore, tmp_path: Path) -> None:
     lt_data.split(store, holdout="50%", train=tmp_path / "train", validation=tmp_path / "rest")
-    train, rest = (TokenStore.open(tmp_path / name, packs=tmp_path / "packs") for name in ("train", "rest"))
+    train, rest = (TokenStore(tmp_path / name, packs=tmp_path / "packs") for name in ("train", "rest"))
     folder = lt_data.pack(train, seq_len=64).folder
     assert folder is not None
     moved = rest.pack_folder("bfd-64")
@@ -52,7 +52,7 @@ def test_a_store_that_cannot_be_written_names_the_remedy(store: TokenStore, tmp_
         match=r"cannot create .*packs/.*: Not a directory; .*; or give another folder for packs \(--packs, in a",
     ):
         lt_data.pack(store, seq_len=64)
-    lt_data.pack(TokenStore.open(store.path, packs=tmp_path / "packs"), seq_len=64)
+    lt_data.pack(TokenStore(store.path, packs=tmp_path / "packs"), seq_len=64)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="as root: a test of permissions needs another user")
@@ -60,7 +60,7 @@ def test_a_read_only_store_names_the_remedy(store: TokenStore, tmp_path: Path) -
     store.path.chmod(0o555)
     with pytest.raises(DataError, match=r"Permission denied; .*; or give another folder for packs"):
         lt_data.pack(store, seq_len=64)
-    lt_data.pack(TokenStore.open(store.path, packs=tmp_path / "packs"), seq_len=64)
+    lt_data.pack(TokenStore(store.path, packs=tmp_path / "packs"), seq_len=64)
 
 
 def test_a_folder_that_cannot_be_written_is_noticed_before_packing(

@@ -179,7 +179,7 @@ def test_missing_pack_names_the_command(store: TokenStore) -> None:
 def test_pack_of_another_store_is_refused(store: TokenStore, tmp_path: Path, documents: list) -> None:
     other_path = tmp_path / "other"
     prepare_documents(documents[:5], tokenizer=store.tokenizer(), out=other_path)
-    other = TokenStore.open(other_path)
+    other = TokenStore(other_path)
     pack(other, seq_len=64)
     (other_path / "packs").rename(store.path / "packs")
     for make in (open_pack, pack):

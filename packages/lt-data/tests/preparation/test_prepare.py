@@ -57,7 +57,7 @@ def test_texts_in_memory_are_documents(tokenizer: Tokenizer, texts: list[str], t
     prepare_documents(iter(kept), tokenizer=tokenizer, out=tmp_path / "texts")
     prepare_documents([Document(text=text) for text in kept], tokenizer=tokenizer, out=tmp_path / "documents")
     assert contents(tmp_path / "texts") == contents(tmp_path / "documents")
-    assert TokenStore.open(tmp_path / "texts").n_documents == len(kept)
+    assert TokenStore(tmp_path / "texts").n_documents == len(kept)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_every_document_in_order(store: TokenStore, texts: list[str], tokenizer:
     kept = [text for text in texts if text]
     assert store.n_documents == len(kept)
     for i, text in enumerate(kept):
-        ids = store.document(i)
+        ids = store[i]
         assert (ids[0], ids[-1]) == (tokenizer.bos_id, tokenizer.eos_id)
         assert ids[1:-1].tolist() == tokenizer.encode_batch([text])[0].tolist()
         assert store.tokenizer().decode(ids[1:-1]) == text
@@ -114,14 +114,14 @@ def test_any_texts_policy_and_shard_size(
 ) -> None:
     out = tmp_path_factory.mktemp("any") / "store"
     prepare_documents(as_documents(texts), tokenizer=tokenizer, out=out, bos=bos, eos=eos, shard_tokens=shard_tokens)
-    store = TokenStore.open(out)
+    store = TokenStore(out)
     store.verify()
     expected = [
         [*([0] if bos else []), *ids.tolist(), *([1] if eos else [])]
         for ids in tokenizer.encode_batch(texts)
         if ids.size
     ]
-    assert [store.document(i).tolist() for i in range(store.n_documents)] == expected
+    assert [store[i].tolist() for i in range(store.n_documents)] == expected
     assert store.tokens(0, store.n_tokens).tolist() == [token for document in expected for token in document]
     for shard in store.manifest.shards:
         assert shard.tokens <= shard_tokens or shard.documents == 1
@@ -135,7 +135,7 @@ def test_any_number_of_workers_gives_the_same_bytes(
     for workers in (1, 3):
         out = tmp_path / str(workers)
         manifest = prepare_documents(documents, tokenizer=tokenizer, out=out, workers=workers, shard_tokens=1500)
-        assert TokenStore.open(out).manifest == manifest
+        assert TokenStore(out).manifest == manifest
         stores.append(contents(out))
     monkeypatch.undo()
     prepare_documents(documents, tokenizer=tokenizer, out=tmp_path / "whole", shard_tokens=1500)
@@ -174,7 +174,7 @@ def test_special_strings_are_counted(tmp_path: Path, tokenizer: Tokenizer) -> No
     texts = ["a<|eos|>b<|eos|>", "<|bos|><|", "none"]
     manifest = prepare_documents(as_documents(texts), tokenizer=tokenizer, out=tmp_path / "out")
     assert manifest.special_strings == {"<|bos|>": 1, "<|eos|>": 2}
-    tokens = TokenStore.open(tmp_path / "out").tokens(0, manifest.tokens).tolist()
+    tokens = TokenStore(tmp_path / "out").tokens(0, manifest.tokens).tolist()
     assert (tokens.count(0), tokens.count(1)) == (3, 3)
 
 
@@ -189,7 +189,7 @@ def test_dtype_follows_the_limit_of_megatron(tmp_path: Path, tokenizer: Tokenize
     assert changed.vocab_size == highest + 1
     manifest = prepare_documents(as_documents(["axa"]), tokenizer=changed, out=tmp_path / "out")
     assert manifest.dtype == dtype
-    ids = TokenStore.open(tmp_path / "out").document(0)
+    ids = TokenStore(tmp_path / "out")[0]
     assert ids.dtype == dtype
     assert ids[2] == highest
     assert (tmp_path / "out/shards/00000.idx").read_bytes()[17] == {"uint16": 8, "uint32": 4}[dtype]
@@ -230,7 +230,7 @@ def test_tokenizer_without_bos_or_eos(tmp_path: Path, tokenizer: Tokenizer, name
     with pytest.raises(DataError, match=rf"{name} = True: tokenizer bare has no {name}_token.*--no-{name}"):
         prepare_documents(as_documents(["a"]), tokenizer=bare, out=tmp_path / "out", **wanted)
     prepare_documents(as_documents(["a"]), tokenizer=bare, out=tmp_path / "out", bos=False, eos=False)
-    assert TokenStore.open(tmp_path / "out").n_tokens == 1
+    assert TokenStore(tmp_path / "out").n_tokens == 1
 
 
 @pytest.mark.parametrize("option", ["workers", "shard_tokens"])
@@ -263,20 +263,20 @@ def test_overwrite_replaces_a_store_and_only_when_asked(tmp_path: Path, tokenize
     first = prepare_documents(as_documents(["a"]), tokenizer=tokenizer, out=out)
     with pytest.raises(DataError, match=r"holds a token store already.*--overwrite"):
         prepare_documents(as_documents(["b"]), tokenizer=tokenizer, out=out)
-    assert TokenStore.open(out).manifest == first
+    assert TokenStore(out).manifest == first
     (out / "notes.txt").write_text("mine", encoding="utf-8")
     with pytest.raises(DataError, match=r"holds notes\.txt beside the store"):
         prepare_documents(as_documents(["b"]), tokenizer=tokenizer, out=out, overwrite=True)
     (out / "notes.txt").unlink()
     second = prepare_documents(as_documents(["b", "c"]), tokenizer=tokenizer, out=out, overwrite=True)
-    assert TokenStore.open(out).manifest == second != first
+    assert TokenStore(out).manifest == second != first
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
 
 
 def test_relative_out(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     prepare_documents(as_documents(["a"]), tokenizer=tokenizer, out="store")
-    assert TokenStore.open("store").n_documents == 1
+    assert TokenStore("store").n_documents == 1
 
 
 def test_files_have_the_modes_of_the_umask(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -312,7 +312,7 @@ def test_killed_in_the_middle_leaves_nothing_that_looks_finished(
     assert not (tmp_path / "out").exists()
     wait_for(lambda: not members(child.pid))  # the workers end with their parent
     again = prepare_documents(as_documents(["a"]), tokenizer=tokenizer, out=tmp_path / "out")
-    assert TokenStore.open(tmp_path / "out").manifest == again
+    assert TokenStore(tmp_path / "out").manifest == again
 
 
 def members(session: int) -> list[int]:
@@ -332,4 +332,4 @@ def test_ids_are_stored_little_endian(tmp_path: Path, tokenizer: Tokenizer) -> N
     prepare_documents(as_documents(["x"]), tokenizer=tokenizer, out=tmp_path / "out", bos=False)
     x = int(tokenizer.encode_batch(["x"])[0][0])
     assert (tmp_path / "out/shards/00000.bin").read_bytes() == bytes([x % 256, x // 256, 1, 0])
-    assert np.array_equal(TokenStore.open(tmp_path / "out").document(0), [x, 1])
+    assert np.array_equal(TokenStore(tmp_path / "out")[0], [x, 1])

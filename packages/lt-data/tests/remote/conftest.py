@@ -177,7 +177,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, documents: list[Document]
 @pytest.fixture
 def store(prepared: Path, tmp_path: Path) -> TokenStore:
     """The texts as a store of a few shards."""
-    return TokenStore.open(shutil.copytree(prepared, tmp_path / "store"))
+    return TokenStore(shutil.copytree(prepared, tmp_path / "store"))
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from lt_data.remote.sending import upload
 @pytest.mark.parametrize("to", ["hf", "smp", "megatron", "litespark"])
 def test_an_export_from_s3(to: str, store: TokenStore, bucket: Any, tmp_path: Path) -> None:
     upload(store.path, bucket.url)
-    remote = TokenStore.open(bucket.url, cache=tmp_path / "cache")
+    remote = TokenStore(bucket.url, cache=tmp_path / "cache")
     options = ExportOptions(to=to, seq_len=None if to == "megatron" else 64, file_bytes=20_000)
     assert export(remote, out=tmp_path / "b", options=options) == export(store, out=tmp_path / "a", options=options)
     files = sorted(path.relative_to(tmp_path / "a") for path in (tmp_path / "a").rglob("*.*"))

@@ -38,7 +38,7 @@ def big(tmp_path: Path, counting_store: Callable[..., TokenStore]) -> TokenStore
 def test_a_stream_from_s3_is_that_from_the_disk(store: TokenStore, bucket: Any, tmp_path: Path) -> None:
     local = RowReader(store, pack(store, seq_len=64))
     upload(store.path, bucket.url)
-    remote = TokenStore.open(bucket.url, cache=tmp_path / "cache")
+    remote = TokenStore(bucket.url, cache=tmp_path / "cache")
     assert remote.manifest == store.manifest
     reader = RowReader(remote, open_pack(remote, seq_len=64))
     streams = [Stream(reader_, global_batch_size=4, seed=3) for reader_ in (local, reader)]
@@ -49,13 +49,13 @@ def test_a_stream_from_s3_is_that_from_the_disk(store: TokenStore, bucket: Any, 
         assert one.state == two.state
     assert remote.tokenizer().sha256 == store.tokenizer().sha256
     assert np.array_equal(remote.lengths, store.lengths)
-    assert np.array_equal(remote.document(7), store.document(7))
+    assert np.array_equal(remote[7], store[7])
     remote.verify()
 
 
 def test_a_pack_that_is_made_here_or_missing(store: TokenStore, bucket: Any, tmp_path: Path) -> None:
     upload(store.path, bucket.url)
-    remote = TokenStore.open(bucket.url, cache=tmp_path / "cache")
+    remote = TokenStore(bucket.url, cache=tmp_path / "cache")
     with pytest.raises(DataError, match="has no pack bfd-64"):
         open_pack(remote, seq_len=64)
     assert pack(remote, seq_len=64).fingerprint == pack(store, seq_len=64).fingerprint

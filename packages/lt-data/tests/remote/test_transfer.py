@@ -62,7 +62,7 @@ def test_a_store_goes_up_and_comes_down(store: TokenStore, bucket: Any, proxy: A
     got = download(bucket.url, tmp_path / "copy")
     assert tree(tmp_path / "copy") == before
     assert (got.files, got.n_bytes, got.fetched) == (len(before), sum(map(len, before.values())), done.n_bytes)
-    copy = TokenStore.open(tmp_path / "copy")
+    copy = TokenStore(tmp_path / "copy")
     copy.verify()
     assert verify_packs(copy) == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "store"], "nothing is left beside it"
@@ -222,7 +222,7 @@ def test_sources_and_columns_of_documents_go_along(
     upload(tmp_path / "store", bucket.url)
     download(bucket.url, tmp_path / "copy")
     assert tree(tmp_path / "copy") == before
-    remote = TokenStore.open(bucket.url, cache=tmp_path / "cache")
+    remote = TokenStore(bucket.url, cache=tmp_path / "cache")
     assert (str(remote.document_source(45)), remote.document_columns(45)) == (f"{tmp_path}/b.jsonl:16", {"n": 15})
     remote.verify()
     bucket.delete(LISTING)  # as another program copies it
@@ -512,12 +512,12 @@ def test_a_joined_store_goes_up_with_sources_and_columns(
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines), encoding="utf-8")
         prepare([tmp_path / f"{name}.jsonl"], tokenizer=tokenizer, out=joined / name, keep=["n:int"], shard_tokens=100)
     join(joined, [joined / name for name in "abc"])
-    store = TokenStore.open(joined)
+    store = TokenStore(joined)
     expected = [(str(store.document_source(i)), store.document_columns(i)) for i in range(90)]
     assert upload(joined, bucket.url).sent
     assert upload(joined, bucket.url).sent == ()
     download(bucket.url, tmp_path / "copy")
-    for copy in (TokenStore.open(tmp_path / "copy"), TokenStore.open(bucket.url, cache=tmp_path / "cache")):
+    for copy in (TokenStore(tmp_path / "copy"), TokenStore(bucket.url, cache=tmp_path / "cache")):
         assert [(str(copy.document_source(i)), copy.document_columns(i)) for i in range(90)] == expected
         assert copy.manifest.fingerprint == store.manifest.fingerprint
         copy.verify()

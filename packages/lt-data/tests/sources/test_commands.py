@@ -29,8 +29,8 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def ids_of(store: Path) -> list[int]:
-    opened = TokenStore.open(store)
-    return np.concatenate([opened.document(i) for i in range(opened.n_documents)]).tolist()
+    opened = TokenStore(store)
+    return np.concatenate([opened[i] for i in range(opened.n_documents)]).tolist()
 
 
 def expected(tokenizer: Tokenizer, texts: list[str]) -> list[int]:
@@ -52,7 +52,7 @@ def test_bad_input_stops_or_is_left_out_and_told(
     code, out, _ = run(*arguments, "--out", tmp_path / "store2", "--on-bad", "skip")
     assert code == 0
     assert ids_of(tmp_path / "store2") == expected(tokenizer, texts)
-    manifest = TokenStore.open(tmp_path / "store2").manifest
+    manifest = TokenStore(tmp_path / "store2").manifest
     assert manifest.skipped == {"broken JSON line": 1, "half of a surrogate pair": 1}
     assert "broken JSON line" in out
     train = ("train-tokenizer", tmp_path / "in", "--vocab-size", 300, "--text-field", "body")
@@ -94,7 +94,7 @@ def test_ids_of_a_split_of_a_saved_dataset(tmp_path: Path, run: Run, tokenizer: 
     code, _, err = run(*arguments, "--out", tmp_path / "store", "--no-bos", "--no-eos", "--split", "train")
     assert code == 0, err
     assert ids_of(tmp_path / "store") == [5, 6, 7, 8, 9, 10]
-    assert TokenStore.open(tmp_path / "store").n_documents == 3
+    assert TokenStore(tmp_path / "store").n_documents == 3
     code, _, err = run(*arguments, "--out", tmp_path / "again", "--split", "test")
     assert ids_of(tmp_path / "again") == [tokenizer.bos_id, 11, 12, tokenizer.eos_id]
     train = ("train-tokenizer", tmp_path / "saved", "--split", "train", "--vocab-size", 300, "--out", tmp_path / "new")

@@ -153,7 +153,7 @@ def test_formats_without_a_checksum_are_named(tmp_path: Path, tokenizer: Tokeniz
     assert manifest.sources.unchecked == {"jsonl": 2, "text": 1, "zstd": 1}
     assert [file.unchecked for file in manifest.sources.listed] == ["jsonl", "jsonl", "text", "", "", "zstd"]
     assert read_manifest(tmp_path / "store") == manifest
-    shown = format_stats(stats(TokenStore.open(tmp_path / "store")))
+    shown = format_stats(stats(TokenStore(tmp_path / "store")))
     assert "no check, jsonl      2 source files without a checksum: damage in them may go unnoticed\n" in shown
     sound = prepare([folder / "d.jsonl.gz"], tokenizer=tokenizer, out=tmp_path / "sound", engine="hf")
     assert "unchecked" not in (tmp_path / "sound/manifest.json").read_text(encoding="utf-8")

@@ -60,7 +60,7 @@ def arrow_rows(folder: Path) -> list[dict[str, Any]]:
 
 def in_store(path: Path) -> list[int]:
     """All ids of a store, in order."""
-    dtype = TokenStore.open(path).manifest.dtype
+    dtype = TokenStore(path).manifest.dtype
     return np.concatenate([np.fromfile(shard, dtype) for shard in sorted((path / "shards").glob("*.bin"))]).tolist()
 
 
@@ -154,7 +154,7 @@ def test_slimpajama(
     hub.files = {"org/slim": {"train/chunk1/a.jsonl": lines}}
     arguments = ("--dataset", "org/slim", "--tokenizer", saved_tokenizer, "--seq-len", 64, "--workers", 1)
     out = hub.run(str(EXAMPLES / "slimpajama.py"), *map(str, arguments), folder=tmp_path)
-    store = TokenStore.open(tmp_path / "data/store")
+    store = TokenStore(tmp_path / "data/store")
     n_bytes = sum(len(text.encode()) for text in texts[:6])
     assert out.startswith(f"6 documents, {store.n_tokens} tokens of {n_bytes} bytes")
     assert "rows of 64 tokens" in out

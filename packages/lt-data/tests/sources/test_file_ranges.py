@@ -167,10 +167,10 @@ def test_a_store_of_units_of_one_file(tmp_path: Path, tokenizer: Tokenizer) -> N
     options: dict[str, Any] = {"tokenizer": tokenizer, "engine": "hf"}
     prepare([path], out=tmp_path / "units", unit_bytes=1500, **options)
     prepare([path], out=tmp_path / "flat", **options)
-    units, flat = TokenStore.open(tmp_path / "units"), TokenStore.open(tmp_path / "flat")
+    units, flat = TokenStore(tmp_path / "units"), TokenStore(tmp_path / "flat")
     assert len(units.part_folders) > 5
     assert units.n_documents == flat.n_documents
-    assert all((units.document(i) == flat.document(i)).all() for i in range(flat.n_documents))
+    assert all((units[i] == flat[i]).all() for i in range(flat.n_documents))
     assert units.manifest.sources.bytes == flat.manifest.sources.bytes
     lines = path.read_bytes().splitlines(keepends=True)
     for number in (0, 57, 199):

@@ -169,7 +169,7 @@ import numpy as np
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 from lt_data import RowReader, TokenStore
 from lt_data.packing.pack_index import build_index
-store = TokenStore.open({str(store.path)!r})
+store = TokenStore({str(store.path)!r})
 index = build_index(store.lengths, seq_len=8, mode="concat", store_fingerprint=store.manifest.fingerprint)
 ids = RowReader(store, index).read_tokens(np.arange(600))
 assert (ids.reshape(-1) == np.arange(4800) + 1).all()

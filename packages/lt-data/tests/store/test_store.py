@@ -25,7 +25,7 @@ def test_any_tokens_across_shards(
     assert store.tokens(start, length).tolist() == list(range(start + 1, start + 1 + length))
     for i, n in enumerate(lengths):
         first = sum(lengths[:i]) + 1
-        assert store.document(i).tolist() == list(range(first, first + n))
+        assert store[i].tolist() == list(range(first, first + n))
 
 
 @pytest.mark.parametrize(("start", "length"), [(-1, 1), (0, 11), (11, 0), (3, -1)])
@@ -37,17 +37,17 @@ def test_tokens_outside(counting_store: Callable[..., TokenStore], start: int, l
 @pytest.mark.parametrize("index", [-1, 2])
 def test_document_outside(counting_store: Callable[..., TokenStore], index: int) -> None:
     with pytest.raises(IndexError, match=f"document {index} of 2"):
-        counting_store([4, 6]).document(index)
+        counting_store([4, 6])[index]
 
 
 def test_views_are_read_only(store: TokenStore) -> None:
     with pytest.raises(ValueError, match="read-only"):
-        store.document(0)[0] = 5
+        store[0][0] = 5
 
 
 def test_verify_accepts_what_was_written(store: TokenStore) -> None:
     seen: list[tuple[int, int, str]] = []
-    TokenStore.open(store.path).verify(progress=lambda *report: seen.append(report))
+    TokenStore(store.path).verify(progress=lambda *report: seen.append(report))
     assert seen[-1] == (2 * store.n_tokens, 2 * store.n_tokens, "bytes")
 
 
@@ -60,9 +60,9 @@ def test_verify_finds_a_flipped_bit_in_every_file(store: TokenStore) -> None:
         changed[len(changed) // 2] ^= 1
         path.write_bytes(changed)
         with pytest.raises(DataError, match=f"{path}"):
-            TokenStore.open(store.path).verify()
+            TokenStore(store.path).verify()
         path.write_bytes(content)
-    TokenStore.open(store.path).verify()
+    TokenStore(store.path).verify()
 
 
 @pytest.mark.parametrize("name", ["00001.bin", "00001.idx"])
@@ -70,10 +70,10 @@ def test_short_or_missing_shard_is_found_when_opening(store: TokenStore, name: s
     path = store.path / "shards" / name
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(DataError, match=rf"{path}: \d+ bytes, the manifest says \d+"):
-        TokenStore.open(store.path)
+        TokenStore(store.path)
     path.unlink()
     with pytest.raises(DataError, match=rf"cannot open the shard {path}: No such file"):
-        TokenStore.open(store.path)
+        TokenStore(store.path)
 
 
 def test_an_index_of_other_boundaries_is_found(store: TokenStore) -> None:
@@ -84,7 +84,7 @@ def test_an_index_of_other_boundaries_is_found(store: TokenStore) -> None:
     assert (other != lengths).any()
     path.write_bytes(encode_index(other, dtype))
     with pytest.raises(DataError, match=f"{path}: SHA-256 differs from the manifest"):
-        TokenStore.open(store.path).verify()
+        TokenStore(store.path).verify()
 
 
 def test_tokenizer_that_was_exchanged(store: TokenStore) -> None:
@@ -112,19 +112,19 @@ def test_changed_manifest(store: TokenStore, change: dict[str, object], message:
     path = store.path / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_bytes()) | change), encoding="utf-8")
     with pytest.raises(DataError, match=message):
-        TokenStore.open(store.path)
+        TokenStore(store.path)
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"\xff", b'{"format": "lt-data-store", "version": 1}'])
 def test_broken_manifest(store: TokenStore, content: bytes) -> None:
     (store.path / "manifest.json").write_bytes(content)
     with pytest.raises(DataError, match=r"manifest\.json"):
-        TokenStore.open(store.path)
+        TokenStore(store.path)
 
 
 def test_no_store(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=rf"cannot read the token store's {tmp_path}/manifest\.json"):
-        TokenStore.open(tmp_path)
+        TokenStore(tmp_path)
 
 
 def test_opening_reads_no_index(store: TokenStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +134,7 @@ def test_opening_reads_no_index(store: TokenStore, monkeypatch: pytest.MonkeyPat
         raise AssertionError("an index was read")
 
     monkeypatch.setattr("lt_data.store.document_index.decode_index", refuse)
-    opened = TokenStore.open(store.path)
+    opened = TokenStore(store.path)
     assert opened.n_documents == store.n_documents
     assert opened.tokens(0, 1).tolist() == [0]
 
@@ -148,7 +148,7 @@ def test_the_place_of_a_document_is_looked_up_in_the_map(
     begins = np.cumsum([0, *lengths])
     for i, length in enumerate(lengths):
         assert store.document_span(i) == (begins[i], length)
-        assert store.document(i).tolist() == list(range(begins[i] + 1, begins[i] + length + 1))
+        assert store[i].tolist() == list(range(begins[i] + 1, begins[i] + length + 1))
     for outside in (-1, 7):
         with pytest.raises(IndexError, match=f"document {outside} of 7"):
             store.document_span(outside)

@@ -76,7 +76,7 @@ def rename_tokenizer_file(name: str) -> Callable[[dict[str, Any]], None]:
 def test_a_manifest_is_refused(store: TokenStore, change: Callable[[dict[str, Any]], None], message: str) -> None:
     rewrite(store.path, change)
     with pytest.raises(DataError, match=rf"{store.path}/manifest\.json: .*{message}"):
-        TokenStore.open(store.path)
+        TokenStore(store.path)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_a_pipe_is_not_waited_for(store: TokenStore) -> None:
     (store.path / "manifest.json").unlink()
     os.mkfifo(store.path / "manifest.json")
     with pytest.raises(DataError, match=r"manifest\.json: not a regular file"):
-        TokenStore.open(store.path)
+        TokenStore(store.path)
 
 
 @pytest.mark.parametrize("name", ["shards", "shards/00000.bin", "shards/00001.idx"])
@@ -116,7 +116,7 @@ def test_a_link_to_the_tokenizer_is_not_followed(store: TokenStore, tmp_path: Pa
     path = store.path / "tokenizer/tokenizer.json"
     path.rename(tmp_path / "secret.json")
     path.symlink_to("../../secret.json")
-    opened = TokenStore.open(store.path)
+    opened = TokenStore(store.path)
     with pytest.raises(DataError, match=r"tokenizer\.json: a symbolic link leads out of"):
         opened.tokenizer()
     with pytest.raises(DataError, match=r"tokenizer\.json: a symbolic link leads out of"):
@@ -129,7 +129,7 @@ def test_a_link_inside_a_store_is_followed(store: TokenStore) -> None:
     (store.path / "shards/00000.bin").symlink_to("first")
     link = store.path.with_name("link")
     link.symlink_to(store.path)
-    TokenStore.open(link).verify()
+    TokenStore(link).verify()
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from lt_data import DataError, Mixture, Phase, RowReader, Stream, StreamState, TokenStore
 from lt_data.packing.pack_index import build_index
+from lt_data.store.manifest import encode_manifest
 from lt_data.streaming.shuffle import shuffle_positions
 
 SEQ_LEN = 4
@@ -249,7 +250,8 @@ def test_sources_that_do_not_fit_together(
         Mixture({"a": make(3), "b": make(3, document_mask=False)}, {"a": 1})
     store = counting_store([4, 4])
     other = replace(store.manifest, tokenizer=replace(store.manifest.tokenizer, sha256="f" * 64))
-    changed = TokenStore(store.path, other)
+    (store.path / "manifest.json").write_bytes(encode_manifest(other))
+    changed = TokenStore(store.path)
     index = build_index(store.lengths, seq_len=SEQ_LEN, mode="bfd", store_fingerprint=other.fingerprint)
     with pytest.raises(DataError, match=r"sources a and b: different tokenizer \(0{16} and f{16}\)"):
         Mixture({"a": make(3), "b": RowReader(changed, index)}, {"a": 1})

@@ -74,7 +74,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> RowReader:
     prepare_documents(
         (Document(text=text, source=str(i)) for i, text in enumerate(texts)), tokenizer=tokenizer, out=out
     )
-    store = TokenStore.open(out)
+    store = TokenStore(out)
     pack(store, seq_len=16)
     return RowReader(store, open_pack(store, seq_len=16))
 

@@ -230,7 +230,8 @@ def test_shards_that_are_not_local(
 ) -> None:
     store = counting_store(lengths, shard_documents)
     contents = Elsewhere(store)
-    remote = TokenStore(store.path, store.manifest, shard_reader=contents)
+    remote = TokenStore(store.path)
+    remote.shard_reader = contents
     local, far = (reader_of(one, seq_len, mode) for one in (store, remote))
     rows = np.arange(local.n_rows)
     assert as_lists(local.read_rows(rows)) == as_lists(far.read_rows(rows))

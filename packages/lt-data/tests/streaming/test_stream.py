@@ -269,7 +269,7 @@ def test_each_change_of_a_real_store_is_refused_by_its_name(
     def reader(name: str, texts: list[Document], seq_len: int = 64, mode: str = "bfd", **options: bool) -> RowReader:
         if not (tmp_path / name).exists():
             prepare_documents(texts, tokenizer=tokenizer, out=tmp_path / name, **options)
-        store = TokenStore.open(tmp_path / name)
+        store = TokenStore(tmp_path / name)
         return RowReader(store, pack(store, seq_len=seq_len, mode=mode))  # pyright: ignore[reportArgumentType]
 
     before = reader("store", documents)
@@ -300,7 +300,7 @@ def test_one_token_of_the_same_length_is_another_store(tmp_path: Path, tokenizer
     readers: list[RowReader] = []
     for name, text in (("one", "~^~"), ("two", "~~~")):
         prepare_documents([Document(text=text, source="")], tokenizer=tokenizer, out=tmp_path / name)
-        store = TokenStore.open(tmp_path / name)
+        store = TokenStore(tmp_path / name)
         readers.append(RowReader(store, pack(store, seq_len=4)))
     one, two = readers
     assert one.store.lengths.tolist() == two.store.lengths.tolist()

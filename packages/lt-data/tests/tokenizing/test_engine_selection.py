@@ -238,7 +238,7 @@ def test_stores_of_both_engines_have_the_same_bytes(
             documents, tokenizer=tokenizer, out=out, workers=workers if engine == "auto" else 1, engine=engine
         )
         assert manifest.engine["name"] == ("hf" if engine == "hf" else "gigatoken")
-        assert TokenStore.open(out).manifest.engine["requested"] == engine
+        assert TokenStore(out).manifest.engine["requested"] == engine
         assert manifest.special_strings == {"<|eos|>": 1}
         fingerprints[engine] = manifest.fingerprint
     assert len(set(fingerprints.values())) == 1

@@ -160,8 +160,8 @@ def test_a_store_needs_the_hub_only_once(hub: Hub, tokenizer: Tokenizer, tmp_pat
     prepare([tmp_path / "a.txt"], tokenizer="hf://org/tok@v1", out=tmp_path / "store")
     assert {path.name for path in (tmp_path / "store/tokenizer").iterdir()} == set(tokenizer.files)
     asked = len(hub.log())
-    store = TokenStore.open(tmp_path / "store")
-    assert store.tokenizer().decode(store.document(0)[1:-1]) == "the quick brown fox"
+    store = TokenStore(tmp_path / "store")
+    assert store.tokenizer().decode(store[0][1:-1]) == "the quick brown fox"
     assert store.manifest.tokenizer.name == f"org/tok@{COMMIT[:12]}"
     assert len(hub.log()) == asked
 
@@ -387,4 +387,4 @@ def test_the_command_takes_every_address(hub: Hub, tmp_path: Path, monkeypatch: 
         [sys.executable, "-m", "lt_data", *words], cwd=tmp_path, capture_output=True, encoding="utf-8", check=False
     )
     assert run.returncode == 0, run.stderr
-    assert TokenStore.open(tmp_path / "store").manifest.tokenizer.name == f"org/tok@{COMMIT[:12]}"
+    assert TokenStore(tmp_path / "store").manifest.tokenizer.name == f"org/tok@{COMMIT[:12]}"

@@ -143,7 +143,7 @@ def loss_of_the_released_model(base: Path) -> float:
     import torch
     from transformers import LlamaForCausalLM
 
-    store = TokenStore.open(base / "wikicorpus")
+    store = TokenStore(base / "wikicorpus")
     rows = np.array([row.row for row in inspect_step(base / "runs/llama3-70b", 1).rows])
     batch = RowReader(store, open_pack(store, seq_len=64), document_mask=False).read_rows(rows)
     ids, labels = (torch.from_numpy(array.astype(np.int64)) for array in (batch.input_ids, batch.labels))

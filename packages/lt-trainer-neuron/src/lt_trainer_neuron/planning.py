@@ -343,6 +343,6 @@ def _estimate_epoch(recipe: Recipe) -> EpochEstimate | None:
         return None
     from lt_data import TokenStore, open_pack
 
-    rows = open_pack(TokenStore.open(data.store, packs=data.packs), seq_len=data.seq_len, mode=data.packing).n_rows
+    rows = open_pack(TokenStore(data.store, packs=data.packs), seq_len=data.seq_len, mode=data.packing).n_rows
     steps, left = divmod(rows, recipe.batch.global_batch_size)
     return EpochEstimate(rows=rows, steps=steps, leftover_rows=left)

@@ -66,7 +66,7 @@ def make_store(folder: Path) -> None:
         (folder / "text" / f"{number}.txt").write_text("the loss falls when data is read in order " * (2 + number % 9))
     tokenizer = train_bpe((document.text for document in read_documents([folder / "text"])), vocab_size=270)
     prepare([folder / "text"], tokenizer=tokenizer, out=folder / "store")
-    pack(TokenStore.open(folder / "store"), seq_len=32)
+    pack(TokenStore(folder / "store"), seq_len=32)
     write_task(folder / "tasks", "recall", [{"context": "the loss falls when", "target": " data"}] * 9)
 
 

@@ -40,7 +40,7 @@ def texts(tmp_path: Path) -> Path:
 def packed(out: Path, licenses: LicenseFile = OPEN, *, packing: str = "bfd", hidden: str = "/x") -> StoreToRelease:
     """Pack a store; return what is released of it."""
     options: dict[str, Any] = {"seq_len": 64} | ({"min_seq_len": 16} if packing == "buckets" else {})
-    store = TokenStore.open(out)
+    store = TokenStore(out)
     pack(store, mode=packing, **options)
     data = DataOptions(store=str(out), packing=packing, **options)
     return StoreToRelease(out.name, store, data, licenses, TextFilter(folders=[hidden]), ())
@@ -52,7 +52,7 @@ def test_stores_in_a_release_are_whole_and_made_again(texts: Path, tmp_path: Pat
     selection = Selection(min_characters=200, drop_duplicates=True)
     prepare(files, tokenizer=tokenizer, out=texts / "selected", bos=False, selection=selection, shard_tokens=300)
     prepare(files, tokenizer=tokenizer, out=texts / "whole")
-    split(TokenStore.open(texts / "whole"), holdout="20%", train=texts / "part", validation=texts / "held")
+    split(TokenStore(texts / "whole"), holdout="20%", train=texts / "part", validation=texts / "held")
     prepare(files[:30], tokenizer=tokenizer, out=texts / "joined")
     append(texts / "joined", files[30:])
     script, fingerprints = ["set -e", "mkdir -p data"], {}
@@ -60,7 +60,7 @@ def test_stores_in_a_release_are_whole_and_made_again(texts: Path, tmp_path: Pat
         released = packed(texts / name, packing=packing, hidden=str(texts))
         released.write(bundle)
         folder = bundle / "data" / name
-        store = TokenStore.open(folder)
+        store = TokenStore(folder)
         assert verify(store) == []
         assert store.manifest.fingerprint == released.store.manifest.fingerprint
         assert str(texts) not in (folder / "manifest.json").read_text()
@@ -78,7 +78,7 @@ def test_stores_in_a_release_are_whole_and_made_again(texts: Path, tmp_path: Pat
     variables = os.environ | {"release": str(bundle), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     subprocess.run(["bash", "-c", "\n".join(script)], check=True, cwd=tmp_path, env=variables)
     for name, (tokens, rows) in fingerprints.items():
-        assert TokenStore.open(tmp_path / "data" / name).manifest.fingerprint == tokens
+        assert TokenStore(tmp_path / "data" / name).manifest.fingerprint == tokens
         (pack_file,) = (tmp_path / "data" / name).glob("packs/*/pack.json")
         assert json.loads(pack_file.read_text())["fingerprint"] == rows
 

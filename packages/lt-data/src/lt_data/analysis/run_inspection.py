@@ -346,7 +346,7 @@ def _open_store(
     """Open a store, as the generation that was read (`read` begins its fingerprint)."""
     path = Path(to_local_name(recorded) if override is None else override)
     try:
-        return TokenStore.open((read and locate_generation(path, read)) or path, packs=packs)
+        return TokenStore((read and locate_generation(path, read)) or path, packs=packs)
     except DataError as exc:
         if override is not None:
             raise

@@ -94,7 +94,7 @@ def pack(
     import lt_data
     from lt_data.packing.groups import PackMode
 
-    opened = lt_data.TokenStore.open(store, packs=packs)
+    opened = lt_data.TokenStore(store, packs=packs)
     index = lt_data.pack(
         opened,
         seq_len=seq_len,

@@ -39,7 +39,7 @@ def stats(
 
     with progress_bar("read") as bar:
         store_stats = lt_data.stats(
-            lt_data.TokenStore.open(store, packs=packs),
+            lt_data.TokenStore(store, packs=packs),
             duplicates=duplicates,
             global_batch_size=global_batch_size,
             dp_size=dp_size,
@@ -63,7 +63,7 @@ def steps_per_epoch(
     from lt_data.display.terminal import echo
     from lt_data.store.token_store import TokenStore
 
-    pack = _find_pack(TokenStore.open(store, packs=packs), seq_len, mode)
+    pack = _find_pack(TokenStore(store, packs=packs), seq_len, mode)
     by_length = count(pack, global_batch_size=global_batch_size, dp_size=dp_size)
     if as_json:
         echo(json.dumps([steps.to_dict() for steps in by_length], indent=2))
@@ -80,7 +80,7 @@ def verify(store: _Store, packs: Packs = None) -> None:
     from lt_data.packing.packs import list_pack_folders
     from lt_data.store.token_store import TokenStore
 
-    opened = TokenStore.open(store, packs=packs)
+    opened = TokenStore(store, packs=packs)
     with progress_bar("verify") as report:
         problems = list(find_problems(opened, report))
     if problems:
@@ -152,7 +152,7 @@ def inspect(
     assert folder is not None
     if step is not None or store is not None or source:
         raise DataError("--step, --store and --source: require --run")
-    opened = TokenStore.open(folder, packs=packs)
+    opened = TokenStore(folder, packs=packs)
     if document is not None:
         if (seq_len, mode, selected) != (None, None, None):
             raise DataError("--document: not with --seq-len, --mode, --row or --rows, which are of a pack")
@@ -182,7 +182,7 @@ def report(
     from lt_data.display.terminal import echo
     from lt_data.store.token_store import TokenStore
 
-    opened = TokenStore.open(store, packs=packs)
+    opened = TokenStore(store, packs=packs)
     with progress_bar("read") as bar:
         written = write_report(
             opened,

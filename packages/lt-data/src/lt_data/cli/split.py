@@ -21,7 +21,7 @@ def split(
 
     with progress_bar("split") as report:
         manifests = lt_data.split(
-            lt_data.TokenStore.open(store),
+            lt_data.TokenStore(store),
             holdout=holdout,
             train=train,
             validation=validation,

@@ -42,7 +42,7 @@ def export(
     Raises:
         DataError: `out` in use, too little disk space, a store without tokens, or a file system error.
     """
-    opened = store if isinstance(store, TokenStore) else TokenStore.open(store)
+    opened = store if isinstance(store, TokenStore) else TokenStore(store)
     out = Path(out)
     _check_output(out)
     if not opened.n_tokens:

@@ -88,7 +88,7 @@ def append(
     if str(store).startswith("s3://"):
         raise DataError(f"{store}: download it first (lt data download)")
     root = Path(store)
-    opened, loaded = TokenStore.open(root), load_store(root)
+    opened, loaded = TokenStore(root), load_store(root)
     if loaded.joined is not None and loaded.joined.parent == root and loaded.joined.name == GENERATION_FILE:
         raise DataError(f"{root}: a generation; append to the store, {Path(os.path.abspath(root)).parent.parent}")
     base = loaded.parts[0].manifest

@@ -57,7 +57,7 @@ def join(
     for store in stores:
         if str(store).startswith("s3://"):
             raise DataError(f"{store}: only stores in folders can be joined; download it first (lt data download)")
-        if TokenStore.open(store).manifest.dropped is not None:
+        if TokenStore(store).manifest.dropped is not None:
             raise DataError(
                 f"{store}: leaves out duplicates of its parts, so it cannot be a part itself; make one store of all "
                 "sources, use the stores as a mixture, or make a flat store of it (lt data merge --units)"

@@ -219,7 +219,7 @@ def _complete(parcel: RemoteParcel, building: Path, target: Path) -> None:
             (files / MANIFEST).unlink(missing_ok=True)
             write_file(files / MANIFEST, parcel.manifest)
         if any(file.sha256 is None for file in parcel.files.values()):
-            verify_packs(TokenStore.open(files))
+            verify_packs(TokenStore(files))
     with translate_os_errors("write", target):
         for folder, _, _ in os.walk(files, topdown=False):
             fsync_folder(Path(folder))

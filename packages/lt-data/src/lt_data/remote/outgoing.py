@@ -87,7 +87,7 @@ def of_folder(folder: Path) -> LocalParcel:
     paths: dict[str, Path] = {}
     made: dict[str, Callable[[], bytes]] = {}
     if content is not None:
-        store = TokenStore.open(folder)
+        store = TokenStore(folder)
         manifest = store.manifest
         if manifest.dropped is not None:
             raise DataError(

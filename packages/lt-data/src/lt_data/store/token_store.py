@@ -29,14 +29,7 @@ from lt_data.store.document_index import DocumentIndex
 from lt_data.store.document_sources import DocumentSource
 from lt_data.store.joined import LoadedStore, flat_store, load_store
 from lt_data.store.joined_index import ShardLocation
-from lt_data.store.manifest import (
-    MANIFEST_FILE,
-    MAX_TOKENIZER_BYTES,
-    PACK_FOLDER,
-    SHARD_FOLDER,
-    TOKENIZER_FOLDER,
-    StoreManifest,
-)
+from lt_data.store.manifest import MANIFEST_FILE, MAX_TOKENIZER_BYTES, PACK_FOLDER, SHARD_FOLDER, TOKENIZER_FOLDER
 from lt_data.store.shard_files import check_hash, check_sizes, map_ids, read_checked
 from lt_data.store.shard_metadata import ShardMetadata
 from lt_data.store.shard_reader import ShardReader, check_shard
@@ -47,65 +40,31 @@ _MAX_MAPS = 16_384  # a quarter of the maps that Linux allows a process by defau
 
 
 class TokenStore:
-    """Token store that is open for reading.
+    """Token store that is open for reading; a map-style dataset of its documents.
+
+        store = TokenStore("store")
+        ids = store[0]  # of the first of len(store) documents
 
     Args:
-        path: its folder.
-        manifest: its manifest.
-        shard_reader: reader of the shards if they are not files in the folder.
-        loaded: where its parts are; a flat store in this folder by default.
-        packs: folder of the packs of several stores, if they are not in the folder of each store.
+        path: its folder, or `s3://bucket/folder`, where it is read block by block (lt_data.remote.reading).
+        packs: folder for the packs of this and other stores, such as one that cannot be written.
+        cache: cache folder of a store in S3; `lt-data` in the user's cache folder if not given.
+        cache_bytes: limit of the cached blocks; 20 GiB if not given.
+        endpoint_url: endpoint of an S3-compatible object store.
+
+    Raises:
+        DataError: no store, another version, or a shard that is missing or not of the manifest's size.
     """
 
     def __init__(
         self,
-        path: Path,
-        manifest: StoreManifest,
-        *,
-        shard_reader: ShardReader | None = None,
-        loaded: LoadedStore | None = None,
-        packs: Path | None = None,
-    ) -> None:
-        self.path = path
-        self.manifest = manifest
-        self._shard_reader = shard_reader
-        self._packs = packs
-        self._loaded = loaded or flat_store(path, manifest)
-        self._locations = self._loaded.locations
-        self.extents = self._loaded.map_extents()
-        self._checked_folders: set[Path] = set()
-        self._mapped: dict[int, np.ndarray] = {}
-        self._documents = DocumentIndex(
-            manifest, self.extents, self._checked_location, self.shard_path, is_local=shard_reader is None
-        )
-        self._metadata = ShardMetadata(self._locations, self.shard_path, self.download)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Another process opens the files itself: pickling a map would copy it.
-        return (_reopen, (type(self), self.path, self.manifest, self._shard_reader, self._loaded, self._packs))
-
-    @classmethod
-    def open(
-        cls,
         path: str | Path,
         *,
         packs: str | Path | None = None,
         cache: str | Path | None = None,
         cache_bytes: int | None = None,
         endpoint_url: str | None = None,
-    ) -> "TokenStore":
-        """Open a store in a folder, or in S3, where it is read block by block (lt_data.remote.reading).
-
-        Args:
-            path: the folder, or `s3://bucket/folder`.
-            packs: folder for the packs of this and other stores, such as one that cannot be written.
-            cache: cache folder of a store in S3; `lt-data` in the user's cache folder if not given.
-            cache_bytes: limit of the cached blocks; 20 GiB if not given.
-            endpoint_url: endpoint of an S3-compatible object store.
-
-        Raises:
-            DataError: no store, another version, or a shard that is missing or not of the manifest's size.
-        """
+    ) -> None:
         packs = None if not packs else Path(packs)
         if packs is not None and os.path.lexists(packs) and not packs.is_dir():
             raise DataError(f"packs = {packs}: no folder; give the folder for the packs of several stores")
@@ -119,20 +78,49 @@ class TokenStore:
                 cache_bytes=DEFAULT_CACHE_BYTES if cache_bytes is None else cache_bytes,
                 options=S3Options(endpoint_url=endpoint_url),
             )
-            return cls(shards.folder, shards.manifest, shard_reader=shards, packs=packs)
+            self._set_up(shards.folder, flat_store(shards.folder, shards.manifest), shards, packs)
+            return
         if (cache, cache_bytes, endpoint_url) != (None, None, None):
             raise DataError(f"{path}: cache, cache_bytes and endpoint_url are for stores at s3:// addresses")
-        path = Path(path)
-        loaded = load_store(path)
-        store = cls(path, loaded.manifest, loaded=loaded, packs=packs)
+        loaded = load_store(Path(path))
+        self._set_up(Path(path), loaded, None, packs)
         if loaded.indexed:  # sizes are compared when a shard is first used
-            return store
-        sizes: dict[Path, dict[str, int]] = {part: {} for part in store.part_folders}
-        for location in store._locations:
-            sizes[location.folder] |= location.shard.sizes(store.manifest.dtype)
+            return
+        sizes: dict[Path, dict[str, int]] = {part: {} for part in self.part_folders}
+        for location in self._locations:
+            sizes[location.folder] |= location.shard.sizes(self.manifest.dtype)
         for part, names in sizes.items():
             check_sizes(part / SHARD_FOLDER, names, inside=part)
-        return store
+
+    def _set_up(self, path: Path, loaded: LoadedStore, shard_reader: ShardReader | None, packs: Path | None) -> None:
+        self.path = path
+        self.manifest = manifest = loaded.manifest
+        self.shard_reader = shard_reader
+        self._packs = packs
+        self._loaded = loaded
+        self._locations = self._loaded.locations
+        self.extents = self._loaded.map_extents()
+        self._checked_folders: set[Path] = set()
+        self._mapped: dict[int, np.ndarray] = {}
+        self._documents = DocumentIndex(
+            manifest, self.extents, self._checked_location, self.shard_path, is_local=shard_reader is None
+        )
+        self._metadata = ShardMetadata(self._locations, self.shard_path, self.download)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Another process opens the files itself: pickling a map would copy it.
+        return (_reopen, (type(self), self.path, self._loaded, self.shard_reader, self._packs))
+
+    def __len__(self) -> int:
+        return len(self._documents)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        """Return the ids of one document (a view of the mapped file).
+
+        Raises:
+            IndexError: there is no such document.
+        """
+        return self.tokens(*self.document_span(index))
 
     @property
     def n_documents(self) -> int:
@@ -221,10 +209,6 @@ class TokenStore:
         self.download(f"{PACK_FOLDER}/{name}".rstrip("/"))
         return self._loaded.packs / name
 
-    def document(self, index: int) -> np.ndarray:
-        """Return the ids of one document (a view of the mapped file)."""
-        return self.tokens(*self.document_span(index))
-
     def document_span(self, index: int) -> tuple[int, int]:
         """Return global token offset and length of one document, from the mapped index."""
         return self._documents.span(index)
@@ -296,8 +280,8 @@ class TokenStore:
 
     def read(self, shard: int, begin: int, end: int) -> np.ndarray:
         """Return the ids [begin, end) of one shard; a view of the mapped file if the store is local."""
-        if self._shard_reader is not None:
-            return self._shard_reader.read(shard, begin, end)
+        if self.shard_reader is not None:
+            return self.shard_reader.read(shard, begin, end)
         return self._map(shard)[begin:end]
 
     def read_shard(self, number: int) -> np.ndarray:
@@ -306,17 +290,17 @@ class TokenStore:
 
     def mmap_shard(self, number: int) -> np.ndarray | None:
         """Return all ids of one shard as a view of the mapped file; None if the store is not local."""
-        return None if self._shard_reader is not None else self._map(number)
+        return None if self.shard_reader is not None else self._map(number)
 
     def prefetch(self, shard: np.ndarray, begin: np.ndarray, end: np.ndarray) -> None:
         """Fetch ids [begin, end) of shards (int64 [n] each) concurrently; no-op for a local store."""
-        if self._shard_reader is not None:
-            self._shard_reader.prefetch(zip(shard.tolist(), begin.tolist(), end.tolist(), strict=True))
+        if self.shard_reader is not None:
+            self.shard_reader.prefetch(zip(shard.tolist(), begin.tolist(), end.tolist(), strict=True))
 
     def download(self, name: str) -> None:
         """Download a file of the store, or all files of one of its folders; no-op for a local store."""
-        if self._shard_reader is not None:
-            self._shard_reader.bring(name)
+        if self.shard_reader is not None:
+            self.shard_reader.bring(name)
 
     def verify(self, progress: Progress = no_progress) -> None:
         """Read every file and compare its hash with the manifest.
@@ -343,10 +327,10 @@ class TokenStore:
                 check_hash(self.shard_path(number, "src"), location.shard.src_sha256, location.folder)
             if self.shard_columns(number) is not None:
                 check_hash(self.shard_path(number, "arrow"), location.shard.arrow_sha256, location.folder)
-            if self._shard_reader is None:
+            if self.shard_reader is None:
                 check_hash(self.shard_path(number, "bin"), shard.sha256, location.folder)
             else:
-                check_shard(self._shard_reader, number, shard)
+                check_shard(self.shard_reader, number, shard)
             done += shard.tokens * self.dtype.itemsize
             progress(done, total, "bytes")
 
@@ -398,11 +382,8 @@ class TokenStore:
 
 
 def _reopen(
-    kind: type[TokenStore],
-    path: Path,
-    manifest: StoreManifest,
-    shard_reader: ShardReader | None,
-    loaded: LoadedStore,
-    packs: Path | None,
+    kind: type[TokenStore], path: Path, loaded: LoadedStore, shard_reader: ShardReader | None, packs: Path | None
 ) -> TokenStore:  # for pickle
-    return kind(path, manifest, shard_reader=shard_reader, loaded=loaded, packs=packs)
+    store = object.__new__(kind)
+    store._set_up(path, loaded, shard_reader, packs)
+    return store

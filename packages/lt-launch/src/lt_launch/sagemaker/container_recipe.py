@@ -132,7 +132,7 @@ def check_tokenizer(channel: Path, store: Path) -> None:
         tokenizer = Tokenizer.load(folder)
     except DataError as exc:
         raise SageMakerError(f"channel tokenizer: {exc}") from exc
-    store_tokenizer = TokenStore.open(store).manifest.tokenizer
+    store_tokenizer = TokenStore(store).manifest.tokenizer
     if tokenizer.sha256 != store_tokenizer.sha256:
         raise SageMakerError(
             f"channel tokenizer (sha256 {tokenizer.sha256}) is not the tokenizer that {store} was made with "

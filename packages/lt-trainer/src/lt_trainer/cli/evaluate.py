@@ -150,7 +150,7 @@ def _hash_task_files(folder: Path | None) -> str:
 
 
 def _open_reader(loaded: LoadedModel, path: Path, shape: BatchShape) -> RowReader:
-    store = TokenStore.open(path)
+    store = TokenStore(path)
     ours, theirs = (one.tokens_by_id() for one in (loaded.tokenizer, store.tokenizer()))
     if any(ours.get(i) != token for i, token in theirs.items()):
         raise EvaluationError(

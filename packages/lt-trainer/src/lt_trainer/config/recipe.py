@@ -222,7 +222,7 @@ def complete(resolved: ResolvedRecipe) -> ResolvedRecipe:
     data = resolved.recipe.data
     if data.source_kind in ("store", "mixture") and resolved.origins["data.tokenizer"] == DEFAULT:
         with suppress(DataError):  # reported where the data is opened
-            name = TokenStore.open(next(iter(data.store_paths().values()))).manifest.tokenizer.name
+            name = TokenStore(next(iter(data.store_paths().values()))).manifest.tokenizer.name
             recipe = resolved.recipe.model_copy(update={"data": data.model_copy(update={"tokenizer": name})})
             return replace(resolved, recipe=recipe, origins={**resolved.origins, "data.tokenizer": "the store's"})
     return resolved

@@ -84,7 +84,7 @@ def steps_from_epochs(epochs: Fraction, data: DataOptions, batch: BatchOptions) 
         raise RecipeError("epochs are counted in the store, which does not exist here", values=shown, remedy=remedy)
     from lt_data import TokenStore, open_pack
 
-    rows = open_pack(TokenStore.open(data.store, packs=data.packs), seq_len=data.seq_len, mode=data.packing).n_rows
+    rows = open_pack(TokenStore(data.store, packs=data.packs), seq_len=data.seq_len, mode=data.packing).n_rows
     steps, left = divmod(int(epochs * rows), batch.global_batch_size)
     words = f"{float(epochs):g} epoch{'s' * (epochs != 1)} of {rows:,} rows"
     if not steps:

@@ -124,14 +124,14 @@ def generation_paths(data: DataOptions, read: Mapping[str, str], *, follow_names
     for field, path in paths.items():
         if field in read and not path.startswith("s3://") and not (follow_names and names_generation(path)):
             generation = locate_generation(path, read[field])
-            if generation is not None and TokenStore.open(path).manifest.fingerprint != read[field]:
+            if generation is not None and TokenStore(path).manifest.fingerprint != read[field]:
                 paths[field] = str(generation)
     return paths
 
 
 def open_stores(data: DataOptions, paths: Mapping[str, str]) -> dict[str, TokenStore]:
     """Return all stores by field, checked to have the same tokenizer."""
-    stores = {name: TokenStore.open(path, packs=data.packs) for name, path in paths.items()}
+    stores = {name: TokenStore(path, packs=data.packs) for name, path in paths.items()}
     first = next(iter(stores), "")
     for name, store in stores.items():
         if store.manifest.tokenizer.sha256 != stores[first].manifest.tokenizer.sha256:
@@ -182,7 +182,7 @@ def text_bytes(store: TokenStore) -> int:
     if store.manifest.text_bytes or not store.n_documents:
         return store.manifest.text_bytes
     tokenizer = store.tokenizer()
-    documents = (store.document(i) for i in range(store.n_documents))
+    documents = (store[i] for i in range(store.n_documents))
     return sum(len(tokenizer.decode(ids, skip_special_tokens=True).encode()) for ids in documents)
 
 

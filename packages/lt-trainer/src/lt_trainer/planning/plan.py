@@ -149,7 +149,7 @@ def vocab_size_and_source(recipe: Recipe) -> tuple[int, str]:
         if store and Path(store).exists():
             from lt_data import TokenStore
 
-            return TokenStore.open(store).vocab_size, f"the store {store}"
+            return TokenStore(store).vocab_size, f"the store {store}"
     if recipe.model.preset:
         return PRESETS[recipe.model.preset].vocab_size, f"the preset {recipe.model.preset}; the data's may differ"
     raise RecipeError(

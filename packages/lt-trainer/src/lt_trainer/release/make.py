@@ -151,7 +151,7 @@ class _Run:
         read = (self.checkpoints[-1].manifest.data or {}).get(STORES, {}) if self.checkpoints else {}
         for name, (field, path) in store_names(data).items():
             try:
-                store = TokenStore.open(path, packs=data.packs)
+                store = TokenStore(path, packs=data.packs)
                 found = _store_problems(store, read.get(field))
                 if not found:
                     self.fields[name] = field

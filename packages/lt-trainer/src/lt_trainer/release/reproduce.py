@@ -80,7 +80,7 @@ def reproduce_release(
     told += [
         f"data/{name}: its tokens are not those that the run has read"
         for name, store in facts.release.stores.items()
-        if TokenStore.open(work / "data" / name).manifest.fingerprint != store.fingerprint
+        if TokenStore(work / "data" / name).manifest.fingerprint != store.fingerprint
     ]
     return told, is_within
 

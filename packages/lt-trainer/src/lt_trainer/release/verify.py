@@ -72,7 +72,7 @@ def _store_problems(bundle: Path, store: StoreFacts, fingerprint: str) -> Iterat
     try:
         manifest = read_manifest(folder)
         if store.has_tokens:
-            yield from (f"data/{store.name}: {problem}" for problem in verify_store(TokenStore.open(folder)))
+            yield from (f"data/{store.name}: {problem}" for problem in verify_store(TokenStore(folder)))
     except DataError as exc:
         yield f"data/{store.name}: {exc}"
         return
