@@ -181,17 +181,17 @@ def store(prepared: Path, tmp_path: Path) -> TokenStore:
 
 
 @pytest.fixture(scope="session")
-def clients() -> dict[tuple[object, ...], Any]:
+def clients() -> dict[object, Any]:
     """Clients are costly to make, so that all tests share them."""
     return {}
 
 
 @pytest.fixture
 def proxy(
-    moto: int, aws: dict[str, str], monkeypatch: pytest.MonkeyPatch, clients: dict[tuple[object, ...], Any]
+    moto: int, aws: dict[str, str], monkeypatch: pytest.MonkeyPatch, clients: dict[object, Any]
 ) -> Iterator[Proxy]:
     """A fresh proxy that this process's environment points to, with nothing of the user's own in it."""
-    from lt_data.remote import s3
+    from lt_data.remote import s3, s3_folder
 
     made = clients.get(("proxy",)) or Proxy(server=moto)
     if ("proxy",) not in clients:
@@ -216,6 +216,14 @@ def proxy(
         return clients[key]
 
     monkeypatch.setattr(s3, "make_client", shared)
+    made_client = s3_folder.make_client
+
+    def shared_client() -> Any:
+        if "client" not in clients:
+            clients["client"] = made_client()
+        return clients["client"]
+
+    monkeypatch.setattr(s3_folder, "make_client", shared_client)
     monkeypatch.setattr(s3, "pause", lambda attempt: None)
     monkeypatch.setattr("botocore.endpoint.time", SimpleNamespace(sleep=lambda seconds: None, time=time.time))
     yield made
