@@ -11,8 +11,8 @@ from lt_model import LlamaConfig, param_specs, stochastic_rounding
 from lt_model.init import init_slice
 from lt_test_helpers import layouts
 from lt_test_helpers.layouts import StateSlice, TrainResult, assemble, copy_slices
+from lt_trainer.config.optimizer_section import OptimizerOptions
 from lt_trainer.config.recipe import load
-from lt_trainer.config.sections import OptimizerOptions
 from lt_trainer.optimizers import OPTIMIZERS
 from lt_trainer.optimizers.driver import OptimizerDriver
 from lt_trainer.optimizers.spec import ParamSlice

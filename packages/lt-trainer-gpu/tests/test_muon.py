@@ -13,8 +13,8 @@ import torch
 from lt_model import LlamaConfig, param_specs
 from lt_test_helpers import layouts
 from lt_test_helpers.layouts import TrainResult, assemble, assert_near
+from lt_trainer.config.optimizer_section import OptimizerOptions
 from lt_trainer.config.recipe import load
-from lt_trainer.config.sections import OptimizerOptions
 from lt_trainer.engine import StepBatch
 from lt_trainer.optimizers.driver import OptimizerDriver
 from lt_trainer.optimizers.muon import MUON

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from lt_model import PRESETS, param_specs
+from lt_trainer.config.optimizer_section import OptimizerOptions
 from lt_trainer.config.recipe import load
-from lt_trainer.config.sections import OptimizerOptions
 from lt_trainer.optimizers.adamw import ADAMW, SECOND_MOMENT
 from lt_trainer.optimizers.driver import OptimizerDriver
 from lt_trainer.optimizers.spec import ParamSlice

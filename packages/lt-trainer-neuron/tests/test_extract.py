@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from lt_trainer.engine import Control, StepBatch, Topology
+from lt_trainer.control import Control
+from lt_trainer.engine import StepBatch, Topology
 from lt_trainer.training.benchmark import resolve_bench_recipe
 from lt_trainer.training.run import Inputs
 from lt_trainer_neuron.graph_extraction import extract_graphs

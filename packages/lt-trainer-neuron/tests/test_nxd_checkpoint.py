@@ -27,8 +27,8 @@ from lt_ckpt.torchfile.file import load_pt
 from lt_model import LlamaConfig, config_from_hf
 from lt_test_helpers.layouts import step_batch
 from lt_trainer.checkpointing.pretrained import PretrainedWeights
+from lt_trainer.config.optimizer_section import OptimizerOptions
 from lt_trainer.config.recipe import load
-from lt_trainer.config.sections import OptimizerOptions
 from lt_trainer.engine import StepBatch, World
 from lt_trainer.errors import RecipeError
 from lt_trainer.optimizers import OPTIMIZERS

@@ -14,9 +14,10 @@ import pytest
 from typer.testing import CliRunner
 
 from lt_model import preset
+from lt_trainer.config.optimizer_section import OptimizerOptions
 from lt_trainer.config.recipe import load
 from lt_trainer.config.section import leaves
-from lt_trainer.config.sections import OptimizerOptions, Recipe
+from lt_trainer.config.sections import Recipe
 from lt_trainer.engine import World
 from lt_trainer.errors import RecipeError
 from lt_trainer_neuron import check_recipe

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from lt_test_helpers.layouts import step_batch
-from lt_trainer.engine import Control
+from lt_trainer.control import Control
 from lt_trainer_neuron.engine import NeuronEngine
 from lt_trainer_neuron.grid import Grid
 

@@ -22,7 +22,7 @@ import json
 import numpy as np, torch
 import torch_xla.debug.metrics as met
 from lt_model import LlamaConfig
-from lt_trainer.engine import Control
+from lt_trainer.control import Control
 from lt_trainer.engine import World
 from lt_test_helpers.layouts import step_batch
 from lt_trainer.config.recipe import load

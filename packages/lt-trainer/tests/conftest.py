@@ -18,7 +18,8 @@ from lt_trainer import engine as engine_module
 from lt_trainer.checkpointing.pretrained import PretrainedWeights
 from lt_trainer.config.section import Section
 from lt_trainer.config.sections import Recipe
-from lt_trainer.engine import Control, Device, Snapshot, StepBatch, StepMetrics, Stopwatch, Topology, World
+from lt_trainer.control import Control
+from lt_trainer.engine import Device, Snapshot, StepBatch, StepMetrics, Stopwatch, Topology, World
 from lt_trainer.evaluation.position_scores import PositionScores
 from lt_trainer.resilience.rank_sync import read_on_all_ranks
 
@@ -73,7 +74,7 @@ class FakeEngine:
         """After id i, the label i + 1 is greedy and the likelier the nearer it is; the weights make it exact."""
         distance = (batch.labels - batch.input_ids - 1) % WIDTH
         log_probs = -np.log1p(distance) - np.abs(self.weights[distance]) * 1e-3
-        return PositionScores.at_positions(batch, np.arange(batch.labels.size), log_probs, distance == 0)
+        return PositionScores.at_positions(batch.labels, np.arange(batch.labels.size), log_probs, distance == 0)
 
     def on_step_begin(self, step: int) -> list[Path]:
         return []

@@ -17,7 +17,7 @@ from lt_ckpt import Checkpoint, CheckpointError
 from lt_test_helpers.runs import losses, run
 from lt_trainer.checkpointing import checkpoints as saver_module
 from lt_trainer.config.recipe import load
-from lt_trainer.engine import Control
+from lt_trainer.control import Control
 from lt_trainer.errors import RecipeError
 from lt_trainer.run_directory.jsonl import read_jsonl
 

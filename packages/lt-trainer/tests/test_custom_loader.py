@@ -13,8 +13,9 @@ from lt_ckpt import find_latest_valid
 from lt_data import DataError
 from lt_test_helpers.runs import run
 from lt_trainer.config.recipe import load
+from lt_trainer.control import Control
 from lt_trainer.data.custom_loader import LoaderBatches
-from lt_trainer.engine import Control, Topology
+from lt_trainer.engine import Topology
 from lt_trainer.errors import LoaderError, RecipeError
 from lt_trainer.run_directory.jsonl import read_jsonl
 

@@ -55,7 +55,7 @@ class PairScorer:
                 assert positions[i] == 0
             total = total * 3 + int(ids[i]) + 1
             log_probs[i], is_greedy[i] = expected(total, int(labels[i]))
-        return PositionScores.at_positions(batch, np.arange(ids.size), log_probs, is_greedy)
+        return PositionScores.at_positions(batch.labels, np.arange(ids.size), log_probs, is_greedy)
 
 
 def expected(total: int, label: int) -> tuple[float, bool]:

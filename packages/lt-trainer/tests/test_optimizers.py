@@ -5,11 +5,10 @@ import math
 import pytest
 import torch
 
-from lt_trainer.config.sections import OptimizerOptions
-from lt_trainer.errors import RecipeError
+from lt_trainer.config.optimizer_section import OptimizerOptions
 from lt_trainer.optimizers.adamw import ADAMW
 from lt_trainer.optimizers.driver import OptimizerDriver
-from lt_trainer.optimizers.spec import ParamSlice, StateSlot
+from lt_trainer.optimizers.spec import ParamSlice
 
 TRUE, ONE = torch.tensor(True), torch.tensor(1.0, dtype=torch.float64)
 
@@ -62,10 +61,3 @@ def test_slots_take_their_dtype_from_the_options() -> None:
     assert {tensors["w"].dtype for tensors in narrow.slots.values()} == {torch.bfloat16}
     assert ADAMW.state_bytes(narrow.options, [(3, 4), (5,)], master_bytes=4) == 2 * 2 * 17
     assert ADAMW.state_bytes(OptimizerOptions(), [(3, 4), (5,)], master_bytes=8) == 2 * 8 * 17
-
-
-def test_a_slot_is_sharded_along_the_dimensions_that_it_keeps() -> None:
-    slot = StateSlot(name="row_square", shape=lambda shape: (shape[0], 1))
-    assert slot.local_slice("w", (8, 6), (4, 0), (2, 6)) == ((4, 0), (2, 1))
-    with pytest.raises(RecipeError, match=r"slot 'row_square' reduces dimension 1 of w, .* a rank 3 of 6 elements"):
-        slot.local_slice("w", (8, 6), (0, 3), (8, 3))

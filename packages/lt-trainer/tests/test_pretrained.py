@@ -23,7 +23,7 @@ from lt_trainer.checkpointing import pretrained as pretrained_module
 from lt_trainer.checkpointing.pretrained import open_pretrained
 from lt_trainer.config.model_section import ModelOptions
 from lt_trainer.config.recipe import complete, load, to_toml
-from lt_trainer.engine import Control
+from lt_trainer.control import Control
 from lt_trainer.errors import RecipeError
 from lt_trainer.run_directory.jsonl import read_jsonl
 

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from lt_model import PRESETS, LlamaConfig, RopeScaling
 from lt_trainer import engine as engine_module
 from lt_trainer.config.model_section import ModelOptions
+from lt_trainer.config.optimizer_section import OptimizerOptions
 from lt_trainer.config.recipe import engine_options, from_dict, llama_config, load, to_dict, to_toml
 from lt_trainer.config.section import Section, leaves, option, unflatten
-from lt_trainer.config.sections import OptimizerOptions, Recipe
+from lt_trainer.config.sections import Recipe
 from lt_trainer.config.toml import dump
 from lt_trainer.errors import RecipeError
 

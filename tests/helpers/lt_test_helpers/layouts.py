@@ -202,7 +202,7 @@ def train_steps(
 def _in_global_batch(scores: PositionScores, batch: StepBatch, engine: Engine) -> PositionScores:
     """Return a rank's scores of its rows of a global batch, in the shape of that batch."""
     own = rank_rows(batch, engine)
-    found = PositionScores.unreported(batch)
+    found = PositionScores.unreported(batch.labels)
     for name in ("log_probs", "is_greedy", "is_reported"):
         values = getattr(scores, name)
         getattr(found, name)[0, own] = values.reshape(-1, values.shape[-1])

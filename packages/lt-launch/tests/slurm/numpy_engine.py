@@ -23,7 +23,8 @@ from lt_model import LlamaConfig
 from lt_trainer.checkpointing.pretrained import PretrainedWeights
 from lt_trainer.config.section import Section
 from lt_trainer.config.sections import Recipe
-from lt_trainer.engine import Control, Device, Snapshot, StepBatch, StepMetrics, Stopwatch, Topology, World
+from lt_trainer.control import Control
+from lt_trainer.engine import Device, Snapshot, StepBatch, StepMetrics, Stopwatch, Topology, World
 from lt_trainer.errors import PeerError
 from lt_trainer.evaluation.position_scores import PositionScores
 

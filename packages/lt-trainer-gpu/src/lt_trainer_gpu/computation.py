@@ -15,7 +15,8 @@ import torch
 
 from lt_model.attention import available_backends, unavailable_reason
 from lt_trainer.config.sections import Recipe
-from lt_trainer.engine import Control, World
+from lt_trainer.control import Control
+from lt_trainer.engine import World
 from lt_trainer.errors import RecipeError
 from lt_trainer.run_directory.jsonl import read_jsonl
 from lt_trainer.torch import cpu_multiplies_bfloat16

@@ -31,7 +31,8 @@ from lt_model.loss import LossParts
 from lt_model.scoring import LabelScores
 from lt_trainer.checkpointing.pretrained import PretrainedWeights
 from lt_trainer.config.sections import Recipe
-from lt_trainer.engine import Control, Device, Snapshot, StepBatch, StepMetrics, World
+from lt_trainer.control import Control
+from lt_trainer.engine import Device, Snapshot, StepBatch, StepMetrics, World
 from lt_trainer.evaluation.position_scores import PositionScores
 from lt_trainer.torch import GlooControl, PendingStep, allocate_host_memory, local_tensor, translate_dist_errors
 from lt_trainer_gpu import flight_recorder
@@ -174,11 +175,11 @@ class GpuEngine:
             scores = [(one.log_probs.cpu().numpy(), one.is_greedy.cpu().numpy()) for one in found if self._reports_loss]
         self._reshard_params()
         if not scores:
-            return PositionScores.unreported(batch)
+            return PositionScores.unreported(batch.labels)
         log_probs, is_greedy = (np.stack(arrays) for arrays in zip(*scores, strict=True))
         cp, cp_rank = self._mesh_layout.cp, self._mesh_layout.cp_rank
         indices = rank_positions(np.arange(batch.labels.size).reshape(batch.labels.shape), cp, cp_rank)
-        return PositionScores.at_positions(batch, indices, log_probs, is_greedy)
+        return PositionScores.at_positions(batch.labels, indices, log_probs, is_greedy)
 
     def _reshard_params(self) -> None:
         for stage in self._stages:

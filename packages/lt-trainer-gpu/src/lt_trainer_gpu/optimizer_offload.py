@@ -35,9 +35,9 @@ ALIGN = 256
 class OffloadedOptimizer(GpuOptimizer):
     """Optimizer whose state is in host memory."""
 
-    def allocate_slot(self, weight: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def allocate_slot(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """Return zeros for a slot of a weight, in host memory."""
-        return zeros_on_host(shape, dtype, weight.device)
+        return zeros_on_host(tuple(weight.shape), dtype, weight.device)
 
     def slots_of(self, name: str) -> dict[str, Tensor]:
         """Return copies of a parameter's slots on the device."""

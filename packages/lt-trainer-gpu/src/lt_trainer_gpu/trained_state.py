@@ -8,6 +8,7 @@ on its first run. A step needs the tensors alone.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -15,9 +16,10 @@ from lt_ckpt import Checkpoint, Shard, TensorSpec
 from lt_model import LlamaConfig, param_specs
 from lt_trainer.checkpointing.pretrained import PretrainedWeights
 from lt_trainer.config.sections import Recipe
-from lt_trainer.engine import Control, Snapshot
+from lt_trainer.control import Control
+from lt_trainer.engine import Snapshot
 from lt_trainer.optimizers import optimizer_spec
-from lt_trainer.optimizers.driver import check_optimizer, optimizer_record, slot_shard
+from lt_trainer.optimizers.driver import check_optimizer, optimizer_record
 from lt_trainer.optimizers.spec import ParamSlice, lr_scale
 from lt_trainer.resilience.rank_sync import read_on_all_ranks
 from lt_trainer.torch import (
@@ -87,7 +89,6 @@ class TrainedState:
         init_parameters(shards, config, recipe.run.seed)
         self.weights.sync_model()
         self.optimizer = self._make_optimizer(shards, recipe, computation)
-        self._groups()  # raises if the optimizer's slots cannot be sharded by this layout
 
     def _make_optimizer(
         self, shards: Mapping[str, LocalShard], recipe: Recipe, computation: Computation
@@ -127,9 +128,7 @@ class TrainedState:
         return {
             "weights": weights,
             **{
-                slot.name: {
-                    name: slot_shard(slot, name, weights[name], tensor) for name, tensor in slots[slot.name].items()
-                }
+                slot.name: {name: replace(weights[name], local=tensor) for name, tensor in slots[slot.name].items()}
                 for slot in self.optimizer.spec.all_slots
             },
         }
@@ -181,7 +180,7 @@ class TrainedState:
             "weights": {spec.name: TensorSpec(DTYPE_CODES[weight_dtype], spec.shape) for spec in table},
             **{
                 slot.name: {
-                    spec.name: TensorSpec(DTYPE_CODES[optimizer.slot_dtype(slot)], slot.shape(spec.shape))
+                    spec.name: TensorSpec(DTYPE_CODES[optimizer.slot_dtype(slot)], spec.shape)
                     for spec in table
                     if slot in optimizer.spec.for_params([spec]).slots
                 }

@@ -125,9 +125,9 @@ def _check_optimizer(recipe: Recipe) -> None:
                 remedy="leave optimizer.lr_scale out, or set run.engine to gpu",
             )
     for slot in spec.slots:
-        if slot.dtype(recipe.optimizer) or slot.shape((2, 3)) != (2, 3):
+        if slot.dtype(recipe.optimizer):
             raise RecipeError(
-                "this engine keeps optimizer state in the shape and dtype of the master weights, which the slot "
+                "this engine keeps optimizer state in the dtype of the master weights, which the slot "
                 f"{slot.name!r} has not",
                 values={"optimizer.name": recipe.optimizer.name},
                 remedy="set another optimizer.name",

@@ -31,7 +31,8 @@ from torch.nn import functional
 if TYPE_CHECKING:
     import numpy as np
 
-    from lt_trainer.engine import Control, Device, StepBatch, Stopwatch
+    from lt_trainer.control import Control
+    from lt_trainer.engine import Device, StepBatch, Stopwatch
     from lt_trainer_neuron.grid import Grid
 
 __all__ = ["MASTER_WEIGHTS", "ComputeBackend", "RowSlice"]

@@ -124,9 +124,9 @@ class NeuronEngine:
             scores = self.backend.score(batch)
             self.backend.mark_step()
             if scores is None or self.backend.grid.tp_rank != 0:
-                return PositionScores.unreported(batch)
+                return PositionScores.unreported(batch.labels)
             log_probs, is_greedy = self.backend.fetch_array(scores)
-        return PositionScores.at_positions(batch, np.arange(batch.labels.size), log_probs, is_greedy > 0)
+        return PositionScores.at_positions(batch.labels, np.arange(batch.labels.size), log_probs, is_greedy > 0)
 
     def on_step_begin(self, step: int) -> list[Path]:
         """Return no files: this engine has no per-step profiling."""

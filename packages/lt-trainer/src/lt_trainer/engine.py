@@ -17,6 +17,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from lt_trainer.control import Control
 from lt_trainer.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -147,25 +148,6 @@ class Snapshot:
     """Manifest entries on how the ranks held the tensors; equal on all ranks."""
     optimizer: OptimizerRecord | None = None
     """The optimizer whose slots are among the shards."""
-
-
-class Control:
-    """Control collectives: small exchanges between ranks outside the step; these are those of one rank.
-
-    `torch.GlooControl` has those over a network. Cost: a few hundred bytes between hosts per call.
-    """
-
-    def all_reduce_max(self, value: int) -> int:
-        """Return the maximum of all ranks' values."""
-        return value
-
-    def broadcast(self, value: Any) -> Any:
-        """Return rank 0's value (JSON-serializable) on every rank."""
-        return value
-
-    def all_gather(self, value: Any) -> list[Any]:
-        """Return the values (JSON-serializable) of all ranks, by rank."""
-        return [value]
 
 
 class Stopwatch:

@@ -3,7 +3,8 @@
 A recipe section checks its values without knowing their sources; `load` adds them with `RecipeError.with_origins`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from lt_trainer.constants import EXIT_REQUEUE, EXIT_USER
 
@@ -79,3 +80,15 @@ class RecipeError(TrainerError):
         """Return the same error with the sources of its fields, where known."""
         known = {n: source for given, source in origins.items() for n in self.values if f"{given}.".startswith(f"{n}.")}
         return RecipeError(self.problem, values=self.values, remedy=self.remedy, origins=known | self.origins)
+
+
+@contextmanager
+def as_recipe_error(address: str) -> Iterator[None]:
+    """Translate errors of lt-ckpt and lt-model into RecipeErrors of `model.init_from`."""
+    from lt_ckpt import CheckpointError
+    from lt_model import ModelError
+
+    try:
+        yield
+    except (CheckpointError, ModelError) as exc:
+        raise RecipeError(str(exc), values={"model.init_from": address}) from exc

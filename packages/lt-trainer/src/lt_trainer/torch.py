@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lt_ckpt import Checkpoint, ReadItem, Shard
 from lt_model import LlamaConfig, param_specs
-from lt_trainer.engine import Control
+from lt_trainer.control import Control
 from lt_trainer.errors import PeerError
 
 if TYPE_CHECKING:

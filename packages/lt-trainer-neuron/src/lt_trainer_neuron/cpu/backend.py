@@ -20,7 +20,8 @@ from torch import Tensor
 from lt_model import LlamaConfig
 from lt_trainer.config.recipe import engine_options
 from lt_trainer.config.sections import Recipe
-from lt_trainer.engine import Control, Device, StepBatch, Stopwatch, World
+from lt_trainer.control import Control
+from lt_trainer.engine import Device, StepBatch, Stopwatch, World
 from lt_trainer.torch import GlooControl, micro_batches_to_device, translate_dist_errors, weight_decay_names
 from lt_trainer_neuron.compute_backend import RowSlice
 from lt_trainer_neuron.cpu.pipeline import PipelineSchedule

@@ -31,7 +31,8 @@ from lt_ckpt.nxd.zero1 import shard_rows
 from lt_model import LlamaConfig, param_specs
 from lt_trainer.config.recipe import engine_options
 from lt_trainer.config.sections import Recipe
-from lt_trainer.engine import Control, Device, StepBatch, Stopwatch, World
+from lt_trainer.control import Control
+from lt_trainer.engine import Device, StepBatch, Stopwatch, World
 from lt_trainer.errors import RecipeError
 from lt_trainer.torch import GlooControl, weight_decay_names
 from lt_trainer_neuron.compute_backend import MASTER_WEIGHTS, RowSlice

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lt_ckpt.nxd.zero1 import shard_rows
-from lt_trainer.config.sections import OptimizerOptions
+from lt_trainer.config.optimizer_section import OptimizerOptions
 from lt_trainer.optimizers import optimizer_spec
 from lt_trainer.optimizers.driver import OptimizerDriver
 from lt_trainer.optimizers.spec import ParamSlice

@@ -31,9 +31,8 @@ from lt_data import Tokenizer
 from lt_data.tokenizing.files import MODEL_FILE
 from lt_model import LlamaConfig, config_from_hf
 from lt_trainer.config.model_section import ModelOptions
-from lt_trainer.config.recipe import as_recipe_error
-from lt_trainer.engine import Control
-from lt_trainer.errors import RecipeError
+from lt_trainer.control import Control
+from lt_trainer.errors import RecipeError, as_recipe_error
 from lt_trainer.resilience.rank_sync import run_on_all_ranks, run_with_keepalive
 
 HUB_PREFIX = "hf://"

@@ -17,8 +17,8 @@ Cost: under 10 ms; neither numpy nor torch is imported, and only the specs of en
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -41,7 +41,7 @@ from lt_trainer.config.section import (
 )
 from lt_trainer.config.sections import CheckpointOptions, Recipe, RunOptions
 from lt_trainer.config.toml import dump
-from lt_trainer.errors import RecipeError
+from lt_trainer.errors import RecipeError, as_recipe_error
 
 if TYPE_CHECKING:
     from lt_model import LlamaConfig
@@ -188,18 +188,6 @@ def _from_pretrained(address: str, config: str) -> LlamaConfig:
 
     with as_recipe_error(address):
         return config_from_hf(dict(load_model_config(address, config=config or None)))
-
-
-@contextmanager
-def as_recipe_error(address: str) -> Iterator[None]:
-    """Translate errors of lt-ckpt and lt-model into RecipeErrors of `model.init_from`."""
-    from lt_ckpt import CheckpointError
-    from lt_model import ModelError
-
-    try:
-        yield
-    except (CheckpointError, ModelError) as exc:
-        raise RecipeError(str(exc), values={"model.init_from": address}) from exc
 
 
 def complete(resolved: ResolvedRecipe) -> ResolvedRecipe:

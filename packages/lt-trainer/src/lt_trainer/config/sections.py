@@ -1,4 +1,4 @@
-"""Recipe and its sections; `[model]` and `[data]` have modules of their own.
+"""Recipe and its sections; `[model]`, `[data]` and `[optimizer]` have modules of their own.
 
 Descriptions and units are what the hyperparameters and the docs show. Upper-case names (`hyperparameter`) are those of
 the Litespark training algorithm on SageMaker.
@@ -11,9 +11,10 @@ from pydantic import AfterValidator, Field
 
 from lt_trainer.config.data_section import DataOptions
 from lt_trainer.config.model_section import ModelOptions
-from lt_trainer.config.section import Section, default_of, option, suggest
+from lt_trainer.config.optimizer_section import OptimizerOptions
+from lt_trainer.config.section import Section, option
 from lt_trainer.errors import RecipeError
-from lt_trainer.optimizers import OPTIMIZERS
+from lt_trainer.optimizers import check_options
 
 if TYPE_CHECKING:
     from lt_data import BatchRamp
@@ -23,7 +24,6 @@ WHOLE_VALIDATION = "validation"
 """Name of the results of data.validation, whose set has no name."""
 MAX_INT = 2**63 - 1
 _S3_FOLDER = r"^(s3://[a-z0-9][a-z0-9.-]+(/[!-~]*)?)?$"
-Dtype = Literal["float32", "bfloat16"]
 Ranks = tuple[Annotated[int, Field(ge=0)], ...]
 Sink = Literal["tensorboard", "wandb", "trackio"]
 
@@ -98,51 +98,6 @@ class BatchOptions(Section, table="batch"):
 
         ramp, final, rows = self.ramp, self.global_batch_size, -(-self.ramp.tokens // seq_len)
         return BatchRamp(start=ramp.start, final=final, increment=self.ramp_increment, steps=ramp.steps, rows=rows)
-
-
-class LrScaleOptions(Section, table="optimizer.lr_scale"):
-    """`[optimizer.lr_scale]`: factors of the learning rate by the role of a parameter."""
-
-    embedding: float = option(1.0, "factor for the input embedding (and a tied head)", ge=0)
-    head: float = option(1.0, "factor of the learning rate for the head", ge=0)
-    norm: float = option(1.0, "factor of the learning rate for norms", ge=0)
-    matrices: float = option(1.0, "factor of the learning rate for the matrices of the blocks", ge=0)
-
-
-class OptimizerOptions(Section, table="optimizer"):
-    """Optimizer options. Those that only some optimizers have are in `OptimizerSpec.options`."""
-
-    name: str = option("adamw", f"optimizer: one of {', '.join(OPTIMIZERS)}")
-    lr: float = option(1.6e-3, "peak learning rate", hyperparameter="LEARNING_RATE", gt=0)
-    weight_decay: float = option(0.01, "weight decay; not of norms", hyperparameter="WEIGHT_DECAY", ge=0)
-    beta1: float = option(0.9, "decay of the first moment", hyperparameter="BETA1", ge=0, lt=1)
-    beta2: float = option(0.95, "decay of the second moment", hyperparameter="BETA2", ge=0, lt=1)
-    eps: float = option(1e-8, "epsilon, added to the root of the second moment", gt=0)
-    grad_clip: float = option(1.0, "maximum gradient norm; 0 = no clipping", hyperparameter="GRAD_CLIP", ge=0)
-    decay_embeddings: bool = option(False, "apply weight decay to the input embedding too")
-    moments_dtype: Dtype = option("float32", "dtype of all moments; float32 means that of the master weights")
-    weights_dtype: Dtype = option("float32", "dtype of the weights; bfloat16 is rounded stochastically")
-    momentum: float = option(0.95, "muon: decay of the momentum", ge=0, lt=1)
-    nesterov: bool = option(True, "muon: Nesterov momentum")
-    adjust_lr: Literal["match_rms_adamw", "original"] = option("match_rms_adamw", "muon: as AdamW, or sqrt(max(1,R/C))")
-    newton_schulz_steps: int = option(5, "muon: steps of the Newton-Schulz iteration", ge=1)
-    newton_schulz_dtype: Dtype = option("bfloat16", "muon: its dtype; float32 means that of the master weights")
-    lr_scale: LrScaleOptions = LrScaleOptions()
-    z_loss: float = option(0.0, "weight of logsumexp(logits)^2; 1e-4 is typical, 0 = off", ge=0)
-
-    def check(self) -> None:
-        """Check that the optimizer has the options that are set."""
-        if self.decay_embeddings and not self.weight_decay:
-            raise self.wrong("decay_embeddings weight_decay", "has no effect without weight decay", "remove it")
-        if self.name not in OPTIMIZERS:
-            similar = suggest(self.name, OPTIMIZERS)
-            remedy = f"did you mean {similar!r}?" if similar else f"use one of {', '.join(OPTIMIZERS)}"
-            raise self.wrong("name", "unknown optimizer", remedy)
-        others = set().union(*(other.options for other in OPTIMIZERS.values())) - OPTIMIZERS[self.name].options
-        for name in sorted(others):
-            if getattr(self, name) != default_of(type(self), name):
-                raise self.wrong(name, f"has no effect with optimizer.name = {self.name!r}", "remove it")
-        OPTIMIZERS[self.name].check(self)
 
 
 class ScheduleOptions(Section, table="schedule"):
@@ -278,6 +233,7 @@ class Recipe(Section):
     def check(self) -> None:
         """Check what depends on several sections."""
         data, model, tasks, kind = self.data, self.model, self.evaluation.tasks, self.data.source_kind
+        check_options(self.optimizer)
         has_store, has_validation = kind not in ("synthetic", "loader"), data.validation or data.validation_sets
         if self.schedule.kind != "constant" and self.schedule.min_lr > self.optimizer.lr:
             remedy = "a tenth of the peak is typical"

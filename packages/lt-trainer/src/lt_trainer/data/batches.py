@@ -10,10 +10,11 @@ from typing import Any
 
 from lt_data import Prefetcher, Stream, StreamState
 from lt_trainer.config.sections import Recipe
+from lt_trainer.control import Control
 from lt_trainer.data.custom_loader import LoaderBatches
 from lt_trainer.data.generations import resume_state
 from lt_trainer.data.training_data import TrainingData, open_stream, to_step_batch
-from lt_trainer.engine import Control, StepBatch, Topology
+from lt_trainer.engine import StepBatch, Topology
 
 
 class StreamBatches:

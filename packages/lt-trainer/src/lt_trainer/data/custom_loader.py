@@ -31,10 +31,11 @@ import numpy as np
 from lt_data import Rows, StreamState
 from lt_trainer.config.recipe import to_dict
 from lt_trainer.config.sections import Recipe
+from lt_trainer.control import Control
 from lt_trainer.data.document_boundaries import find_document_starts
 from lt_trainer.data.loader_factory import import_loader_factory
 from lt_trainer.data.training_data import IGNORE_INDEX, ROW_FIELDS, parse_stream_state, to_micro_batches
-from lt_trainer.engine import Control, StepBatch, Topology
+from lt_trainer.engine import StepBatch, Topology
 from lt_trainer.errors import LoaderError, TrainerError
 
 

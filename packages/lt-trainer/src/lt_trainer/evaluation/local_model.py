@@ -19,7 +19,8 @@ from lt_ckpt.source import TensorReader
 from lt_data import Tokenizer
 from lt_data.display.terminal import echo_error
 from lt_model import config_from_hf
-from lt_trainer.engine import Control, StepBatch, Topology
+from lt_trainer.control import Control
+from lt_trainer.engine import StepBatch, Topology
 from lt_trainer.evaluation.position_scores import PositionScores
 from lt_trainer.evaluation.scorer import EvaluationError
 from lt_trainer.evaluation.weight_hashes import hash_tensor, hash_weights
@@ -73,7 +74,7 @@ class LoadedModel:
             scores = linear_label_scores(hidden, self.model.lm_head.weight, labels)
             found.append((scores.log_probs.cpu().numpy(), scores.is_greedy.cpu().numpy()))
         log_probs, is_greedy = (np.stack(arrays) for arrays in zip(*found, strict=True))
-        return PositionScores.at_positions(batch, np.arange(batch.labels.size), log_probs, is_greedy)
+        return PositionScores.at_positions(batch.labels, np.arange(batch.labels.size), log_probs, is_greedy)
 
 
 def load_model(path: Path, *, device: str = "cpu", dtype: str = "float32") -> LoadedModel:

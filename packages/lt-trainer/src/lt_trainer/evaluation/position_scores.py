@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lt_trainer.engine import StepBatch
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PositionScores:
@@ -28,27 +26,25 @@ class PositionScores:
     """True where this rank reports a position."""
 
     @staticmethod
-    def unreported(batch: StepBatch) -> PositionScores:
+    def unreported(labels: np.ndarray) -> PositionScores:
         """Return the scores of a rank that reports no position."""
-        shape = batch.labels.shape
-        return PositionScores(
-            log_probs=np.zeros(shape), is_greedy=np.zeros(shape, bool), is_reported=np.zeros(shape, bool)
-        )
+        no = np.zeros(labels.shape, bool)
+        return PositionScores(log_probs=np.zeros(labels.shape), is_greedy=no, is_reported=no.copy())
 
     @staticmethod
     def at_positions(
-        batch: StepBatch, indices: np.ndarray, log_probs: np.ndarray, is_greedy: np.ndarray
+        labels: np.ndarray, indices: np.ndarray, log_probs: np.ndarray, is_greedy: np.ndarray
     ) -> PositionScores:
         """Return the scores of a rank that computes some positions; those without a label are not reported.
 
         Args:
-            batch: the batch.
+            labels: labels of the batch [M, B, T].
             indices: positions in the flattened batch, integers of any shape.
             log_probs: log-probability at each of them.
             is_greedy: greedy flag at each of them.
         """
-        scores, indices = PositionScores.unreported(batch), indices.ravel()
-        has_label = batch.labels.ravel()[indices] >= 0
+        scores, indices = PositionScores.unreported(labels), indices.ravel()
+        has_label = labels.ravel()[indices] >= 0
         indices = indices[has_label]
         scores.log_probs.reshape(-1)[indices] = log_probs.ravel()[has_label]
         scores.is_greedy.reshape(-1)[indices] = is_greedy.ravel()[has_label]

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from lt_trainer.engine import Control, StepBatch, Topology
+from lt_trainer.control import Control
+from lt_trainer.engine import StepBatch, Topology
 from lt_trainer.errors import TrainerError
 from lt_trainer.evaluation.position_scores import PositionScores
 

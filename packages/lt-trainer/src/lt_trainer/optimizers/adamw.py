@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from lt_trainer.config.sections import OptimizerOptions
+    from lt_trainer.config.optimizer_section import OptimizerOptions
 
 
 FIRST_MOMENT, SECOND_MOMENT = "exp_avg", "exp_avg_sq"
@@ -69,7 +69,7 @@ def check_bf16_decay(options: OptimizerOptions, *names: str) -> None:
     for name in names:
         if options.moments_dtype == "bfloat16" and getattr(options, name) > MAX_BETA_BF16:
             problem = "a moment in bfloat16 that decays so slowly is rounded back to what it was"
-            values = {name: getattr(options, name), "moments_dtype": options.moments_dtype}
+            values = {f"optimizer.{name}": getattr(options, name), "optimizer.moments_dtype": options.moments_dtype}
             raise RecipeError(problem, values=values, remedy=f"set optimizer.{name} to at most {MAX_BETA_BF16}")
 
 

@@ -9,7 +9,6 @@ Cost: temporaries of one parameter's size at a time; operations per parameter an
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
@@ -20,10 +19,9 @@ from lt_ckpt import Checkpoint, OptimizerRecord
 from lt_model.stochastic_rounding import round_stochastically, rounding_key
 from lt_trainer.errors import RecipeError
 from lt_trainer.optimizers.spec import OptimizerSpec, ParamSlice, Slots, StateSlot, UpdateFn
-from lt_trainer.torch import LocalShard
 
 if TYPE_CHECKING:
-    from lt_trainer.config.sections import OptimizerOptions
+    from lt_trainer.config.optimizer_section import OptimizerOptions
 
 Tensors = Mapping[str, Tensor]
 """Tensors by the name of their parameter."""
@@ -80,13 +78,12 @@ class OptimizerDriver:
         self.slots: dict[str, dict[str, Tensor]] = {slot: {} for slot in spec.slot_names}
         for name, weight in weights.items():
             for slot in self.specs[name].slots:
-                shape = slot.shape(tuple(weight.shape))
-                self.slots[slot.name][name] = self.allocate_slot(weight, shape, self.slot_dtype(slot))
+                self.slots[slot.name][name] = self.allocate_slot(weight, self.slot_dtype(slot))
         self.step_count = torch.zeros((), dtype=torch.int32, device=like.device)
 
-    def allocate_slot(self, weight: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def allocate_slot(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """Return zeros for a slot of a weight; a subclass may keep them elsewhere than on the weight's device."""
-        return weight.new_zeros(shape, dtype=dtype)
+        return weight.new_zeros(weight.shape, dtype=dtype)
 
     def slot_dtype(self, slot: StateSlot) -> torch.dtype:
         """Return the dtype of a slot."""
@@ -185,20 +182,3 @@ def check_optimizer(checkpoint: Checkpoint, spec: OptimizerSpec) -> None:
         problem = f"{checkpoint.path} holds {held}, but {spec.name!r} needs its own ({', '.join(spec.slot_names)})"
         remedy = f"start a new run from its weights alone with model.init_from = {str(checkpoint.path)!r}"
         raise RecipeError(problem, values={"optimizer.name": spec.name}, remedy=remedy)
-
-
-def slot_shard(slot: StateSlot, name: str, weight: LocalShard, local: Tensor) -> LocalShard:
-    """Return a rank's slice of a slot as a part of the whole slot.
-
-    Args:
-        slot: the slot.
-        name: the parameter, for the error.
-        weight: the rank's slice of the parameter.
-        local: its state tensor.
-
-    Raises:
-        RecipeError: the slot is reduced along a dimension of which the rank has a part only.
-    """
-    offset, shape = slot.local_slice(name, weight.shape, weight.offset, tuple(weight.local.shape))
-    assert tuple(local.shape) == shape, (name, slot.name, local.shape, shape)
-    return replace(weight, local=local, shape=slot.shape(weight.shape), offset=offset)

@@ -32,7 +32,7 @@ from lt_trainer.optimizers.spec import MatrixTransform, OptimizerSpec, ParamSlic
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lt_trainer.config.sections import OptimizerOptions
+    from lt_trainer.config.optimizer_section import OptimizerOptions
 
 
 MOMENTUM = "momentum"

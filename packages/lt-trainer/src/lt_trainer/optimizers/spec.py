@@ -3,10 +3,9 @@
 An optimizer is one file of this folder with its `OptimizerSpec`, and a line in the registry (`OPTIMIZERS`).
 Checkpoints, the memory plan and both engines take everything from the spec; no other file names a slot.
 
-A rank updates a slice of each parameter: rows under FSDP and ZeRO-1, rows or columns under tensor parallelism. Along
-each dimension a slot has the size of its parameter or 1 (as with `keepdim=True`). It is sharded with its parameter on
-the dimensions it keeps. Along a reduced one the rank must hold the whole parameter, because an update sees no other
-rank's elements: a layout that shards a reduced dimension is refused, so a slot never needs a collective.
+A rank updates a slice of each parameter: rows under FSDP and ZeRO-1, rows or columns under tensor parallelism. A slot
+has the shape of its parameter and is sharded with it, so that an update, which sees no other rank's elements, never
+needs a collective.
 
 An update that needs whole matrices declares a `MatrixTransform`: what comes before it and after it is per slice, and
 the engine brings slices together in between. An optimizer may leave some parameters to another one (`others`).
@@ -19,13 +18,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lt_trainer.errors import RecipeError
-
 if TYPE_CHECKING:
     from torch import Tensor
 
     from lt_model.params import ParamSpec
-    from lt_trainer.config.sections import OptimizerOptions
+    from lt_trainer.config.optimizer_section import OptimizerOptions
 
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
@@ -84,42 +81,19 @@ class MatrixTransform:
 
 @dataclass(frozen=True, kw_only=True)
 class StateSlot:
-    """One state tensor per parameter.
+    """One state tensor per parameter, of its shape.
 
     Attributes:
         name: name of the slot, and of its group of tensors in a checkpoint.
         dtype: dtype by the options: a key of `DTYPE_BYTES`, or "" for the dtype of the master weights.
-        shape: shape by the parameter's shape: along each dimension the same size or 1.
     """
 
     name: str
     dtype: Callable[[OptimizerOptions], str] = lambda options: ""
-    shape: Callable[[Shape], Shape] = lambda shape: shape
 
     def n_bytes(self, options: OptimizerOptions, shape: Shape, master_bytes: int) -> int:
         """Return the bytes of a parameter's slot; its master weight has `master_bytes` per element."""
-        return math.prod(self.shape(shape)) * DTYPE_BYTES.get(self.dtype(options), master_bytes)
-
-    def local_slice(self, name: str, shape: Shape, offset: Shape, local_shape: Shape) -> tuple[Shape, Shape]:
-        """Return offset and shape of a rank's slice of the slot.
-
-        Args:
-            name: the parameter, for the error.
-            shape: shape of the whole parameter.
-            offset: start of the rank's slice of the parameter.
-            local_shape: shape of that slice.
-
-        Raises:
-            RecipeError: the slot is reduced along a dimension of which the rank has a part only.
-        """
-        kept = [slot == full for slot, full in zip(self.shape(shape), shape, strict=True)]
-        for dim, keeps in enumerate(kept):
-            if not keeps and local_shape[dim] != shape[dim]:
-                problem = f"the optimizer's slot {self.name!r} reduces dimension {dim} of {name}, of which this layout "
-                problem += f"gives a rank {local_shape[dim]} of {shape[dim]} elements"
-                raise RecipeError(problem, remedy="change parallel.tp or parallel.dp_shard")
-        local_offset = tuple(at if keeps else 0 for keeps, at in zip(kept, offset, strict=True))
-        return local_offset, tuple(size if keeps else 1 for keeps, size in zip(kept, local_shape, strict=True))
+        return math.prod(shape) * DTYPE_BYTES.get(self.dtype(options), master_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)

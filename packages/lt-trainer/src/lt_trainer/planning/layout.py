@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from lt_trainer.config.sections import OptimizerOptions, Recipe
+from lt_trainer.config.optimizer_section import OptimizerOptions
+from lt_trainer.config.sections import Recipe
 from lt_trainer.errors import RecipeError
 from lt_trainer.optimizers.spec import DTYPE_BYTES
 

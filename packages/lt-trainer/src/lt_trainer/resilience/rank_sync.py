@@ -15,7 +15,7 @@ from lt_ckpt import CheckpointError
 from lt_trainer.errors import RestoreError, TrainerError
 
 if TYPE_CHECKING:
-    from lt_trainer.engine import Control
+    from lt_trainer.control import Control
 
 
 T = TypeVar("T")
