@@ -12,9 +12,9 @@ from pydantic import AfterValidator, Field
 from lt_trainer.config.data_section import DataOptions
 from lt_trainer.config.model_section import ModelOptions
 from lt_trainer.config.optimizer_section import OptimizerOptions
-from lt_trainer.config.section import Section, option
+from lt_trainer.config.section import Section, default_of, option, suggest
 from lt_trainer.errors import RecipeError
-from lt_trainer.optimizers import check_options
+from lt_trainer.optimizers import OPTIMIZERS
 
 if TYPE_CHECKING:
     from lt_data import BatchRamp
@@ -233,7 +233,7 @@ class Recipe(Section):
     def check(self) -> None:
         """Check what depends on several sections."""
         data, model, tasks, kind = self.data, self.model, self.evaluation.tasks, self.data.source_kind
-        check_options(self.optimizer)
+        _check_optimizer(self.optimizer)
         has_store, has_validation = kind not in ("synthetic", "loader"), data.validation or data.validation_sets
         if self.schedule.kind != "constant" and self.schedule.min_lr > self.optimizer.lr:
             remedy = "a tenth of the peak is typical"
@@ -277,3 +277,17 @@ class Recipe(Section):
             problem = f"{ranks} data-parallel ranks need a multiple of {rows} rows in every step"
             raise self.wrong(names, problem, f"use multiples of {rows}, or lower micro_batch_size")
         return batch.global_batch_size // rows
+
+
+def _check_optimizer(options: OptimizerOptions) -> None:
+    """Check that the optimizer exists and has the options that are set."""
+    if options.name not in OPTIMIZERS:
+        similar = suggest(options.name, OPTIMIZERS)
+        remedy = f"did you mean {similar!r}?" if similar else f"use one of {', '.join(OPTIMIZERS)}"
+        raise RecipeError("unknown optimizer", values={"optimizer.name": options.name}, remedy=remedy)
+    spec = OPTIMIZERS[options.name]
+    for name in sorted(set().union(*(other.options for other in OPTIMIZERS.values())) - spec.options):
+        if (value := getattr(options, name)) != default_of(OptimizerOptions, name):
+            problem = f"has no effect with optimizer.name = {spec.name!r}"
+            raise RecipeError(problem, values={f"optimizer.{name}": value}, remedy="remove it")
+    spec.check(options)
