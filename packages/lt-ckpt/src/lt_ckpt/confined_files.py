@@ -26,7 +26,7 @@ def resolve_confined(folder: Path, name: str) -> Path:
         target = Path(os.path.realpath(path))
     if target == inside / name:
         return target
-    roots = [inside, *(parent.parent / "blobs" for parent in inside.parents if parent.name == "snapshots")]
+    roots = [inside, *(parent.parent.parent for parent in inside.parents if parent.name == "snapshots")]
     if not any(target.is_relative_to(root) for root in roots):
         raise CheckpointError(
             f"{path}: is a link to {target}, outside of the model's folder; put the file itself there (a copy or a "

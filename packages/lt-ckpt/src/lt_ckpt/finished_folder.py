@@ -7,6 +7,7 @@ import os
 import re
 from pathlib import Path
 
+from lt_ckpt.confined_files import resolve_confined
 from lt_ckpt.discovery import list_steps
 from lt_ckpt.errors import CheckpointError, translate_os_errors
 from lt_ckpt.folders import COMMIT, MANIFEST, STEP_FOLDER
@@ -31,7 +32,8 @@ def list_finished_files(folder: Path) -> list[str]:
     """Return the files of a folder by relative name; those that commit a checkpoint are left out.
 
     Raises:
-        CheckpointError: It is an unfinished checkpoint, a folder of checkpoints, has no files, or one that is none.
+        CheckpointError: It is an unfinished checkpoint, a folder of checkpoints, has no files, or one that is
+            none or a link out of the folder.
     """
 
     def raise_error(exc: OSError) -> None:
@@ -57,6 +59,7 @@ def list_finished_files(folder: Path) -> list[str]:
                 if (name in folders and path.is_symlink()) or not (path.is_dir() or path.is_file()):
                     raise CheckpointError(f"{path}: neither a file nor a folder: remove it, or choose another folder")
                 if name in names:
+                    resolve_confined(folder, relative)
                     found.append(relative)
         if not found:
             raise CheckpointError(f"{folder}: contains no file")

@@ -1,383 +1,253 @@
-"""A model of a hub: what is fetched, who is told the token, what each refusal says."""
+"""Models of a hub: what is fetched, found damaged and refused; what an upload sends and what it never does."""
 
-import json
+import hashlib
 import os
-import stat
 import sys
+from pathlib import Path
 
-import numpy as np
 import pytest
+from typer.testing import CliRunner
 
-from lt_ckpt import CheckpointError, HFFolder, load_model_config
-from lt_ckpt.hub.model import Address, cache_folder, fetch_model
+from lt_ckpt import CheckpointError, fetch_model, load_model_config, upload_to_hub
+from lt_ckpt.cli import app
+from lt_ckpt.hub.address import Address
 
 TOKEN = "hf_aVerySecretToken"
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+SMALL = ["config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer.json"]
+WANTED = sorted(["additional_chat_templates/tool_use.jinja", *SMALL, *SHARDS])
+URL = "hf://org/name"
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # of huggingface_hub to its httpx
 
 
-def test_what_is_needed_comes_whole_and_nothing_else(hub, model, tmp_path):
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_what_is_needed_comes_once_and_nothing_else(hub, capfd):
     told = []
-    got = fetch_model("hf://org/name", progress=lambda *args: told.append(args))
-    assert got.commit == hub.commit
-    assert (
-        got.path
-        == tmp_path / "cache" / "lt" / "hub" / "org--name" / hub.commit
-        == cache_folder() / "org--name" / got.commit
-    )
+    got = fetch_model(URL, progress=lambda *args: told.append(args))
+    assert contents(got.path) == {name: hub.files[name] for name in WANTED}
     assert got.about == {"hub": "org/name", "asked": "hf://org/name@main", "revision": hub.commit}
-    assert sorted(name for name in os.listdir(got.path) if not name.startswith(".")) == model.wanted
-    for name in model.wanted:
-        assert (got.path / name).read_bytes() == hub.files[name]
-    opened = HFFolder.open(got.path)
-    for members in model.arrays.values():
-        for key, array in members.items():
-            assert opened.read(key).tobytes() == array.tobytes()
-    total = sum(len(hub.files[name]) for name in model.wanted)
+    total = sum(len(hub.files[name]) for name in WANTED)
     assert told[-1] == (total, total, "bytes")
-    assert [done for done, _, _ in told] == sorted(done for done, _, _ in told)
-    asked = [request.file for request in hub.requests(server="hub")]
-    assert sorted(asked) == sorted([*model.wanted, "main"]), "each file is asked for once"
-    umask = os.umask(0)
-    os.umask(umask)
-    assert stat.S_IMODE((got.path / model.one).stat().st_mode) == 0o666 & ~umask
+    assert hub.fetched() == WANTED
+    assert fetch_model(f"{URL}@{hub.commit}").path == got.path
+    assert fetch_model(f"{URL}@refs/pr/1").path == got.path
+    assert hub.fetched() == WANTED
+    assert capfd.readouterr() == ("", ""), "the library's bars are of a terminal"
 
 
-def test_the_progress_bars_of_the_library_are_off_meanwhile(hub, model, monkeypatch):
-    from huggingface_hub.utils import are_progress_bars_disabled
-
-    from lt_ckpt.hub import client
-
-    seen, real = [], client.http_get
-
-    def http_get(*args, **options):
-        seen.append(are_progress_bars_disabled("huggingface_hub.http_get"))
-        real(*args, **options)
-
-    monkeypatch.setattr(client, "http_get", http_get)
-    before = are_progress_bars_disabled("huggingface_hub.http_get")
-    fetch_model("hf://org/name")
-    assert set(seen) == {True}
-    assert are_progress_bars_disabled("huggingface_hub.http_get") is before
-
-
-def test_a_commit_that_is_here_costs_no_request(hub, model, monkeypatch):
-    got = fetch_model("hf://org/name@main")
-    hub.log.clear()
-    assert fetch_model(f"hf://org/name@{hub.commit}").path == got.path
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert fetch_model(f"hf://org/name@{hub.commit}").path == got.path
-    with pytest.raises(CheckpointError, match=f"HF_HUB_OFFLINE is set.* instead of main: {hub.commit}"):
-        fetch_model("hf://org/name")
-    assert hub.log == []
-    monkeypatch.delenv("HF_HUB_OFFLINE")
-    fetch_model("hf://org/name")
-    assert [request.file for request in hub.log] == ["main"], "a branch is looked up, nothing is fetched"
-    (got.path / model.two).unlink()
-    hub.log.clear()
-    fetch_model(f"hf://org/name@{hub.commit}")
-    assert [request.file for request in hub.requests(server="cdn")] == [model.two]
-    assert (got.path / model.two).read_bytes() == hub.files[model.two]
-
-
-def test_a_folder_of_a_repository_and_a_pull_request(hub, model, tmp_path):
+def test_a_folder_of_a_repository_and_another_cache(hub, tmp_path):
     hub.files = {f"sub/folder/{name}": data for name, data in hub.files.items()} | {"config.json": b"another"}
-    hub.large = {f"sub/folder/{name}" for name in hub.large}
-    got = fetch_model("hf://org/name@refs/pr/1/sub/folder", cache=tmp_path / "own")
-    assert got.path == tmp_path / "own" / "org--name" / hub.commit / "sub" / "folder"
-    assert (got.path / "config.json").read_bytes() == b'{"model_type": "llama"}'
-    HFFolder.open(got.path)
-    assert hub.log[0].path == "/api/models/org/name/revision/refs%2Fpr%2F1?blobs=true"
+    got = fetch_model(f"{URL}/sub/folder", cache=tmp_path / "own")
+    assert got.path.is_relative_to(tmp_path / "own")
+    assert contents(got.path) == {name: hub.files[f"sub/folder/{name}"] for name in WANTED}
 
 
-def test_one_file_without_index(hub, model):
-    hub.files["model.safetensors"] = hub.files.pop(model.one)
+def test_weights_of_one_file_and_those_that_are_missing(hub):
+    hub.files["model.safetensors"] = hub.files.pop(SHARDS[0])
+    with pytest.raises(CheckpointError, match=rf"names '{SHARDS[0]}', which the repository does not have"):
+        fetch_model(URL)
+    hub.commit = "1" * 40
     del hub.files["model.safetensors.index.json"]
-    hub.large = {"model.safetensors"}
-    got = fetch_model("hf://org/name")
-    assert not (got.path / model.two).exists(), "no index names it"
-    assert HFFolder.open(got.path).read("a").tobytes() == model.arrays[model.one]["a"].tobytes()
+    assert "model.safetensors" in contents(fetch_model(URL).path)
+    hub.commit = "2" * 40
+    del hub.files["model.safetensors"]
+    assert contents(fetch_model(URL).path)["pytorch_model.bin"] == b"a pickle"
+    hub.commit = "3" * 40
+    del hub.files["pytorch_model.bin"]
+    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor pytorch_model.bin"):
+        fetch_model(URL)
+    hub.commit = "4" * 40
+    del hub.files["config.json"]
+    with pytest.raises(CheckpointError, match=r"there is no config\.json"):
+        fetch_model(URL)
+
+
+def test_the_configuration_alone(hub):
+    assert load_model_config(URL) == {"model_type": "llama"}
+    assert hub.fetched() == ["config.json"]
+
+
+@pytest.mark.parametrize("name", [SHARDS[1], "config.json"])
+@pytest.mark.parametrize("offline", [False, True])
+def test_a_flipped_byte_in_the_cache_is_found(hub, name, offline, monkeypatch):
+    path = fetch_model(URL).path / name
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
+    with pytest.raises(CheckpointError, match=rf"{name}: is not what the hub has"):
+        fetch_model(URL)
+    if name == "config.json":
+        with pytest.raises(CheckpointError, match="is not what the hub has"):
+            load_model_config(URL)
+
+
+def test_other_bytes_than_the_hub_lists_are_found(hub):
+    hub.served[SHARDS[0]] = hub.files[SHARDS[0]][:-1] + b"?"
+    with pytest.raises(CheckpointError, match=rf"{SHARDS[0]}: is not what the hub has"):
+        fetch_model(URL)
+
+
+def test_offline_is_what_the_cache_has(hub, monkeypatch):
+    offline = pytest.MonkeyPatch()
+    with offline.context() as patch:
+        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        with pytest.raises(CheckpointError, match=r"is not in the cache .* HF_HUB_OFFLINE is set"):
+            fetch_model(URL)
+    got = fetch_model(URL)
+    hub.log.clear()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for url in (URL, f"{URL}@{hub.commit}"):
+        assert fetch_model(url).path == got.path
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE"):
+        upload_to_hub(got.path, URL)
+    assert hub.log == []
+
+
+@pytest.mark.parametrize(
+    ("url", "refuses", "message"),
+    [
+        (URL, {"/resolve/": (403, "GatedRepo")}, "the model is gated: open its page, log in .* set HF_TOKEN"),
+        ("hf://org/other", {}, "there is no such model, or it is private: check its name, or set HF_TOKEN"),
+        (f"{URL}@v9", {}, "no such branch, tag or commit"),
+        (URL, {"/revision/": (403, "")}, "answered 403 .*said of"),
+    ],
+)
+def test_each_refusal_is_one_line(hub, url, refuses, message, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    hub.refuses = refuses
+    with pytest.raises(CheckpointError, match=message) as caught:
+        fetch_model(url)
+    assert TOKEN not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_endpoint_that_is_away_and_a_library_that_is_missing(hub, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    with pytest.raises(CheckpointError, match=r"is not in the cache .*the hub does not answer"):
+        fetch_model(URL)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(CheckpointError, match=r"pip install 'lt-ckpt\[hub\]'"):
+        fetch_model(URL)
 
 
 @pytest.mark.parametrize(
     ("url", "expected"),
     [
         ("hf://org/name", ("org/name", "main", "")),
-        ("hf://org/name@v1.0", ("org/name", "v1.0", "")),
         ("hf://org/name/sub", ("org/name", "main", "sub")),
         ("hf://o.r-g/n_1@feature%2Fx/a/b", ("o.r-g/n_1", "feature/x", "a/b")),
         ("hf://org/name@refs/convert/x", ("org/name", "refs/convert/x", "")),
+        *[(f"hf://{wrong}", None) for wrong in ("org", "org/name@", "org/name/", "../name", "org/..", "org/a--b")],
+        *[(f"hf://org/name{wrong}", None) for wrong in ("/../x", "@main/../x", "@a%0Ab", "\n", "//x", "/.git")],
     ],
 )
 def test_addresses(url, expected):
+    if expected is None:
+        with pytest.raises(CheckpointError, match="must be hf://org/name"):
+            Address.parse(url)
+        return
     found = Address.parse(url)
     assert (found.repo, found.revision, found.subfolder) == expected
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        *("hf://org", "org/name", "hf://org/name@", "hf://org/name/", "hf://../name", "hf://org/..", "hf://org/a--b"),
-        *("hf://org/name/../x", "hf://org/name@main/../x", "hf://org/name@a%0Ab", "hf://org/na\nme", "hf://-o/name"),
-        *("hf://org/name//x", "hf://org/name@main//x", "hf://org/name/.git"),
-    ],
-)
-def test_addresses_that_are_none(url):
-    with pytest.raises(CheckpointError, match="must be hf://org/name"):
-        Address.parse(url)
-
-
-def test_the_token_goes_to_the_hub_and_not_to_the_cdn(hub, model, monkeypatch):
-    hub.tokens, hub.private = {TOKEN}, True
+@pytest.fixture
+def folder(tmp_path, hub, monkeypatch):
+    """The files of a model, in a folder, and a hub that has an empty repository and knows the token."""
+    made = tmp_path / "export"
+    for name in WANTED:
+        (made / name).parent.mkdir(parents=True, exist_ok=True)
+        (made / name).write_bytes(hub.files[name])
+    hub.files = {}
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    fetch_model("hf://org/name")
-    at_hub, at_cdn = hub.requests(server="hub"), hub.requests(server="cdn")
-    assert {request.headers.get("authorization") for request in at_hub} == {f"Bearer {TOKEN}"}
-    assert len(at_cdn) == 2
-    assert not any(TOKEN in str(request) for request in at_cdn)
+    return made
 
 
-def test_the_same_host_at_another_port_is_another_host(hub, model, monkeypatch):
-    hub.tokens = {TOKEN}
-    hub.location = f"http://127.0.0.1:{hub.cdn_port}/blobs/{model.one}"
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    with pytest.raises(CheckpointError):  # the other shard comes with the bytes of the first one
-        fetch_model("hf://org/name")
-    assert hub.requests(server="cdn")
-    assert not any(TOKEN in str(request) for request in hub.requests(server="cdn"))
+@pytest.mark.parametrize("public", [False, True])
+def test_a_new_repository_has_the_folder_and_is_private_unless_asked(hub, folder, public):
+    hub.exists = False
+    report = upload_to_hub(folder, URL, public=public)
+    assert hub.files == contents(folder)
+    assert hub.is_private is not public
+    assert (report.commit, list(report.uploaded), report.skipped) == (hub.commit, WANTED, ())
+    assert report.n_bytes == sum(map(len, hub.files.values()))
+    assert contents(fetch_model(URL).path) == contents(folder)
+    hub.log.clear()
+    again = upload_to_hub(folder, URL)
+    assert (again.uploaded, again.commit) == ((), "")
+    assert not [path for _, path in hub.log if "/upload/" in path or "/commit/" in path]
 
 
-def test_a_redirect_within_the_hub_keeps_the_token(hub, model, monkeypatch):
-    hub.tokens, hub.private = {TOKEN}, True
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    hub.statuses["main"] = [(307, {"Location": f"/api/models/org/name/revision/{hub.commit}?blobs=true"})]
-    assert fetch_model("hf://org/name").commit == hub.commit
-    assert [request.headers.get("authorization") for request in hub.log[:2]] == [f"Bearer {TOKEN}"] * 2
+def test_others_are_replaced_on_request_alone(hub, folder):
+    upload_to_hub(folder, URL)
+    hub.files["other.txt"] = b"stays"
+    (folder / "config.json").write_bytes(b"{}\n")
+    before = dict(hub.files)
+    with pytest.raises(CheckpointError, match=r"'config\.json' with other content .1 such files.; .*--overwrite"):
+        upload_to_hub(folder, URL)
+    assert hub.files == before
+    assert upload_to_hub(folder, URL, overwrite=True).uploaded == ("config.json",)
+    assert hub.files == {**contents(folder), "other.txt": b"stays"}
 
 
-def test_the_token_of_a_login(hub, model, tmp_path, monkeypatch):
-    hub.tokens, hub.private = {TOKEN}, True
-    (tmp_path / "hf-home").mkdir()
-    (tmp_path / "hf-home/token").write_text(f"{TOKEN}\n", encoding="utf-8")
-    fetch_model("hf://org/name")
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_IMPLICIT_TOKEN", True)
-    with pytest.raises(CheckpointError, match=r"it needs a token.*HF_HUB_DISABLE_IMPLICIT_TOKEN is set"):
-        fetch_model("hf://org/name", cache=tmp_path / "other")
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_dry_run_changes_nothing(hub, folder, exists):
+    hub.exists = exists
+    run = CliRunner().invoke(app, ["upload", str(folder), URL, "--dry-run"])
+    assert run.exit_code == 0, run.output
+    assert "would send config.json" in run.output
+    assert {method for method, _ in hub.log} == {"GET"}
 
 
-def test_a_token_that_cannot_be_had(hub, tmp_path, monkeypatch):
-    (tmp_path / "hf-home/token").mkdir(parents=True)
-    with pytest.raises(CheckpointError, match=r"hf-home/token or HF_OIDC_RESOURCE: no token can be had \(IsADirectory"):
-        fetch_model("hf://org/name")
-    from huggingface_hub import errors
-
-    if hasattr(errors, "OIDCError"):  # from 2.0 on
-        monkeypatch.setenv("HF_OIDC_RESOURCE", "org/name")
-        with pytest.raises(CheckpointError, match=r"no token can be had \(OIDCError"):
-            fetch_model("hf://org/name")
-    assert hub.log == []
+def test_a_folder_of_the_repository(hub, folder):
+    run = CliRunner().invoke(app, ["upload", str(folder), f"{URL}@main/step-100"])
+    assert run.exit_code == 0, run.output
+    assert hub.files == {f"step-100/{name}": data for name, data in contents(folder).items()}
+    assert f"commit {hub.commit}, verified" in run.output
 
 
-@pytest.mark.parametrize("text", ["se cret", "sécret"])
-def test_a_token_that_can_be_none_is_refused_without_being_shown(hub, text, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", text)
-    with pytest.raises(CheckpointError, match="cannot be a token") as caught:
-        fetch_model("hf://org/name")
-    assert "cret" not in str(caught.value)
-    assert hub.log == []
+def test_a_damaged_folder_and_a_link_out_of_it_are_not_sent(hub, folder, tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("secret", encoding="utf-8")
+    (folder / "notes.txt").symlink_to(secret)
+    with pytest.raises(CheckpointError, match=r"notes\.txt: is a link to .*outside"):
+        upload_to_hub(folder, URL)
+    (folder / "notes.txt").unlink()
+    (folder / "notes").symlink_to(tmp_path)
+    with pytest.raises(CheckpointError, match="notes: neither a file nor a folder"):
+        upload_to_hub(folder, URL)
+    (folder / "notes").unlink()
+    lines = [f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, data in contents(folder).items()]
+    (folder / "SHA256SUMS").write_text("".join(lines), encoding="utf-8")
+    data = bytearray((folder / SHARDS[0]).read_bytes())
+    data[-1] ^= 1
+    (folder / SHARDS[0]).write_bytes(data)
+    with pytest.raises(CheckpointError, match="SHA256SUMS"):
+        upload_to_hub(folder, URL)
+    assert not hub.log
 
 
-@pytest.mark.parametrize(
-    ("endpoint", "proxies", "sent"),
-    [
-        ("https://hub.example", {"https_proxy": "http://proxy.example"}, True),
-        ("http://hub.example", {}, False),
-        ("http://localhost:1", {}, True),
-        ("http://[::1]:1", {}, True),
-        ("http://localhost.example", {}, False),
-        ("http://127.0.0.1.example", {}, False),
-        ("http://localhost:1", {"http_proxy": "http://proxy.example"}, False),
-        ("http://localhost:1", {"all_proxy": "http://proxy.example"}, False),
-        ("http://localhost:1", {"http_proxy": "http://proxy.example", "no_proxy": "127.0.0.1"}, False),
-        ("http://localhost:1", {"http_proxy": "http://proxy.example", "no_proxy": "x, LOCALHOST"}, True),
-        ("http://127.0.0.1:1", {"http_proxy": "http://proxy.example", "no_proxy": "*"}, True),
-    ],
-)
-def test_a_token_is_sent_unencrypted_to_this_machine_only(hub, endpoint, proxies, sent, monkeypatch):
-    from lt_ckpt.hub.client import Hub
-
-    for name, value in {"HF_ENDPOINT": endpoint, "HF_TOKEN": TOKEN, "no_proxy": "", "NO_PROXY": "", **proxies}.items():
-        monkeypatch.setenv(name, value)
-    found = Hub.from_environment()
-    assert (found.token is not None, found.withheld == "") == (sent, sent)
-    assert TOKEN not in repr(found)
+def test_other_bytes_at_the_hub_afterwards_are_found(hub, folder):
+    hub.damage = lambda data: data[:-1] + b"?"
+    with pytest.raises(CheckpointError, match="is not there as it is in the folder"):
+        upload_to_hub(folder, URL)
 
 
-@pytest.mark.parametrize("endpoint", ["http://hub.example", "http://localhost:1"])
-def test_a_proxy_is_used_and_not_told_the_token(hub, monkeypatch, endpoint):
-    hub.private = True
-    monkeypatch.setenv("http_proxy", hub.endpoint)
-    monkeypatch.delenv("no_proxy", raising=False)
-    monkeypatch.delenv("NO_PROXY", raising=False)
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    monkeypatch.setenv("HF_ENDPOINT", endpoint)
-    hub.renew_session()
-    with pytest.raises(CheckpointError, match=r"no token is sent (unencrypted|to a proxy)") as caught:
-        fetch_model("hf://org/name")
-    assert TOKEN not in str(caught.value)
-    assert [request.path for request in hub.log] == [f"{endpoint}/api/models/org/name/revision/main?blobs=true"]
-    assert TOKEN not in str(hub.log)
-
-
-def test_without_the_library_the_error_names_the_extra(hub, model, monkeypatch):
-    got = fetch_model("hf://org/name")
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "huggingface_hub", None)
-        patch.delitem(sys.modules, "lt_ckpt.hub.client")
-        with pytest.raises(CheckpointError, match=r"huggingface_hub is not installed: pip install 'lt-ckpt\[hub\]'"):
-            fetch_model("hf://org/name")
-        assert fetch_model(f"hf://org/name@{hub.commit}").path == got.path, "what is here needs no library"
-
-
-def test_a_gated_model_says_what_to_accept_and_where(hub, model, monkeypatch):
-    hub.tokens, hub.gated_for = {TOKEN}, set()
-    with pytest.raises(CheckpointError) as caught:
-        fetch_model("hf://org/name")
-    message = str(caught.value)
-    assert f"gated and no token was sent; open {hub.endpoint}/org/name, log in, accept its conditions" in message
-    assert "set HF_TOKEN" in message
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    with pytest.raises(CheckpointError) as caught:
-        fetch_model("hf://org/name")
-    message = str(caught.value)
-    assert "the account of the token given has no access" in message
-    assert f"open {hub.endpoint}/org/name with that account and accept its conditions" in message
-    assert TOKEN not in message
-    assert [request.status for request in hub.requests("config.json")] == [401, 403], "asked once each"
-    hub.gated_for.add(TOKEN)
-    HFFolder.open(fetch_model("hf://org/name").path)
-
-
-def test_what_is_not_there_or_not_allowed(hub, model, monkeypatch):
-    cases = [
-        (
-            "hf://org/other",
-            "no such model at http://127.0.0.1:.* it needs a token; check its name, or set HF_TOKEN",
-        ),
-        ("hf://org/name@v9", "the repository has no such revision; those that it has: http://127.0.0.1:.*/org/name"),
-        (f"hf://org/name@{'f' * 40}", "no such revision"),
-        ("hf://org/name/sub", "there is no sub/config.json"),
-    ]
-    for url, message in cases:
-        with pytest.raises(CheckpointError, match=message):
-            fetch_model(url)
-    hub.tokens = {TOKEN}
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    with pytest.raises(CheckpointError, match="the account of the token given may not see it"):
-        fetch_model("hf://org/other")
+def test_what_an_upload_is_refused(hub, folder, monkeypatch):
+    with pytest.raises(CheckpointError, match="no such branch"):
+        upload_to_hub(folder, f"{URL}@other")
+    hub.refuses = {"/commit/": (412, "")}
+    with pytest.raises(CheckpointError, match="answered 412"):
+        upload_to_hub(folder, URL)
+    assert hub.files == {}
     monkeypatch.setenv("HF_TOKEN", "hf_old")
-    with pytest.raises(CheckpointError, match="the hub does not know the token given") as caught:
-        fetch_model("hf://org/name")
+    with pytest.raises(CheckpointError, match=r"answered 401 .*: set HF_TOKEN") as caught:
+        upload_to_hub(folder, URL)
     assert "hf_old" not in str(caught.value)
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    said = f"\x1b[31menable access for {TOKEN}"
-    hub.statuses["main"] = [(403, {"X-Error-Message": said})]
-    with pytest.raises(CheckpointError, match=r"answered 403 to the token given \('\[31menable access for \.\.\.'\)"):
-        fetch_model("hf://org/name")
-    del hub.files[model.one], hub.files[model.two], hub.files["model.safetensors.index.json"]
-    with pytest.raises(CheckpointError, match=r"neither model.safetensors nor .* only 'pytorch_model.bin'"):
-        fetch_model("hf://org/name")
-
-
-@pytest.mark.parametrize(
-    "endpoint",
-    ["https://user:pw@hub.example", "ftp://hub.example", "hub.example", "https://", "http://a:b", "https://a b"],
-)
-def test_an_endpoint_that_is_none(hub, endpoint, monkeypatch):
-    monkeypatch.setenv("HF_ENDPOINT", endpoint)
-    with pytest.raises(CheckpointError, match="HF_ENDPOINT") as caught:
-        fetch_model("hf://org/name")
-    assert "pw" not in str(caught.value)
-
-
-def test_an_endpoint_that_is_no_hub(hub, model, monkeypatch):
-    from lt_ckpt.hub import client
-
-    for listing, message in (
-        ([], "does not answer as a hub does"),
-        ({"siblings": []}, "names no commit"),
-        ({"sha": "../../x", "siblings": []}, "names no commit"),
-        ({"sha": "f" * 40}, "siblings"),
-        ({"sha": "f" * 40, "siblings": [1]}, "an entry without a name"),
-        ({"sha": "f" * 40, "siblings": [{"rfilename": "config.json", "size": "5"}]}, "no size or no hash"),
-        ({"sha": "f" * 40, "siblings": [{"rfilename": "config.json", "size": 5, "lfs": [1]}]}, "no size or no hash"),
-        (
-            {"sha": "f" * 40, "siblings": [{"rfilename": "config.json", "size": 10**11, "blobId": "f" * 40}]},
-            "by hf-xet",
-        ),
-    ):
-        hub.edit_list = lambda _, listing=listing: listing
-        with pytest.raises(CheckpointError, match=message):
-            fetch_model("hf://org/name")
-    with pytest.raises(CheckpointError, match="answers for another commit"):
-        fetch_model(f"hf://org/name@{hub.commit}")
-    hub.edit_list = lambda listing: listing
-    monkeypatch.setattr(client, "MAX_ANSWER_BYTES", 1000)
-    with pytest.raises(CheckpointError, match="an answer of more than 1000 bytes"):
-        fetch_model("hf://org/name")
-    monkeypatch.setattr(json, "dumps", lambda _: "[" * 100_000)
-    monkeypatch.setattr(client, "MAX_ANSWER_BYTES", 10**6)
-    with pytest.raises(CheckpointError, match="does not answer as a hub does"):
-        fetch_model("hf://org/name")
-
-
-def test_the_hub_of_these_tests_is_one_to_others_too(hub, model, tmp_path):
-    """What stands in for the hub answers Hugging Face's own client as the hub does, down to refusals."""
-    theirs = pytest.importorskip("huggingface_hub")
-    api = theirs.HfApi(endpoint=hub.endpoint, token=False)
-    info = api.model_info("org/name", revision="main", files_metadata=True)
-    assert info.sha == hub.commit
-    assert {file.rfilename: file.size for file in info.siblings} == {n: len(data) for n, data in hub.files.items()}
-    assert {file.rfilename for file in info.siblings if file.lfs} == hub.large
-    for name in ("config.json", model.one):
-        path = api.hf_hub_download("org/name", name, revision=hub.commit, local_dir=tmp_path / "theirs")
-        assert (tmp_path / "theirs" / name).read_bytes() == hub.files[name], path
-    with pytest.raises(theirs.errors.RevisionNotFoundError):
-        api.model_info("org/name", revision="v9")
-    with pytest.raises(theirs.errors.RepositoryNotFoundError):
-        api.model_info("org/other")
-    hub.gated_for = set()
-    with pytest.raises(theirs.errors.GatedRepoError):
-        api.get_hf_file_metadata(url=f"{hub.endpoint}/org/name/resolve/{hub.commit}/config.json")
-
-
-def test_the_model_that_the_readers_open_is_the_one_that_was_sent(hub, model):
-    got = HFFolder.open(fetch_model("hf://org/name").path)
-    assert np.frombuffer(got.read("b"), "<f8").reshape(200, 500)[3, 4] == model.arrays[model.two]["b"][3, 4]
-
-
-def test_the_configuration_alone(hub, model, monkeypatch):
-    """What a plan needs of a model of 140 GB is one small file; the weights come later, and it is not fetched twice."""
-    assert load_model_config("hf://org/name") == {"model_type": "llama"}
-    assert sorted(request.file for request in hub.log) == ["config.json", "main"]
-    hub.log.clear()
-    assert load_model_config(f"hf://org/name@{hub.commit}") == {"model_type": "llama"}
-    assert [request.file for request in hub.log] == [hub.commit], "not all of it is here: the list has to be asked for"
-    got = fetch_model("hf://org/name")
-    assert [request for request in hub.requests("config.json") if request.server == "hub"] == []
-    assert sorted(name for name in os.listdir(got.path) if not name.startswith(".")) == model.wanted
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert load_model_config(f"hf://org/name@{hub.commit}") == {"model_type": "llama"}
-    with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE"):
-        load_model_config("hf://org/name@main")
-
-
-def test_named_chat_templates_come_with_the_model(hub, model):
-    name = "additional_chat_templates/tool_use.jinja"
-    hub.files = {**hub.files, name: b"{{ tools }}", "additional_chat_templates/notes.txt": b"x"}
-    got = fetch_model("hf://org/name")
-    assert HFFolder.open(got.path).tokenizer_files()[name] == b"{{ tools }}"
-    assert os.listdir(got.path / "additional_chat_templates") == ["tool_use.jinja"]
-    hub.log.clear()
-    assert fetch_model(f"hf://org/name@{hub.commit}").path == got.path
-    assert hub.log == []
+    os.environ.pop("HF_TOKEN")
+    with pytest.raises(CheckpointError, match="there is no token: set HF_TOKEN"):
+        upload_to_hub(folder, URL)

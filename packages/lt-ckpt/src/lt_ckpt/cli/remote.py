@@ -37,23 +37,13 @@ def upload(
 
 
 def _upload_to_hub(path: Path, url: str, *, overwrite: bool, dry_run: bool, public: bool) -> None:
-    try:
-        from lt_ckpt.hub.upload import upload_to_hub
-    except ModuleNotFoundError as exc:
-        from lt_ckpt.errors import CheckpointError
+    from lt_ckpt.hub.upload import upload_to_hub
 
-        if (exc.name or "").partition(".")[0] != "huggingface_hub":
-            raise
-        raise CheckpointError(f'{url}: needs huggingface_hub: pip install "lt-ckpt[hub]"') from exc
-
-    with progress_bar(f"reading {path.name}") as progress:
-        report = upload_to_hub(path, url, overwrite=overwrite, public=public, dry_run=dry_run, progress=progress)
-    if report.makes_repository and dry_run:
-        echo(f"would make the {'public' if public else 'private'} repository {report.address.repo}")
+    report = upload_to_hub(path, url, overwrite=overwrite, public=public, dry_run=dry_run)
     if dry_run:
         _echo_plan(str(report.address), report.uploaded, report.skipped, report.n_bytes)
         return
-    moved = _format_transfer("sent", report.uploaded, report.skipped, report.n_bytes, report.seconds)
+    moved = _format_transfer("sent", report.uploaded, report.skipped, report.n_bytes, 0.0)
     at = f", commit {report.commit}" if report.commit else ""
     echo(f"{path} uploaded to {report.address}: {moved}{at}, verified")
 

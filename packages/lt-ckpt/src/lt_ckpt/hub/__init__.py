@@ -1,1 +1,1 @@
-"""Models of a Hugging Face hub as sources, `hf://org/name@revision`."""
+"""Models of a Hugging Face hub, `hf://org/name@revision`, down and up by huggingface_hub."""

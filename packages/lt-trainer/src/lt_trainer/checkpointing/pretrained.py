@@ -25,7 +25,7 @@ import numpy as np
 from lt_ckpt import Source, open_source
 from lt_ckpt.checksums import iter_checksum_errors
 from lt_ckpt.dtypes import cast
-from lt_ckpt.hub.model import Address
+from lt_ckpt.hub.address import Address
 from lt_ckpt.source import TensorReader
 from lt_data import Tokenizer
 from lt_data.tokenizing.files import MODEL_FILE
