@@ -29,10 +29,9 @@ def main() -> None:
 
     manifest = lt_data.prepare(
         options.papers,
+        options=lt_data.SourceOptions(suffixes=[".pdf"], on_bad="skip"),
         tokenizer=options.tokenizer,
         out=options.out / "store",
-        suffixes=[".pdf"],
-        on_bad="skip",
         workers=options.workers,
     )
     print(f"{manifest.documents} papers, {manifest.tokens} tokens; not readable: {dict(manifest.skipped) or 'none'}")

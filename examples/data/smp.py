@@ -27,9 +27,9 @@ def main() -> None:
 
     manifest = lt_data.prepare(
         options.sources,
+        options=lt_data.SourceOptions(tokens_field="input_ids" if options.tokens else None),
         tokenizer=options.tokenizer,
         out=options.out / "store",
-        tokens_field="input_ids" if options.tokens else None,
         bos=not options.tokens,
         eos=not options.tokens,
         workers=options.workers,

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from lt_data.remote.fetching import download
     from lt_data.remote.sending import upload
     from lt_data.sources.document import Document
+    from lt_data.sources.options import SourceOptions
     from lt_data.sources.reader import DocumentReader, read_documents
     from lt_data.store.generations import locate_generation, names_generation
     from lt_data.store.manifest import DocumentTotals, Selection, StoreManifest
@@ -70,6 +71,7 @@ _MODULES = {
     "RowReader": "streaming.rows",
     "Rows": "streaming.rows",
     "Selection": "store.manifest",
+    "SourceOptions": "sources.options",
     "StoreStats": "analysis.stats",
     "StepReport": "analysis.run_inspection",
     "Stream": "streaming.stream",
@@ -131,6 +133,7 @@ __all__ = [
     "RowReader",
     "Rows",
     "Selection",
+    "SourceOptions",
     "StepReport",
     "StoreManifest",
     "StoreStats",

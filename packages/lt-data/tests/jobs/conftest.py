@@ -52,7 +52,7 @@ def options(tokenizer: Tokenizer, chosen: Selection) -> dict[str, Any]:
     return {
         "tokenizer": tokenizer,
         "engine": "hf",
-        "on_bad": "skip",
+        "options": lt_data.SourceOptions(on_bad="skip"),
         "shard_tokens": 150,
         "selection": chosen,
     }

@@ -127,7 +127,7 @@ def check_random(
         options: dict[str, Any] = {
             "tokenizer": tok,
             "engine": "hf",
-            "on_bad": "skip",
+            "options": lt_data.SourceOptions(on_bad="skip"),
             "selection": Selection(drop_duplicates=drop),
             "shard_tokens": shard_tokens,
             "workers": workers,
@@ -341,7 +341,9 @@ def test_too_many_files_are_refused_before_anything_is_written(
 ) -> None:
     monkeypatch.setattr("lt_data.preparation.prepare_documents.MAX_SOURCE_FILES", 8)
     with pytest.raises(DataError, match=r"^sources: 9 files; a store has at most 8: join"):
-        lt_data.prepare_documents(DocumentReader([corpus], on_bad="skip"), tokenizer=tokenizer, out=tmp_path / "store")
+        lt_data.prepare_documents(
+            DocumentReader([corpus], lt_data.SourceOptions(on_bad="skip")), tokenizer=tokenizer, out=tmp_path / "store"
+        )
     assert list(tmp_path.iterdir()) == []
 
 

@@ -124,7 +124,7 @@ def test_a_table_gives_its_columns_without_the_others(
         }
     )
     pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
-    reader = DocumentReader([tmp_path / "x.parquet"], keep_fields=["url", "at", "missing"])
+    reader = DocumentReader([tmp_path / "x.parquet"], lt_data.SourceOptions(keep_fields=["url", "at", "missing"]))
     assert [document.fields for document in reader] == [
         {"url": url, "at": datetime.date(2026, 1, 2)} for url in ("a", None, "c")
     ]
@@ -278,10 +278,13 @@ def test_a_reader_must_keep_the_fields(tmp_path: Path, tokenizer: Tokenizer, cor
     for fields in (False, ["other"]):
         with pytest.raises(DataError, match=r"keep = 'url': the DocumentReader does not keep it"):
             lt_data.prepare_documents(
-                DocumentReader([corpus], keep_fields=fields), tokenizer=tokenizer, out=tmp_path / "s", keep=["url"]
+                DocumentReader([corpus], lt_data.SourceOptions(keep_fields=fields)),
+                tokenizer=tokenizer,
+                out=tmp_path / "s",
+                keep=["url"],
             )
     with pytest.raises(DataError, match=r"keep_fields = 'url': a single name"):
-        DocumentReader([corpus], keep_fields="url")
+        DocumentReader([corpus], lt_data.SourceOptions(keep_fields="url"))
 
 
 @pytest.mark.parametrize(

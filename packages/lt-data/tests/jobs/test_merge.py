@@ -148,7 +148,7 @@ def test_ready_made_ids(fast_path: Path, tokenizer: Tokenizer, contents: Content
         (folder / f"{number}.jsonl").write_text("\n".join(lines), encoding="utf-8")
     options: dict[str, Any] = {
         "tokenizer": tokenizer,
-        "tokens_field": "ids",
+        "options": lt_data.SourceOptions(tokens_field="ids"),
         "selection": Selection(drop_duplicates=True),
         "engine": "hf",
     }
@@ -217,7 +217,7 @@ def test_parts_of_two_jobs(parts: Path, corpus: Path, options: dict[str, Any]) -
         ({"eos": False}, r"eos \(True and False\)"),
         ({"shard_tokens": 77}, r"shard_tokens \(150 and 77\)"),
         ({"selection": Selection()}, "selection "),
-        ({"on_bad": "skip", "text_field": "body"}, "listing of the sources"),
+        ({"options": lt_data.SourceOptions(on_bad="skip", text_field="body")}, "listing of the sources"),
         ({"tokenizer": "other"}, "tokenizer "),
     ],
 )

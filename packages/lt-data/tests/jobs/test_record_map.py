@@ -11,7 +11,17 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from lt_data import DataError, Document, DocumentReader, Tokenizer, TokenStore, merge, prepare, prepare_documents
+from lt_data import (
+    DataError,
+    Document,
+    DocumentReader,
+    SourceOptions,
+    Tokenizer,
+    TokenStore,
+    merge,
+    prepare,
+    prepare_documents,
+)
 from lt_data.__main__ import main
 
 Contents = Callable[[Path], dict[str, bytes]]
@@ -119,7 +129,7 @@ def test_tables_give_all_columns(fast_path: Path, module: str, tokenizer: Tokeni
     else:
         with pa.OSFile("rows.arrow", "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
             writer.write_table(table)
-    reader = DocumentReader([f"rows.{suffix}"], keep_fields=True)
+    reader = DocumentReader([f"rows.{suffix}"], SourceOptions(keep_fields=True))
     assert [document.fields for document in reader] == rows
     assert all(document.fields is None for document in DocumentReader([f"rows.{suffix}"]))
     prepare_documents(
@@ -132,7 +142,7 @@ def test_a_column_that_is_not_text_is_a_bad_row(fast_path: Path) -> None:
     broken = pa.array([b"a", b"\xff"], pa.binary()).view(pa.string())
     pyarrow.parquet.write_table(pa.table({"text": ["one", "two"], "url": broken}), fast_path / "rows.parquet")
     assert len(list(DocumentReader([fast_path / "rows.parquet"]))) == 2
-    reader = DocumentReader([fast_path / "rows.parquet"], keep_fields=True, on_bad="skip")
+    reader = DocumentReader([fast_path / "rows.parquet"], SourceOptions(keep_fields=True, on_bad="skip"))
     assert [document.text for document in reader] == ["one"]
     assert reader.skipped == {"unreadable column": 1}
 
@@ -142,9 +152,9 @@ def test_ids_and_documents_of_the_caller(fast_path: Path, module: str, tokenizer
     Path("ids.jsonl").write_text("\n".join(lines))
     policy: dict[str, Any] = {"tokenizer": tokenizer, "bos": False, "eos": False, "record_map": f"{module}:shorten"}
     with pytest.raises(DataError, match=r"attention_mask is not a list of 2 values"):
-        prepare(["ids.jsonl"], tokens_field="input_ids", out="store", **policy)
+        prepare(["ids.jsonl"], options=SourceOptions(tokens_field="input_ids"), out="store", **policy)
     Path("ids.jsonl").write_text(json.dumps({"input_ids": [5, 6, 7]}))
-    prepare(["ids.jsonl"], tokens_field="input_ids", out="store", **policy)
+    prepare(["ids.jsonl"], options=SourceOptions(tokens_field="input_ids"), out="store", **policy)
     prepare_documents([Document(ids=np.array([5, 6, 7]), source="x")], out="given", **policy)
     for name in ("store", "given"):
         assert TokenStore(name)[0].tolist() == [5, 6]

@@ -135,8 +135,8 @@ def test_what_changed_is_told_in_at_most_80_characters(length: int, shown: str) 
         ({"shard_tokens": 301}, "shard_tokens was 150 and is 301"),
         ({"special_tokens_as": "ids"}, "special_tokens_as was text and is ids"),
         ({"selection": lt_data.Selection(max_tokens=50)}, "max_tokens was 110 and is 50"),
-        ({"on_bad": "error"}, "on_bad was skip and is error"),
-        ({"text_field": "body"}, "listing of the sources was "),
+        ({"options": lt_data.SourceOptions()}, "on_bad was skip and is error"),
+        ({"options": lt_data.SourceOptions(on_bad="skip", text_field="body")}, "listing of the sources was "),
         ({"tokenizer": "other"}, "tokenizer was "),
     ],
 )
@@ -174,7 +174,7 @@ def test_a_job_that_stopped_at_bad_input_goes_on_without_it(
     prepare([fast_path / "in.jsonl"], out=fast_path / "whole", **options)
     out = fast_path / "store"
     with pytest.raises(DataError, match=r"in.jsonl:151: not a JSON value.* finished shards are kept"):
-        prepare([fast_path / "in.jsonl"], out=out, **{**options, "on_bad": "error"})
+        prepare([fast_path / "in.jsonl"], out=out, **{**options, "options": lt_data.SourceOptions()})
     notices: list[str] = []
     prepare([fast_path / "in.jsonl"], out=out, notify=notices.append, **options)
     assert any("resuming after" in notice for notice in notices)
@@ -207,13 +207,13 @@ def test_an_error_in_the_middle_keeps_what_is_finished(
 ) -> None:
     out = fast_path / "store"
     with pytest.raises(DataError, match=r"0\.jsonl:6: .*"):
-        prepare([corpus], out=out, **{**options, "on_bad": "error"})
+        prepare([corpus], out=out, **{**options, "options": lt_data.SourceOptions()})
     assert list(fast_path.iterdir()) == []  # nothing was finished
     (fast_path / "in").mkdir()
     for number in range(8):
         (fast_path / f"in/{number}.txt").write_text(f"{number} some words " * 30, encoding="utf-8")
     (fast_path / "in/7.txt").write_bytes(b"\xff" * 570)
-    few = {**options, "on_bad": "error", "selection": None, "shard_tokens": 300}
+    few = {**options, "options": lt_data.SourceOptions(), "selection": None, "shard_tokens": 300}
     with pytest.raises(
         DataError, match=r"7\.txt: not UTF-8.*\d finished shards are kept in .*store\.building: run the same"
     ):

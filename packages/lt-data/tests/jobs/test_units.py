@@ -15,7 +15,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lt_data import DataError, DocumentReader, Selection, Tokenizer, TokenStore, prepare, prepare_documents
+from lt_data import (
+    DataError,
+    DocumentReader,
+    Selection,
+    SourceOptions,
+    Tokenizer,
+    TokenStore,
+    prepare,
+    prepare_documents,
+)
 
 Contents = Callable[[Path], dict[str, bytes]]
 
@@ -192,8 +201,14 @@ def test_bad_input_is_left_out_by_the_next_call(folder: Path, tmp_path: Path, co
     shutil.copytree(folder / "in", tmp_path / "in")
     bad = tmp_path / "in" / "05.jsonl"
     bad.write_bytes(bad.read_bytes()[:-1] + b"}\n" + b'{"text": "' + b"x" * 5000 + b'"}\n')
-    options = {"tokenizer": folder / "tok", "engine": "hf", "unit_bytes": UNIT_BYTES, "max_document_bytes": 4000}
-    prepare([tmp_path / "in"], out=tmp_path / "skip", on_bad="skip", **options)
+    options = {
+        "tokenizer": folder / "tok",
+        "engine": "hf",
+        "unit_bytes": UNIT_BYTES,
+        "options": SourceOptions(max_document_bytes=4000),
+    }
+    lenient = SourceOptions(max_document_bytes=4000, on_bad="skip")
+    prepare([tmp_path / "in"], **{**options, "out": tmp_path / "skip", "options": lenient})
     run = {**options, "out": tmp_path / "store"}
     with pytest.raises(DataError, match=r"[1-9] of \d units failed"):
         prepare([tmp_path / "in"], **run)
@@ -201,8 +216,8 @@ def test_bad_input_is_left_out_by_the_next_call(folder: Path, tmp_path: Path, co
         TokenStore(tmp_path / "store")
     finished = {path: path.stat().st_mtime_ns for path in (tmp_path / "store" / "units").glob("0*/manifest.json")}
     with pytest.raises(DataError, match="max_document_bytes was 4000 and is 3000"):
-        prepare([tmp_path / "in"], **{**run, "max_document_bytes": 3000})
-    assert sum(prepare([tmp_path / "in"], on_bad="skip", **run).skipped.values()) > 1
+        prepare([tmp_path / "in"], **{**run, "options": SourceOptions(max_document_bytes=3000)})
+    assert sum(prepare([tmp_path / "in"], **{**run, "options": lenient}).skipped.values()) > 1
     assert all(path.stat().st_mtime_ns == before for path, before in finished.items())
     found, expected = contents(tmp_path / "store"), contents(tmp_path / "skip")
     assert found.pop("units/plan.json") != expected.pop("units/plan.json")
@@ -215,9 +230,9 @@ def test_larger_documents_are_read_by_the_next_call(folder: Path, tmp_path: Path
     options = {"tokenizer": folder / "tok", "engine": "hf", "unit_bytes": UNIT_BYTES}
     run = {**options, "out": tmp_path / "store"}
     with pytest.raises(DataError, match=r"units failed.*line of more than 1500 bytes"):
-        prepare([folder / "in"], max_document_bytes=1500, **run)
-    prepare([folder / "in"], max_document_bytes=3000, **run)
-    prepare([folder / "in"], max_document_bytes=3000, out=tmp_path / "whole", **options)
+        prepare([folder / "in"], options=SourceOptions(max_document_bytes=1500), **run)
+    prepare([folder / "in"], options=SourceOptions(max_document_bytes=3000), **run)
+    prepare([folder / "in"], options=SourceOptions(max_document_bytes=3000), out=tmp_path / "whole", **options)
     found, expected = contents(tmp_path / "store"), contents(tmp_path / "whole")
     assert found.pop("units/plan.json") != expected.pop("units/plan.json")
     assert found == expected

@@ -22,6 +22,7 @@ from lt_data import (
     DocumentReader,
     ExportOptions,
     RowReader,
+    SourceOptions,
     TokenStore,
     append,
     export,
@@ -68,7 +69,9 @@ def flat(sources: Path, options_: dict[str, Any], tmp_path_factory: pytest.TempP
     """The store of one process, of the same ranges of files."""
     out = tmp_path_factory.mktemp("flat") / "store"
     options = dict(options_)
-    reader = DocumentReader([sources], on_bad=options.pop("on_bad"), keep_fields=options["keep"]).divided(UNIT_BYTES)
+    reader = DocumentReader(
+        [sources], SourceOptions(on_bad=options.pop("options").on_bad, keep_fields=options["keep"])
+    ).divided(UNIT_BYTES)
     prepare_documents(reader, out=out, **options)
     return TokenStore(out)
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lt_data import DataError, Document, Tokenizer, TokenStore, prepare, prepare_documents
+from lt_data import DataError, Document, SourceOptions, Tokenizer, TokenStore, prepare, prepare_documents
 from lt_data.store.megatron import decode_index
 
 
@@ -159,9 +159,9 @@ def test_sources_are_recorded_and_progress_counts_their_bytes(tmp_path: Path, to
     seen: list[tuple[int, int, str]] = []
     manifest = prepare(
         [tmp_path / "in"],
+        options=SourceOptions(text_field="body"),
         tokenizer=tokenizer,
         out=tmp_path / "deep/er/out",
-        text_field="body",
         progress=lambda *report: seen.append(report),
     )
     assert (manifest.documents, manifest.text_bytes) == (3, 11)

@@ -7,13 +7,13 @@ Standard input: a JSON list of cases, each {"sources", "options", "position", "n
 import json
 import sys
 
-from lt_data import DataError, DocumentReader
+from lt_data import DataError, DocumentReader, SourceOptions
 from lt_data.sources import hub
 
 
 def answer(case: dict) -> dict:
     try:
-        reader = DocumentReader(case["sources"], **case.get("options", {}))
+        reader = DocumentReader(case["sources"], SourceOptions(**case.get("options", {})))
         found = list(reader.documents_from(*case.get("position", (0, 0))))
         answer = {
             "documents": [

@@ -116,7 +116,13 @@ def test_ranks_share_files_of_every_kind(tmp_path: Path, tokenizer: Tokenizer, t
 
     def prepare(out: Path, **more: int) -> lt_data.StoreManifest:
         return lt_data.prepare(
-            [folder], tokenizer=tokenizer, out=out, on_bad="skip", engine="hf", shard_tokens=900, **more
+            [folder],
+            options=lt_data.SourceOptions(on_bad="skip"),
+            tokenizer=tokenizer,
+            out=out,
+            engine="hf",
+            shard_tokens=900,
+            **more,
         )
 
     whole = prepare(tmp_path / "whole")

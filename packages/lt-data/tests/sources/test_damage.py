@@ -13,7 +13,7 @@ from typing import Any
 import fsspec
 import pytest
 
-from lt_data import DataError, DocumentReader, Tokenizer, TokenStore, prepare, read_documents, stats
+from lt_data import DataError, DocumentReader, SourceOptions, Tokenizer, TokenStore, prepare, read_documents, stats
 from lt_data.display.stats_text import format_stats
 from lt_data.store.manifest import read_manifest
 
@@ -52,11 +52,11 @@ def test_members_before_damage_stay_and_nothing_else(
     path = tmp_path / f"x.jsonl{suffix}"
     members = in_members(compress)
     path.write_bytes(b"".join(members))
-    assert [d.text for d in DocumentReader([path], on_bad="skip")] == TEXTS
+    assert [d.text for d in DocumentReader([path], SourceOptions(on_bad="skip"))] == TEXTS
     before = sum(map(len, members[:4]))
     for at in (before + len(members[4]) // 2, before + len(members[4]) - 1, before):
         path.write_bytes(flip(b"".join(members), at))
-        reader = DocumentReader([path], on_bad="skip")
+        reader = DocumentReader([path], SourceOptions(on_bad="skip"))
         assert [d.text for d in reader] == TEXTS[:400]
         assert reader.skipped["damaged file"] == 1
         assert 0 <= reader.skipped[UNCONFIRMED] <= 100
@@ -68,7 +68,7 @@ def test_members_before_damage_stay_and_nothing_else(
 def test_one_member_without_its_end_is_lost_and_counted(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl.gz"
     path.write_bytes(gzip.compress(b"".join(LINES))[:-8])
-    reader = DocumentReader([path], on_bad="skip")
+    reader = DocumentReader([path], SourceOptions(on_bad="skip"))
     assert list(reader) == []
     assert reader.skipped == {"damaged file": 1, UNCONFIRMED: 1000}
     assert reader.skip_examples[UNCONFIRMED] == f"{path}: 1000 records, whose checksum comes after the damage"
@@ -79,9 +79,9 @@ def test_a_line_over_two_members_needs_both(tmp_path: Path) -> None:
     content = b"".join(LINES)
     members = [gzip.compress(content[i : i + 777]) for i in range(0, len(content), 777)]
     path.write_bytes(b"".join(members))
-    assert [d.text for d in DocumentReader([path], on_bad="skip")] == TEXTS
+    assert [d.text for d in DocumentReader([path], SourceOptions(on_bad="skip"))] == TEXTS
     path.write_bytes(flip(b"".join(members), sum(map(len, members[:21])) - 6))  # in the checksum of member 20
-    reader = DocumentReader([path], on_bad="skip")
+    reader = DocumentReader([path], SourceOptions(on_bad="skip"))
     assert [d.text for d in reader] == TEXTS[: content[: 20 * 777].count(b"\n")]
     assert reader.skipped == {"damaged file": 1, UNCONFIRMED: content[20 * 777 : 21 * 777].count(b"\n")}
 
@@ -90,7 +90,7 @@ def test_zeros_between_members_are_padding(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl.gz"
     path.write_bytes((b"\0" * 300_000).join(in_members(gzip.compress)) + b"\0" * 300_000)
     for on_bad in ("error", "skip"):
-        assert [d.text for d in read_documents([path], on_bad=on_bad)] == TEXTS
+        assert [d.text for d in read_documents([path], SourceOptions(on_bad=on_bad))] == TEXTS
     path.write_bytes(b"\0" * 10 + path.read_bytes())
     with pytest.raises(DataError, match="damaged gzip file"):
         list(read_documents([path]))
@@ -108,7 +108,7 @@ def test_frames_that_are_skippable_or_have_unusual_headers(tmp_path: Path) -> No
     frames += [zstd(b""), zstd(b"\n" * 300_000), zstd(b"\n"), skippable]
     path.write_bytes(b"".join(frames))
     for on_bad in ("error", "skip"):
-        reader = DocumentReader([path], on_bad=on_bad)
+        reader = DocumentReader([path], SourceOptions(on_bad=on_bad))
         assert [d.text for d in reader] == TEXTS
         assert reader.source_files().unchecked == {}
     path.write_bytes(path.read_bytes()[:-1])
@@ -122,7 +122,7 @@ def test_a_file_that_changes_between_two_passes(tmp_path: Path, monkeypatch: pyt
     path.write_bytes(gzip.compress(b"".join(LINES), mtime=0))
     other = gzip.compress(b"".join(LINES).replace(b"word", b"wort"), mtime=0)
     other = other[: path.stat().st_size].ljust(path.stat().st_size, b"\0")
-    documents = iter(DocumentReader([path], on_bad="skip"))
+    documents = iter(DocumentReader([path], SourceOptions(on_bad="skip")))
     next(documents)
     path.write_bytes(other)
     os.utime(path, (1, 1))
@@ -134,7 +134,7 @@ def test_a_remote_file_is_confirmed_too(tmp_path: Path) -> None:
     memory = fsspec.filesystem("memory")
     members = in_members(gzip.compress)
     memory.pipe("/damage/x.jsonl.gz", flip(b"".join(members), sum(map(len, members[:6])) - 5))
-    reader = DocumentReader(["memory://damage/x.jsonl.gz"], on_bad="skip")
+    reader = DocumentReader(["memory://damage/x.jsonl.gz"], SourceOptions(on_bad="skip"))
     assert [d.text for d in reader] == TEXTS[:500]
     assert reader.skipped == {"damaged file": 1, UNCONFIRMED: 100}
 
@@ -168,7 +168,7 @@ def test_the_reason_is_told_when_everything_is_skipped(tmp_path: Path, tokenizer
         match=rf"no text in 1 files .* \(1 damaged file, 1000 {UNCONFIRMED}\): {path}: truncated gzip file; .*"
         r"1000 records, whose checksum comes after the damage; check the sources",
     ):
-        prepare([path], tokenizer=tokenizer, out=tmp_path / "store", on_bad="skip")
+        prepare([path], options=SourceOptions(on_bad="skip"), tokenizer=tokenizer, out=tmp_path / "store")
     assert not (tmp_path / "store.building").exists()
 
 
@@ -194,7 +194,7 @@ def test_rows_of_a_damaged_page_are_never_read(tmp_path: Path, version: str) -> 
     path.write_bytes(flip(whole, at, bit=0))
     with pytest.raises(DataError, match=r"x\.parquet: damaged parquet file: .*CRC"):
         list(read_documents([path]))
-    reader = DocumentReader([path], on_bad="skip")
+    reader = DocumentReader([path], SourceOptions(on_bad="skip"))
     found = [d.text for d in reader]
     assert found == TEXTS[: len(found)]
     assert 500 < len(found) < 650
@@ -211,7 +211,7 @@ def test_pages_with_other_numbers_of_rows_than_the_metadata(tmp_path: Path) -> N
     path = tmp_path / "x.parquet"
     whole = parquet(TEXTS[:10], write_page_checksum=True, compression="none", use_dictionary=False)
     path.write_bytes(whole)
-    reader = DocumentReader([path], on_bad="skip")
+    reader = DocumentReader([path], SourceOptions(on_bad="skip"))
     assert [d.text for d in reader] == TEXTS[:10]
     number = whole.rindex(b"\x1c\x15\x14") + 1  # in the header of the last page: num_values = 10
     path.write_bytes(whole[:number] + b"\x15\x12" + whole[number + 2 :])
@@ -234,20 +234,20 @@ def test_the_limit_of_a_document(tmp_path: Path, kind: str) -> None:
         path.write_bytes(parquet(values, row_group_size=1))
     else:
         path.write_bytes({".gz": gzip.compress}.get(path.suffix, bytes)(b"\n".join(lines)))
-    assert len(list(read_documents([path], **field))) == (1 if kind == "x.txt" else 3)
+    assert len(list(read_documents([path], SourceOptions(**field)))) == (1 if kind == "x.txt" else 3)
     with pytest.raises(DataError, match=rf"{kind}([:#]2)?: .* of more than {limit} bytes; .*--max-document-bytes"):
-        list(read_documents([path], max_document_bytes=limit, **field))
-    reader = DocumentReader([path], max_document_bytes=limit, on_bad="skip", **field)
+        list(read_documents([path], SourceOptions(max_document_bytes=limit, **field)))
+    reader = DocumentReader([path], SourceOptions(max_document_bytes=limit, on_bad="skip", **field))
     assert [d.next_record for d in reader] == ([] if kind in ("x.txt", "x.json") else [1, 3])
     assert reader.skipped == {"too large": 1}
     with pytest.raises(DataError, match="max_document_bytes = 0: at least 1"):
-        read_documents([path], max_document_bytes=0)
+        read_documents([path], SourceOptions(max_document_bytes=0))
 
 
 BOMB = """
 import re, sys
-from lt_data import DocumentReader
-reader = DocumentReader([sys.argv[1]], on_bad="skip", max_document_bytes=1 << 22)
+from lt_data import DocumentReader, SourceOptions
+reader = DocumentReader([sys.argv[1]], SourceOptions(on_bad="skip", max_document_bytes=1 << 22))
 n = sum(1 for _ in reader)
 status = open("/proc/self/status", encoding="utf-8").read()
 print(n, dict(reader.skipped), int(re.search(r"VmHWM:\\s*(\\d+) kB", status)[1]) // 1024)
@@ -262,7 +262,7 @@ def test_lists_that_may_repeat_a_value_without_bound_are_not_kept(tmp_path: Path
         writer.write_batch(batch)
     assert [document.text for document in DocumentReader([tmp_path / "rows.arrow"])] == ["a", "b"]
     with pytest.raises(DataError, match="may repeat a value without bound"):
-        list(DocumentReader([tmp_path / "rows.arrow"], keep_fields=["words"]))
+        list(DocumentReader([tmp_path / "rows.arrow"], SourceOptions(keep_fields=["words"])))
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")

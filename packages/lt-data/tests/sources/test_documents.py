@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lt_data import DataError, Document, DocumentReader, read_documents
+from lt_data import DataError, Document, DocumentReader, SourceOptions, read_documents
 
 
 def write(path: Path, content: str | bytes) -> Path:
@@ -74,7 +74,7 @@ def test_byte_order_mark_is_not_text(tmp_path: Path) -> None:
 
 def test_jsonl_without_last_newline_and_with_blank_lines(tmp_path: Path) -> None:
     path = write(tmp_path / "x.jsonl", '\n{"body": "a\\u2028b", "n": 1}\n  \n{"body": ""}')
-    found = list(read_documents([path], text_field="body"))
+    found = list(read_documents([path], SourceOptions(text_field="body")))
     assert found == [
         Document(text="a\u2028b", source=f"{path}:2", record_number=2, next_record=2),
         Document(text="", source=f"{path}:4", record_number=4, next_record=4),
@@ -84,12 +84,12 @@ def test_jsonl_without_last_newline_and_with_blank_lines(tmp_path: Path) -> None
 def test_suffixes_can_be_chosen(tmp_path: Path) -> None:
     write(tmp_path / "a.c", "c")
     write(tmp_path / "a.txt", "t")
-    assert [d.text for d in read_documents([tmp_path], suffixes=[".c"])] == ["c"]
+    assert [d.text for d in read_documents([tmp_path], SourceOptions(suffixes=[".c"]))] == ["c"]
     write(tmp_path / "B.TXT", "B")
-    assert [d.text for d in read_documents([tmp_path], suffixes=[".TXT"])] == ["B", "t"]
+    assert [d.text for d in read_documents([tmp_path], SourceOptions(suffixes=[".TXT"]))] == ["B", "t"]
     for bad in ([], "txt", ["txt"]):
         with pytest.raises(DataError, match="suffixes = "):
-            read_documents([tmp_path], suffixes=bad)
+            read_documents([tmp_path], SourceOptions(suffixes=bad))
 
 
 def test_links_out_of_the_folder_are_not_followed_and_counted(tmp_path: Path) -> None:

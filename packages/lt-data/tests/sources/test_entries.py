@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lt_data import DataError, Tokenizer, prepare
+from lt_data import DataError, SourceOptions, Tokenizer, prepare
 from lt_data.sources.reader import DocumentReader, read_documents
 
 
@@ -19,7 +19,7 @@ def write(path: Path, content: str) -> Path:
 
 
 def names(folder: Path, **options: Any) -> list[str]:
-    return [Path(document.source).name for document in read_documents([folder], **options)]
+    return [Path(document.source).name for document in read_documents([folder], SourceOptions(**options))]
 
 
 def test_hidden_files_are_not_read_and_counted(tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ def test_a_link_to_nothing_is_named(tmp_path: Path, target: str) -> None:
     (tmp_path / "loop.txt").symlink_to(target)
     with pytest.raises(DataError, match=rf"{tmp_path}/loop\.txt: a symbolic link to nothing; remove or correct it"):
         read_documents([tmp_path])
-    reader = DocumentReader([tmp_path], on_bad="skip")
+    reader = DocumentReader([tmp_path], SourceOptions(on_bad="skip"))
     assert [document.text for document in reader] == ["a"]
     assert reader.source_files().skipped_links == 1
     assert reader.notices()[:1] == [f"skipped {tmp_path}/loop.txt: a symbolic link to nothing; remove or correct it"]
@@ -57,7 +57,12 @@ def test_a_pipe_is_refused_at_once(tmp_path: Path, tokenizer: Tokenizer) -> None
         read_documents([folder])
     notices: list[str] = []
     manifest = prepare(
-        [folder], tokenizer=tokenizer, out=tmp_path / "out", engine="hf", on_bad="skip", notify=notices.append
+        [folder],
+        options=SourceOptions(on_bad="skip"),
+        tokenizer=tokenizer,
+        out=tmp_path / "out",
+        engine="hf",
+        notify=notices.append,
     )
     assert manifest.documents == 1
     assert notices == [f"skipped {folder}/b.txt: not a regular file; move it away, or write it to a file"]
@@ -114,7 +119,7 @@ def test_a_saved_dataset_has_its_splits_inside(save: SaveDataset, splits: list[A
     folder = save("data.arrow", splits)
     for source in (str(folder), f"file://{folder}"):
         with pytest.raises(DataError, match=r"dataset_dict\.json: .* is not a folder of this one"):
-            read_documents([source], split=str(splits[0]))
+            read_documents([source], SourceOptions(split=str(splits[0])))
 
 
 @pytest.mark.parametrize("name", ["data.arrow", "state.json"])
@@ -151,7 +156,7 @@ def test_two_columns_of_one_name(tmp_path: Path, kind: str) -> None:
             stream.write_table(table)
     with pytest.raises(DataError, match=rf"two\.{kind}#1: several columns 'text'; rename all but one of them"):
         list(read_documents([path]))
-    reader = DocumentReader([path], on_bad="skip")
+    reader = DocumentReader([path], SourceOptions(on_bad="skip"))
     assert list(reader) == []
     assert reader.skipped == {"two columns of one name": 2}
-    assert [str(document.ids) for document in read_documents([path], tokens_field="n")] == ["[1]", "[2]"]
+    assert [str(document.ids) for document in read_documents([path], SourceOptions(tokens_field="n"))] == ["[1]", "[2]"]

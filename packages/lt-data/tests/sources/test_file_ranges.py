@@ -15,7 +15,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lt_data import DataError, DocumentReader, Tokenizer, TokenStore, prepare
+from lt_data import DataError, DocumentReader, SourceOptions, Tokenizer, TokenStore, prepare
 from lt_data.sources.record import DamagedFileError
 from lt_data.sources.zstd import list_frames
 
@@ -42,8 +42,8 @@ def texts_of(reader: DocumentReader) -> list[str | None]:
 
 def check(path: Path, max_bytes: int, **options: Any) -> DocumentReader:
     """Compare the divided file with the whole; every byte is in the hash of one range."""
-    whole = DocumentReader([path], **options)
-    divided = DocumentReader([path], **options).divided(max_bytes)
+    whole = DocumentReader([path], SourceOptions(**options))
+    divided = DocumentReader([path], SourceOptions(**options)).divided(max_bytes)
     assert texts_of(divided) == texts_of(whole)
     assert divided.skipped == whole.skipped
     assert divided.total_bytes == whole.total_bytes == sum(file.bytes for file in divided.finished_files)
@@ -107,7 +107,7 @@ def test_row_groups(
 
 def test_a_row_group_without_the_column_is_counted_once(tmp_path: Path) -> None:
     pq.write_table(pa.table({"other": ["x"] * 30}), tmp_path / "a.parquet", row_group_size=7)
-    reader = DocumentReader([tmp_path / "a.parquet"], on_bad="skip").divided(1)
+    reader = DocumentReader([tmp_path / "a.parquet"], SourceOptions(on_bad="skip")).divided(1)
     assert (reader.n_files, list(reader), reader.skipped.total()) == (5, [], 30)
 
 
@@ -131,7 +131,7 @@ def test_damage_costs_the_rest_of_its_range(tmp_path: Path) -> None:
     damaged[len(damaged) // 2] ^= 255
     path = tmp_path / "a.jsonl.zst"
     path.write_bytes(frames[0] + bytes(damaged) + frames[2] + frames[3])
-    reader = DocumentReader([path], on_bad="skip").divided(len(frames[0]) + 1)
+    reader = DocumentReader([path], SourceOptions(on_bad="skip")).divided(len(frames[0]) + 1)
     assert reader.n_files == 4
     found = texts_of(reader)
     assert set(found) <= {json.loads(line)["text"] for line in lines}
@@ -155,7 +155,9 @@ def test_what_is_not_divided(tmp_path: Path) -> None:
     (tmp_path / "b.json").write_text(json.dumps([{"text": "x" * 3000}]), encoding="utf-8")
     (tmp_path / "c.jsonl").write_text('{"text": "small"}\n', encoding="utf-8")
     (tmp_path / "d.parquet").write_bytes(b"PAR1" + bytes(2000) + b"PAR1")
-    reader = DocumentReader([tmp_path], suffixes=[".txt", ".json", ".jsonl", ".parquet"], on_bad="skip").divided(100)
+    reader = DocumentReader(
+        [tmp_path], SourceOptions(suffixes=[".txt", ".json", ".jsonl", ".parquet"], on_bad="skip")
+    ).divided(100)
     assert reader.n_files == 4
     assert len(list(reader)) == 3
     assert reader.skipped["damaged file"] == 1

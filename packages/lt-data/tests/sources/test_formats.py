@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lt_data import DataError, Document, DocumentReader, read_documents
+from lt_data import DataError, Document, DocumentReader, SourceOptions, read_documents
 
 TEXTS = ["one", "", "zwei\r\n\x00 東京 🦊", "a\u2028b", "last " * 5000]
 
@@ -145,7 +145,7 @@ IDS_KINDS: dict[str, Callable[[list[list[int]]], bytes]] = {
 def test_ready_made_ids(tmp_path: Path, kind: str) -> None:
     path = tmp_path / kind
     path.write_bytes(IDS_KINDS[kind](IDS))
-    found = list(read_documents([path], tokens_field="input_ids"))
+    found = list(read_documents([path], SourceOptions(tokens_field="input_ids")))
     assert [d.text for d in found] == [None] * 4
     assert [d.ids.tolist() for d in found if d.ids is not None] == IDS
     assert all(d.ids is not None and d.ids.dtype == np.int64 and d.ids.ndim == 1 for d in found)
@@ -164,7 +164,7 @@ def test_id_columns_of_any_width(tmp_path: Path, type_: str) -> None:
         )
         path = tmp_path / f"{name}.parquet"
         path.write_bytes(parquet_of({"tokens": column}))
-        ids = [d.ids for d in read_documents([path], tokens_field="tokens")]
+        ids = [d.ids for d in read_documents([path], SourceOptions(tokens_field="tokens"))]
         assert [i.tolist() for i in ids if i is not None] == column.to_pylist()
 
 
@@ -180,7 +180,7 @@ def test_padding_under_the_attention_mask_is_left_out_and_counted(tmp_path: Path
         parquet_of({name: [row[name] for row in rows] for name in ("input_ids", "attention_mask")})
     )
     for path in sorted(tmp_path.iterdir()):
-        reader = DocumentReader([path], tokens_field="input_ids")
+        reader = DocumentReader([path], SourceOptions(tokens_field="input_ids"))
         assert [d.ids.tolist() for d in reader if d.ids is not None] == [[3, 4], [5], [], [6]]
         assert reader.skipped == {"ids that the attention mask hides": 5}
         for bad in (
@@ -194,7 +194,7 @@ def test_padding_under_the_attention_mask_is_left_out_and_counted(tmp_path: Path
                 else parquet_of({name: [value] for name, value in bad.items()})
             )
             with pytest.raises(DataError, match=rf"bad{path.suffix}[:#]1: attention_mask"):
-                list(read_documents([other], tokens_field="input_ids"))
+                list(read_documents([other], SourceOptions(tokens_field="input_ids")))
             other.unlink()
 
 
@@ -222,7 +222,7 @@ def test_damaged_and_locked_papers(tmp_path: Path, make_pdf: Pdf) -> None:
         list(read_documents([tmp_path]))
     with pytest.raises(DataError, match=r"no\.pdf: pypdf cannot read it"):
         list(read_documents([tmp_path / "no.pdf"]))
-    reader = DocumentReader([tmp_path], on_bad="skip")
+    reader = DocumentReader([tmp_path], SourceOptions(on_bad="skip"))
     assert [d.text for d in reader] == ["Attention is\nall you need"]
     assert reader.skipped == {"encrypted PDF": 1, "damaged PDF": 1}
     assert reader.source_files().files == 3
@@ -241,7 +241,7 @@ def test_any_damage_to_a_paper_is_an_error_of_ours_or_some_text(
         for at in rng.integers(0, len(whole), 4):
             damaged[at] = rng.integers(0, 256)
         path.write_bytes(damaged[: rng.integers(len(whole) // 2, len(whole))] if i % 2 else damaged)
-        reader = DocumentReader([path], on_bad="skip")
+        reader = DocumentReader([path], SourceOptions(on_bad="skip"))
         outcomes[len(list(reader))] += 1
         assert len(list(reader)) + reader.skipped.total() == 1
     assert outcomes[0]
@@ -268,15 +268,15 @@ def test_saved_datasets_are_read_in_the_order_of_their_list(tmp_path: Path, spli
         for split in splits:
             save(tmp_path / "saved" / split, [split, *TEXTS[1:]])
         (tmp_path / "saved/dataset_dict.json").write_text(json.dumps({"splits": splits}))
-        found = [d.text for d in read_documents([tmp_path / "saved"], split="test")]
+        found = [d.text for d in read_documents([tmp_path / "saved"], SourceOptions(split="test"))]
         assert found == [*TEXTS[2:], "test", TEXTS[1]]
         for wrong in (None, "validation", "train[:10%]"):
             with pytest.raises(DataError, match="the splits of this saved dataset are train, test"):
-                read_documents([tmp_path / "saved"], split=wrong)
+                read_documents([tmp_path / "saved"], SourceOptions(split=wrong))
     folder = tmp_path / "saved" / ("" if splits is None else "test")
     (folder / "data-00000-of-00002.arrow").unlink()
     with pytest.raises(DataError, match=r"cannot read .*data-00000-of-00002\.arrow: No such file"):
-        read_documents([tmp_path / "saved"], split=splits and "test")
+        read_documents([tmp_path / "saved"], SourceOptions(split=splits and "test"))
 
 
 @pytest.mark.parametrize(
@@ -328,17 +328,20 @@ def test_a_small_compressed_arrow_file_does_not_fill_the_memory(tmp_path: Path, 
             writer.write(pa.record_batch([texts], names=["text"]))
 
     write(pa.array(["x" * 500, "y" * 400]))
-    assert [len(document.text or "") for document in read_documents([path], max_document_bytes=500)] == [500, 400]
+    assert [len(document.text or "") for document in read_documents([path], SourceOptions(max_document_bytes=500))] == [
+        500,
+        400,
+    ]
     for texts in (pa.array(["x" * 1000, "y" * 1000, "z" * 1000]), pa.array(["x" * 3000, "y"]).dictionary_encode()):
         write(texts)
         with pytest.raises(DataError, match=r"arrow batch of \d+ bytes without compression; write it in smaller"):
-            list(read_documents([path], max_document_bytes=500))
+            list(read_documents([path], SourceOptions(max_document_bytes=500)))
     write(pa.array(["x" * (1 << 24)]))
     assert path.stat().st_size < 1 << 17
     before = pa.total_allocated_bytes()
     peak = pa.default_memory_pool().max_memory()
     with pytest.raises(DataError, match="arrow batch of"):
-        list(read_documents([path], max_document_bytes=1 << 20))
+        list(read_documents([path], SourceOptions(max_document_bytes=1 << 20)))
     assert (pa.total_allocated_bytes(), pa.default_memory_pool().max_memory()) == (before, peak)
 
 

@@ -266,7 +266,7 @@ def test_no_token_goes_to_a_proxy(hub, answers: dict[str, dict[str, Any]]) -> No
 
 
 def test_folders_that_datasets_saved(answers: dict[str, dict[str, Any]]) -> None:
-    from lt_data import DocumentReader
+    from lt_data import DocumentReader, SourceOptions
 
     folder, shuffled = Path(answers["saved"]["folder"]), answers["saved"]["shuffled"]
     reader = DocumentReader([folder / "plain"])
@@ -274,8 +274,8 @@ def test_folders_that_datasets_saved(answers: dict[str, dict[str, Any]]) -> None
     assert reader.n_files == 3
     assert [d.text for d in reader.documents_from(1, 2)] == TRAIN[9:]
     assert [d.text for d in DocumentReader([folder / "shuffled"])] == shuffled != TRAIN[:10]
-    assert [d.text for d in DocumentReader([folder / "several"], split="train")] == TRAIN
-    assert [d.text for d in DocumentReader([folder / "several"], split="test")] == [TRAIN[3]]
+    assert [d.text for d in DocumentReader([folder / "several"], SourceOptions(split="train"))] == TRAIN
+    assert [d.text for d in DocumentReader([folder / "several"], SourceOptions(split="test"))] == [TRAIN[3]]
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lt_data import DataError, DocumentReader, read_documents
+from lt_data import DataError, DocumentReader, SourceOptions, read_documents
 
 GOOD = b'{"text": "good"}\n'
 
@@ -70,7 +70,7 @@ def test_bad_lines(tmp_path: Path, line: bytes, reason: str, message: str, packe
     path.write_bytes({"": bytes, ".gz": gzip.compress, ".zst": zstandard_of}[packed](content))
     with pytest.raises(DataError, match=rf"x\.jsonl{packed}:2: {message}.*give on_bad='skip' \(--on-bad skip\)$"):
         list(read_documents([path]))
-    reader = DocumentReader([path], on_bad="skip")
+    reader = DocumentReader([path], SourceOptions(on_bad="skip"))
     assert [(d.text, d.next_record, d.source) for d in reader] == [("good", 1, f"{path}:1"), ("good", 3, f"{path}:3")]
     assert reader.skipped == {reason: 2}
     assert list(reader.skip_examples) == [reason]
@@ -85,8 +85,8 @@ def test_bad_ids(tmp_path: Path, value: str) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text(f'{{"input_ids": [1]}}\n{{"input_ids": {value}}}\n{{"input_ids": [2]}}\n')
     with pytest.raises(DataError, match=r"x\.jsonl:2: field 'input_ids' is not a list of whole numbers from 0 to"):
-        list(read_documents([path], tokens_field="input_ids"))
-    reader = DocumentReader([path], tokens_field="input_ids", on_bad="skip")
+        list(read_documents([path], SourceOptions(tokens_field="input_ids")))
+    reader = DocumentReader([path], SourceOptions(tokens_field="input_ids", on_bad="skip"))
     assert [d.ids.tolist() for d in reader if d.ids is not None] == [[1], [2]]
     assert reader.skipped == {"not a list of ids": 1}
 
@@ -94,7 +94,7 @@ def test_bad_ids(tmp_path: Path, value: str) -> None:
 def test_the_highest_id(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text(f'{{"tokens": [0, {2**31 - 1}]}}')
     (tmp_path / "x.parquet").write_bytes(parquet_of({"tokens": [[0, 2**31 - 1]]}))
-    found = [d.ids for d in read_documents([tmp_path], tokens_field="tokens")]
+    found = [d.ids for d in read_documents([tmp_path], SourceOptions(tokens_field="tokens"))]
     assert [ids.tolist() for ids in found if ids is not None] == [[0, 2**31 - 1]] * 2
 
 
@@ -113,7 +113,7 @@ def test_bad_ids_in_columns(tmp_path: Path) -> None:
     for name, column in columns.items():
         path = tmp_path / f"{name}.parquet"
         path.write_bytes(parquet_of({"tokens": column}))
-        reader = DocumentReader([path], tokens_field="tokens", on_bad="skip")
+        reader = DocumentReader([path], SourceOptions(tokens_field="tokens", on_bad="skip"))
         kept = [d.ids.tolist() for d in reader if d.ids is not None]
         all_bad = name in ("float", "text", "number")
         reason = "null" if name == "null" else "not a list of ids"
@@ -121,7 +121,7 @@ def test_bad_ids_in_columns(tmp_path: Path) -> None:
         said = reason.removesuffix(" of ids")
         message = rf"{name}\.parquet#{1 if all_bad else 2}: field 'tokens' is {said}.*\(--on-bad skip\)$"
         with pytest.raises(DataError, match=message):
-            list(read_documents([path], tokens_field="tokens"))
+            list(read_documents([path], SourceOptions(tokens_field="tokens")))
 
 
 def test_bad_strings_in_columns(tmp_path: Path) -> None:
@@ -132,13 +132,13 @@ def test_bad_strings_in_columns(tmp_path: Path) -> None:
     path.write_bytes(parquet_of({"text": text}))
     with pytest.raises(DataError, match=r"x\.parquet#2: not UTF-8 at byte 0"):
         list(read_documents([path]))
-    reader = DocumentReader([path], on_bad="skip")
+    reader = DocumentReader([path], SourceOptions(on_bad="skip"))
     assert [(d.text, d.next_record) for d in reader] == [("good", 1), ("good", 4)]
     assert reader.skipped == {"not UTF-8": 1, "null": 1}
     path.write_bytes(parquet_of({"text": list(range(300)), "n": list(range(300))}))
     with pytest.raises(DataError, match=r"x\.parquet#1: field 'text' holds int64, not a string"):
         list(read_documents([path]))
-    reader = DocumentReader([path], on_bad="skip")
+    reader = DocumentReader([path], SourceOptions(on_bad="skip"))
     assert list(reader) == []
     assert reader.skipped == {"not a string": 300}
 
@@ -155,7 +155,7 @@ def test_a_table_without_the_column(tmp_path: Path, suffix: str) -> None:
             writer.write_batch(pa.record_batch({"body": ["b"]}))
     with pytest.raises(DataError, match=rf"x{suffix}#1: no field 'text' \(found fields 'body'"):
         list(read_documents([path]))
-    reader = DocumentReader([path], on_bad="skip")
+    reader = DocumentReader([path], SourceOptions(on_bad="skip"))
     assert list(reader) == []
     assert reader.skipped == {"no field 'text'": 2}
     assert list(reader.documents_from(0, 1)) == []
@@ -186,7 +186,7 @@ def test_a_file_that_is_cut_off_anywhere_is_an_error(tmp_path: Path, kind: str) 
         path.write_bytes(whole[:cut])
         with pytest.raises(DataError, match=rf"{kind}: .*({message}).*again; .*\(--on-bad skip\)$"):
             list(read_documents([path]))
-        reader = DocumentReader([path, tmp_path / "y.txt"], on_bad="skip")
+        reader = DocumentReader([path, tmp_path / "y.txt"], SourceOptions(on_bad="skip"))
         found = [d.text for d in reader]
         assert found[-1] == "after it"
         assert found[:-1] == everything[: len(found) - 1]
@@ -218,7 +218,7 @@ def test_a_big_file_that_is_damaged_early_is_hashed_whole(tmp_path: Path, kind: 
     packed[300_000] ^= 0x55
     path = tmp_path / kind
     path.write_bytes(packed)
-    reader = DocumentReader([path], on_bad="skip")
+    reader = DocumentReader([path], SourceOptions(on_bad="skip"))
     assert list(reader) == []
     assert reader.skipped["damaged file"] == 1
     assert 0 < reader.skipped["unconfirmed before damage"] <= len(letters) // 1000
@@ -239,7 +239,7 @@ def test_a_broken_array_is_a_damaged_file(tmp_path: Path, array: str) -> None:
     path.write_bytes(array.encode("latin-1"))
     with pytest.raises(DataError, match=r"x\.json: not (a JSON value|UTF-8)"):
         list(read_documents([path]))
-    reader = DocumentReader([path], on_bad="skip")
+    reader = DocumentReader([path], SourceOptions(on_bad="skip"))
     assert list(reader) == []
     assert reader.skipped == {"damaged file": 1}
 
@@ -247,7 +247,7 @@ def test_a_broken_array_is_a_damaged_file(tmp_path: Path, array: str) -> None:
 def test_bad_records_of_an_array_are_counted_one_by_one(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_text('\ufeff [{"text": "a"}, 3, {"text": "\\ud800"}, {"text": "d"}]')
-    reader = DocumentReader([path], on_bad="skip")
+    reader = DocumentReader([path], SourceOptions(on_bad="skip"))
     assert [(d.text, d.source) for d in reader] == [("a", f"{path}:1"), ("d", f"{path}:4")]
     assert reader.skipped == {"not a record": 1, "half of a surrogate pair": 1}
 
@@ -258,7 +258,7 @@ def test_a_bad_text_file(tmp_path: Path) -> None:
     (tmp_path / "c.txt").write_bytes(b"good")
     with pytest.raises(DataError, match=rf"{tmp_path}/a\.txt: not UTF-8 at byte 3 \(.*iconv; .*\(--on-bad skip\)$"):
         list(read_documents([tmp_path]))
-    reader = DocumentReader([tmp_path], on_bad="skip")
+    reader = DocumentReader([tmp_path], SourceOptions(on_bad="skip"))
     assert [d.text for d in reader] == ["good"]
     assert reader.skipped == {"not UTF-8": 2}
 
@@ -267,7 +267,7 @@ def test_what_is_kept_as_it_is(tmp_path: Path) -> None:
     text = "a\r\nb\x00c\rd\n\n\ufeffe"
     (tmp_path / "a.txt").write_bytes(text.encode())
     (tmp_path / "b.jsonl").write_bytes(b"\xef\xbb\xbf" + json.dumps({"text": text}).encode() + b"\r\n\r\n \t\r\n")
-    reader = DocumentReader([tmp_path], on_bad="skip")
+    reader = DocumentReader([tmp_path], SourceOptions(on_bad="skip"))
     assert [d.text for d in reader] == [text, text]
     assert not reader.skipped
 
@@ -278,7 +278,9 @@ def test_empty_files(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(b""))
     (tmp_path / "e.json").write_bytes(b"[]")
     (tmp_path / "f.parquet").write_bytes(parquet_of({"text": []}))
-    reader = DocumentReader([tmp_path], suffixes=[".txt", ".jsonl", ".json", ".jsonl.gz", ".parquet"], on_bad="skip")
+    reader = DocumentReader(
+        [tmp_path], SourceOptions(suffixes=[".txt", ".jsonl", ".json", ".jsonl.gz", ".parquet"], on_bad="skip")
+    )
     # An empty text file is an empty document; a column without rows has no type, and no row that could be bad.
     assert [(d.text, d.file_index) for d in reader] == [("", 0)]
     assert not reader.skipped
@@ -299,7 +301,7 @@ def test_errors_of_the_disk_are_never_skipped(tmp_path: Path, monkeypatch: pytes
     def refuse(*_: object, **__: object) -> None:
         raise OSError(5, "Input/output error", str(path))
 
-    reader = DocumentReader([path], on_bad="skip")
+    reader = DocumentReader([path], SourceOptions(on_bad="skip"))
     monkeypatch.setattr("os.open", refuse)
     with pytest.raises(DataError, match=rf"cannot read {path}: Input/output error; the disk reports an error"):
         list(reader)
@@ -314,7 +316,7 @@ def test_a_file_that_changes_after_it_was_listed_is_never_skipped(tmp_path: Path
     path = tmp_path / name
     path.write_bytes(GOOD * 2)
     for content in (GOOD, GOOD * 3):
-        reader = DocumentReader([path], on_bad="skip")
+        reader = DocumentReader([path], SourceOptions(on_bad="skip"))
         path.write_bytes(content)
         with pytest.raises(DataError, match=rf"{name}: \d+ bytes read of a file that had \d+ when it was listed"):
             list(reader)
@@ -328,7 +330,7 @@ def test_options_are_checked() -> None:
         ({"suffixes": ["txt"]}, "suffixes = "),
     ):
         with pytest.raises(DataError, match=message):
-            DocumentReader([], **wrong)  # pyright: ignore[reportArgumentType]
+            SourceOptions(**wrong)  # pyright: ignore[reportArgumentType]
 
 
 def test_files_that_a_folder_holds_besides_are_told(tmp_path: Path) -> None:
@@ -353,7 +355,7 @@ def test_json_of_a_folder_is_read_packed_or_not(tmp_path: Path, content: bytes) 
     for packed, pack in (("", bytes), (".gz", gzip.compress), (".zst", zstandard_of)):
         for kind in (".json", ".ndjson") if content.startswith(b"{") else (".json",):
             (tmp_path / f"x{kind}{packed}").write_bytes(pack(content))
-    reader = DocumentReader([tmp_path], text_field="body")
+    reader = DocumentReader([tmp_path], SourceOptions(text_field="body"))
     assert [d.text for d in reader] == ["a", "b"] * reader.n_files
     assert (reader.n_files, reader.notices()) == (len(list(tmp_path.iterdir())), [])
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from lt_data import DataError, DocumentReader
+from lt_data import DataError, DocumentReader, SourceOptions
 
 CI_TRIALS = 150
 TRIALS = int(os.environ.get("LT_FUZZ", "10000"))
@@ -83,7 +83,7 @@ def _damage(rng: random.Random, whole: bytes) -> bytes:
 def _check(path: Path, kind: str, parts: list[bytes], damaged: bytes) -> str:
     """Read a damaged file in both ways; return its fate."""
     path.write_bytes(damaged)
-    reader = DocumentReader([path], on_bad="skip")
+    reader = DocumentReader([path], SourceOptions(on_bad="skip"))
     found = [document.text for document in reader]
     (file,) = reader.finished_files
     assert (file.bytes, file.sha256) == (len(damaged), hashlib.sha256(damaged).hexdigest())

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from lt_data import DataError, DocumentReader, read_documents
+from lt_data import DataError, DocumentReader, SourceOptions, read_documents
 
 TEXTS = [f"document {i} é" for i in range(2000)]
 LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
@@ -139,7 +139,7 @@ def test_http_faults(web: Web) -> None:
 def test_a_transfer_that_is_cut_off_is_never_skipped(web: Web, name: str, cut: int, ranges: bool) -> None:
     web.ranges = ranges
     web.files = {"x.jsonl": LINES, "x.parquet": parquet(), "x.jsonl.gz": gzip.compress(LINES)}
-    reader = DocumentReader([web.url(f"{name}?signature=secret")], on_bad="skip")
+    reader = DocumentReader([web.url(f"{name}?signature=secret")], SourceOptions(on_bad="skip"))
     web.cut = cut
     with pytest.raises(DataError, match=name) as caught:
         list(reader)
@@ -222,7 +222,7 @@ def test_s3(s3, tmp_path: Path) -> None:
         with pytest.raises(DataError, match=f"cannot read {wrong}: .*"):
             read_documents([wrong])
     s3.pipe("bucket/gone.jsonl", LINES)
-    gone = DocumentReader(["s3://bucket/gone.jsonl"], on_bad="skip")
+    gone = DocumentReader(["s3://bucket/gone.jsonl"], SourceOptions(on_bad="skip"))
     s3.rm("bucket/gone.jsonl")
     with pytest.raises(DataError, match=r"cannot read s3://bucket/gone\.jsonl: .*"):
         list(gone)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lt_data import DataError, Document, DocumentReader
+from lt_data import DataError, Document, DocumentReader, SourceOptions
 from lt_data.sources.reader import summarize_sources
 from lt_data.store.source_files import SourceFile
 
@@ -60,7 +60,7 @@ def test_nothing_is_lost_from_any_point_and_in_any_parts(
 ) -> None:
     folder = tmp_path_factory.mktemp("walk")
     texts, bad = write_files(folder, files)
-    whole = DocumentReader([folder], on_bad="skip")
+    whole = DocumentReader([folder], SourceOptions(on_bad="skip"))
     found = list(whole)
     assert [d.text for d in found] == texts
     assert whole.skipped.total() == bad
@@ -86,7 +86,7 @@ def test_nothing_is_lost_from_any_point_and_in_any_parts(
 def test_counts_at_a_document_are_those_up_to_it(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{\n{"text": "1"}\n{\n{"text": "2"}\n{\n')
     (tmp_path / "b.jsonl").write_text('{"text": "3"}\n')
-    reader = DocumentReader([tmp_path], on_bad="skip")
+    reader = DocumentReader([tmp_path], SourceOptions(on_bad="skip"))
     assert [(d.text, reader.skipped.total(), len(reader.finished_files)) for d in reader] == [
         ("1", 1, 0),
         ("2", 2, 0),
@@ -144,7 +144,7 @@ def test_the_fingerprint_tells_listings_and_options_apart(tmp_path: Path) -> Non
     (folder / "b.jsonl").write_text("{}")
 
     def fingerprint(**options: object) -> str:
-        return DocumentReader([folder], **options).fingerprint  # pyright: ignore[reportArgumentType]
+        return DocumentReader([folder], SourceOptions(**options)).fingerprint  # pyright: ignore[reportArgumentType]
 
     first = fingerprint()
     assert first == fingerprint() == fingerprint(on_bad="skip"), "a job goes on without what it has stopped at"
@@ -155,7 +155,7 @@ def test_the_fingerprint_tells_listings_and_options_apart(tmp_path: Path) -> Non
         DocumentReader([folder]).part(0, 1).fingerprint,
         DocumentReader([folder]).part(0, 2).fingerprint,
         DocumentReader([folder]).part(1, 2).fingerprint,
-        DocumentReader([folder / "a.txt", folder / "b.jsonl"], text_field="x").fingerprint,
+        DocumentReader([folder / "a.txt", folder / "b.jsonl"], SourceOptions(text_field="x")).fingerprint,
     ]
     (folder / "a.txt").write_text("three")
     others.append(fingerprint())

@@ -45,19 +45,22 @@ def train_tokenizer(
 ) -> None:
     """Train a byte-level BPE tokenizer."""
     from lt_data.display.progress_bars import progress_bar
+    from lt_data.sources.options import SUFFIXES, SourceOptions
     from lt_data.sources.reader import DocumentReader
     from lt_data.tokenizing.tokenizer import check_empty_folder, train_bpe
 
     check_empty_folder(out)
     reader = DocumentReader(
         sources,
-        suffixes=suffix,
-        text_field=text_field,
-        on_bad=cast("OnBad", on_bad),
-        config=config,
-        split=split,
-        revision=revision,
-        streaming=streaming,
+        SourceOptions(
+            suffixes=suffix or SUFFIXES,
+            text_field=text_field,
+            on_bad=cast("OnBad", on_bad),
+            config=config,
+            split=split,
+            revision=revision,
+            streaming=streaming,
+        ),
     )
     with progress_bar("read") as report:
         texts = (document.as_text() for document in reader)

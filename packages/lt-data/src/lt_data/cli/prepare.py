@@ -141,6 +141,7 @@ def prepare(
     from lt_data import strict_json
     from lt_data.display.progress_bars import progress_bar
     from lt_data.display.terminal import echo, echo_error
+    from lt_data.sources.options import SUFFIXES
 
     selection = lt_data.Selection(
         min_characters=min_chars,
@@ -164,15 +165,17 @@ def prepare(
             record_map=map_,
             map_args=None if map_args is None else strict_json.load_object(map_args, "--map-args", "give an object"),
             keep=[field for fields in keep or () for field in fields.split(",")],
-            suffixes=suffix,
-            text_field=text_field,
-            tokens_field=tokens_field,
-            on_bad=cast("OnBad", on_bad),
-            max_document_bytes=max_document_bytes,
-            config=config,
-            split=split,
-            revision=revision,
-            streaming=streaming,
+            options=lt_data.SourceOptions(
+                suffixes=suffix or SUFFIXES,
+                text_field=text_field,
+                tokens_field=tokens_field,
+                on_bad=cast("OnBad", on_bad),
+                max_document_bytes=max_document_bytes,
+                config=config,
+                split=split,
+                revision=revision,
+                streaming=streaming,
+            ),
             part_index=part,
             num_parts=num_parts,
             unit_bytes=unit_bytes,
@@ -237,6 +240,7 @@ def append(
     import lt_data
     from lt_data.display.progress_bars import progress_bar
     from lt_data.display.terminal import echo, echo_error
+    from lt_data.sources.options import SUFFIXES
 
     with progress_bar("append") as report:
         manifest = lt_data.append(
@@ -244,15 +248,17 @@ def append(
             sources,
             workers=workers,
             engine=cast("EngineRequest", engine),
-            suffixes=suffix,
-            text_field=text_field,
-            tokens_field=tokens_field,
-            on_bad=cast("OnBad", on_bad),
-            max_document_bytes=max_document_bytes,
-            config=config,
-            split=split,
-            revision=revision,
-            streaming=streaming,
+            options=lt_data.SourceOptions(
+                suffixes=suffix or SUFFIXES,
+                text_field=text_field,
+                tokens_field=tokens_field,
+                on_bad=cast("OnBad", on_bad),
+                max_document_bytes=max_document_bytes,
+                config=config,
+                split=split,
+                revision=revision,
+                streaming=streaming,
+            ),
             no_resume=no_resume,
             progress=report,
             notify=echo_error,

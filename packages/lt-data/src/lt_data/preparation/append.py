@@ -11,6 +11,7 @@ of 1024 shards or more an index, is written.
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from lt_data.errors import DataError
@@ -18,7 +19,7 @@ from lt_data.preparation.build_folder import SUFFIX, open_build_folder
 from lt_data.preparation.prepare_documents import prepare_documents
 from lt_data.preparation.record_map import load_record_map
 from lt_data.progress import NoticeCallback, Progress, no_notice, no_progress
-from lt_data.sources.options import DEFAULT_MAX_DOCUMENT_BYTES, OnBad
+from lt_data.sources.options import SourceOptions
 from lt_data.sources.reader import DocumentReader
 from lt_data.storage import fsync_folder, make_folder_synced, translate_os_errors, write_file
 from lt_data.store.combined_manifest import LoadedPart
@@ -44,15 +45,7 @@ def append(
     *,
     engine: EngineRequest = "auto",
     workers: int = 1,
-    suffixes: Sequence[str] | None = None,
-    text_field: str = "text",
-    tokens_field: str | None = None,
-    on_bad: OnBad = "error",
-    max_document_bytes: int = DEFAULT_MAX_DOCUMENT_BYTES,
-    config: str | None = None,
-    split: str | None = None,
-    revision: str | None = None,
-    streaming: bool = False,
+    options: SourceOptions | None = None,
     no_resume: bool = False,
     progress: Progress = no_progress,
     notify: NoticeCallback = no_notice,
@@ -66,15 +59,7 @@ def append(
         sources: files, folders, fsspec URLs and datasets; this and the other options are those of `prepare`.
         engine: tokenizer engine.
         workers: worker processes.
-        suffixes: suffixes of the files to read in a folder.
-        text_field: field or column of the text.
-        tokens_field: field or column of ids, instead of text.
-        on_bad: "error" raises at bad input, "skip" leaves it out and counts it.
-        max_document_bytes: largest document.
-        config: configuration of a hub dataset.
-        split: split of a dataset.
-        revision: commit, branch or tag of a hub dataset.
-        streaming: read a hub dataset without storing it on disk.
+        options: field of the text or ids, suffixes, bad input, hub datasets.
         no_resume: discard an interrupted call.
         progress: called with the source bytes encoded.
         notify: called with notices for the user.
@@ -99,16 +84,7 @@ def append(
         )
     reader = DocumentReader(
         sources,
-        suffixes=suffixes,
-        text_field=text_field,
-        tokens_field=tokens_field,
-        on_bad=on_bad,
-        max_document_bytes=max_document_bytes,
-        config=config,
-        split=split,
-        revision=revision,
-        streaming=streaming,
-        keep_fields=True if base.map else [column.name for column in base.columns],
+        replace(options or SourceOptions(), keep_fields=True if base.map else [column.name for column in base.columns]),
     )
     record_map = load_record_map(base.map.function, base.map.arguments, reader) if base.map else None
     if record_map is not None and record_map.info != base.map:

@@ -6,6 +6,7 @@ are those of lt_data.preparation.prepare_documents.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from lt_data.preparation.record_map import load_record_map
 from lt_data.preparation.tasks import BuildTasks
 from lt_data.preparation.units import UnitJob, run_units
 from lt_data.progress import NoticeCallback, Progress, no_notice, no_progress
-from lt_data.sources.options import DEFAULT_MAX_DOCUMENT_BYTES, OnBad
+from lt_data.sources.options import SourceOptions
 from lt_data.sources.reader import DocumentReader
 from lt_data.store.document_columns import parse_columns
 from lt_data.store.manifest import (
@@ -51,15 +52,7 @@ def prepare(
     record_map: str | None = None,
     map_args: Mapping[str, Any] | None = None,
     keep: Sequence[str] = (),
-    suffixes: Sequence[str] | None = None,
-    text_field: str = "text",
-    tokens_field: str | None = None,
-    on_bad: OnBad = "error",
-    max_document_bytes: int = DEFAULT_MAX_DOCUMENT_BYTES,
-    config: str | None = None,
-    split: str | None = None,
-    revision: str | None = None,
-    streaming: bool = False,
+    options: SourceOptions | None = None,
     part_index: int = 0,
     num_parts: int = 1,
     unit_bytes: int | None = None,
@@ -92,15 +85,7 @@ def prepare(
         map_args: further arguments of that function, by name: JSON values, which the manifest records.
         keep: fields or columns of each record, after the map, to keep beside the document: "url" as text, or "n:int",
             "score:float", "safe:bool".
-        suffixes: suffixes of the files to read in a folder.
-        text_field: field or column of the text.
-        tokens_field: field or column of ids, instead of text.
-        on_bad: "error" raises at bad input, "skip" leaves it out and counts it.
-        max_document_bytes: largest document, in bytes of its line, text file or table value; larger ones are bad input.
-        config: configuration of a hub dataset.
-        split: split of a dataset.
-        revision: commit, branch or tag of a hub dataset.
-        streaming: read a hub dataset without storing it on disk.
+        options: field of the text or ids, suffixes, bad input, hub datasets.
         part_index: part of the job to prepare, from 0. It is written to `part_folder(out, part_index, num_parts)`.
         num_parts: number of parts, which several machines can prepare and `lt_data.merge` joins.
         unit_bytes: prepare units of about so many bytes of the sources, files or ranges of large ones
@@ -130,16 +115,10 @@ def prepare(
         )
     reader = DocumentReader(
         sources,
-        suffixes=suffixes,
-        text_field=text_field,
-        tokens_field=tokens_field,
-        on_bad=on_bad,
-        max_document_bytes=max_document_bytes,
-        config=config,
-        split=split,
-        revision=revision,
-        streaming=streaming,
-        keep_fields=True if record_map is not None else [column.name for column in parse_columns(keep)],
+        replace(
+            options or SourceOptions(),
+            keep_fields=True if record_map is not None else [column.name for column in parse_columns(keep)],
+        ),
     )
     tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer.load(tokenizer)  # once for all units
     if unit_bytes is not None:

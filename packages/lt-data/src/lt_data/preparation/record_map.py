@@ -23,7 +23,7 @@ from lt_data import strict_json
 from lt_data.errors import DataError
 from lt_data.sources.document import Document
 from lt_data.sources.fields import TOKEN_FIELDS, extract_value
-from lt_data.sources.options import ReadOptions
+from lt_data.sources.options import SourceOptions
 from lt_data.sources.reader import DocumentReader
 from lt_data.sources.record import BadRecord
 from lt_data.storage import translate_os_errors
@@ -52,7 +52,7 @@ class RecordMap:
         info: its name, arguments and hash, for the manifest.
     """
 
-    def __init__(self, function: Callable[..., Any], info: RecordMapInfo, options: ReadOptions) -> None:
+    def __init__(self, function: Callable[..., Any], info: RecordMapInfo, options: SourceOptions) -> None:
         """Use a function; `load_record_map` imports one.
 
         Args:
@@ -139,7 +139,7 @@ def load_record_map(
     if _imported.setdefault(name, sha256) != sha256:
         raise DataError(f"{at}: its code was changed after it was imported; start Python again")
     info = RecordMapInfo(function=function, arguments=info_arguments, sha256=sha256)
-    return RecordMap(value, info, reader.options if reader else ReadOptions())
+    return RecordMap(value, info, reader.options if reader else SourceOptions())
 
 
 def _check_arguments(arguments: Mapping[str, Any], at: str) -> dict[str, Any]:

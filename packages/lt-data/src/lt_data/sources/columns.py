@@ -9,7 +9,7 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 from lt_data.sources.fields import ATTENTION_MASK, missing_field, null_field, strip_padding
-from lt_data.sources.options import ReadOptions
+from lt_data.sources.options import SourceOptions
 from lt_data.sources.record import BadRecord, SourceRecord, too_large
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ BATCH_ROWS = 128  # rows decoded at a time: the memory per file, besides pyarrow
 BATCH_BYTES = 1 << 26  # of the values of rows decoded at a time, if each is as large as the values that they share
 
 
-def select_columns(names: list[str], options: ReadOptions) -> list[str] | BadRecord:
+def select_columns(names: list[str], options: SourceOptions) -> list[str] | BadRecord:
     """Return the columns to read, or a `BadRecord` if the requested one is missing."""
     name = options.tokens_field or options.text_field
     if name not in names:
@@ -78,7 +78,7 @@ def _repeats_values(kind: Any) -> bool:
     return any((is_list and _shares_values(part)) or _repeats_values(part) for part in inner)
 
 
-def iter_records(table: Any, options: ReadOptions, first: int) -> Iterator[SourceRecord]:
+def iter_records(table: Any, options: SourceOptions, first: int) -> Iterator[SourceRecord]:
     """Yield the records of a table.
 
     Args:
@@ -99,7 +99,7 @@ def iter_records(table: Any, options: ReadOptions, first: int) -> Iterator[Sourc
         yield SourceRecord(number, number, value, masked, None if isinstance(fields, BadRecord) else fields)
 
 
-def _kept_columns(names: list[str], options: ReadOptions) -> list[str]:
+def _kept_columns(names: list[str], options: SourceOptions) -> list[str]:
     kept = options.keep_fields
     return [name for name in names if kept is True or (kept and name in kept)]
 

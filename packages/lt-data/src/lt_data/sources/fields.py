@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lt_data.sources.options import ReadOptions
+from lt_data.sources.options import SourceOptions
 from lt_data.sources.record import BadRecord
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ ATTENTION_MASK = "attention_mask"
 TOKEN_FIELDS = ("input_ids", "tokens")  # usual names of ids
 
 
-def extract_value(record: Any, options: ReadOptions) -> "tuple[str | np.ndarray | BadRecord, int]":
+def extract_value(record: Any, options: SourceOptions) -> "tuple[str | np.ndarray | BadRecord, int]":
     """Extract the text or ids of a record.
 
     Args:

@@ -30,7 +30,7 @@ from lt_data.sources.hashing_reader import (
     write_time,
 )
 from lt_data.sources.json_lines import read_jsonl
-from lt_data.sources.options import ReadOptions
+from lt_data.sources.options import SourceOptions
 from lt_data.sources.parquet import list_row_groups, read_parquet
 from lt_data.sources.record import ChangedFileError, DamagedFileError, SourceRecord
 from lt_data.sources.source_unit import ListedFile, SourceUnit
@@ -127,7 +127,7 @@ class LineRange:
         """Stored bytes of the range."""
         return self.end - self.begin
 
-    def records(self, options: ReadOptions, start: int, counter: HashingCounter) -> Iterator[SourceRecord]:
+    def records(self, options: SourceOptions, start: int, counter: HashingCounter) -> Iterator[SourceRecord]:
         """Yield the records from index `start` on; the counter covers the bytes of the range.
 
         Raises:
@@ -202,7 +202,7 @@ class RowGroupRange:
         """Stored bytes of the range."""
         return self.end - self.begin
 
-    def records(self, options: ReadOptions, start: int, counter: HashingCounter) -> Iterator[SourceRecord]:
+    def records(self, options: SourceOptions, start: int, counter: HashingCounter) -> Iterator[SourceRecord]:
         """Yield the records from index `start` of the file on; the counter covers the bytes of the range.
 
         Raises:

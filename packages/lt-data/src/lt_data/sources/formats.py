@@ -12,13 +12,13 @@ from typing import BinaryIO
 from lt_data.sources.decompression import COMPRESSIONS, decompress_stream
 from lt_data.sources.hashing_reader import BUFFER_BYTES, HashingCounter, hash_stream, open_at, open_seekable
 from lt_data.sources.json_lines import read_json, read_jsonl
-from lt_data.sources.options import ReadOptions
+from lt_data.sources.options import SourceOptions
 from lt_data.sources.parquet import read_arrow, read_parquet
 from lt_data.sources.pdf import read_pdf
 from lt_data.sources.record import DamagedFileError, SourceRecord
 from lt_data.sources.text import read_text
 
-_StreamReader = Callable[[io.BufferedIOBase, ReadOptions, int], Iterator[SourceRecord]]
+_StreamReader = Callable[[io.BufferedIOBase, SourceOptions, int], Iterator[SourceRecord]]
 _STREAM_READERS: dict[str, tuple[str, _StreamReader]] = {
     ".jsonl": ("jsonl", read_jsonl),
     ".ndjson": ("jsonl", read_jsonl),
@@ -26,14 +26,14 @@ _STREAM_READERS: dict[str, tuple[str, _StreamReader]] = {
     ".pdf": ("pdf", read_pdf),
 }
 _TEXT: tuple[str, _StreamReader] = ("text", read_text)
-_SEEKABLE_READERS: dict[str, Callable[[BinaryIO, ReadOptions, int, HashingCounter], Iterator[SourceRecord]]] = {
+_SEEKABLE_READERS: dict[str, Callable[[BinaryIO, SourceOptions, int, HashingCounter], Iterator[SourceRecord]]] = {
     ".parquet": read_parquet,
     ".arrow": read_arrow,
 }
 
 
 def read_file(
-    file: BinaryIO, name: str, options: ReadOptions, start: int, counter: HashingCounter, *, local: bool
+    file: BinaryIO, name: str, options: SourceOptions, start: int, counter: HashingCounter, *, local: bool
 ) -> Iterator[SourceRecord]:
     """Yield the records of a file from index `start` on.
 

@@ -17,7 +17,7 @@ from urllib.parse import parse_qsl, quote, urlsplit
 from lt_data.errors import DataError
 from lt_data.sources.columns import BATCH_ROWS, iter_records, select_columns
 from lt_data.sources.hashing_reader import HashingCounter
-from lt_data.sources.options import ReadOptions
+from lt_data.sources.options import SourceOptions
 from lt_data.sources.record import BadRecord, SourceRecord
 from lt_data.sources.transfer_errors import library_errors, translate_answer_errors
 
@@ -48,7 +48,7 @@ class HubRows:
         """Name in the manifest."""
         return self.name
 
-    def records(self, options: ReadOptions, start: int, counter: HashingCounter) -> Iterator[SourceRecord]:
+    def records(self, options: SourceOptions, start: int, counter: HashingCounter) -> Iterator[SourceRecord]:
         """Yield the rows from index `start` of the range on; all of them are hashed."""
         row = self.first
         counter.unchecked = "hub"
@@ -67,7 +67,7 @@ class HubRows:
                 row += table.num_rows
 
 
-def list_hub_dataset(url: str, options: ReadOptions) -> list[HubRows]:
+def list_hub_dataset(url: str, options: SourceOptions) -> list[HubRows]:
     """List the row ranges of a hub dataset, in order.
 
     Args:
@@ -107,7 +107,7 @@ def list_hub_dataset(url: str, options: ReadOptions) -> list[HubRows]:
 
 
 def _list_streaming(
-    datasets: Any, name: str, repo: str, commit: str | None, split: str, options: ReadOptions
+    datasets: Any, name: str, repo: str, commit: str | None, split: str, options: SourceOptions
 ) -> list[HubRows]:
     plain, bounds = _parse_slice(datasets, name, repo, options.config, commit, split)
     stream = datasets.load_dataset(
@@ -129,7 +129,7 @@ def _list_streaming(
     ]
 
 
-def _parse_url(url: str, options: ReadOptions) -> tuple[str, ReadOptions]:
+def _parse_url(url: str, options: SourceOptions) -> tuple[str, SourceOptions]:
     parts = urlsplit(url)
     given = dict(parse_qsl(parts.query, keep_blank_values=True))
     repo, _, revision = (parts.netloc + parts.path).strip("/").partition("@")
@@ -192,7 +192,7 @@ def _parse_slice(
     return plain, (absolute.from_, absolute.to)
 
 
-def _select_columns(name: str, available: list[str], options: ReadOptions) -> list[str]:
+def _select_columns(name: str, available: list[str], options: SourceOptions) -> list[str]:
     columns = select_columns(available, options)
     if isinstance(columns, BadRecord):
         raise DataError(f"{name}: {columns.message}")

@@ -13,14 +13,14 @@ from typing import Any
 
 from lt_data.sources.fields import extract_value
 from lt_data.sources.hashing_reader import BUFFER_BYTES
-from lt_data.sources.options import ReadOptions
+from lt_data.sources.options import SourceOptions
 from lt_data.sources.record import BadRecord, DamagedFileError, SourceRecord, check_surrogates, decode_utf8, too_large
 
 BOM = b"\xef\xbb\xbf"
 
 
 def read_jsonl(
-    stream: io.BufferedIOBase, options: ReadOptions, start: int, *, has_first: bool = True
+    stream: io.BufferedIOBase, options: SourceOptions, start: int, *, has_first: bool = True
 ) -> Iterator[SourceRecord]:
     """Yield the records of JSON lines; record n is line n + 1, the file's if `has_first`."""
     number = 0
@@ -90,7 +90,7 @@ def remove_bom(content: bytearray) -> bytearray:
     return content
 
 
-def read_json(stream: io.BufferedIOBase, options: ReadOptions, start: int) -> Iterator[SourceRecord]:
+def read_json(stream: io.BufferedIOBase, options: SourceOptions, start: int) -> Iterator[SourceRecord]:
     """Yield the records of a `.json` file: JSON lines, or one array of records."""
     head = stream.peek(64) if isinstance(stream, io.BufferedReader) else b""
     if not head.removeprefix(BOM).lstrip().startswith(b"["):
@@ -112,7 +112,7 @@ def read_json(stream: io.BufferedIOBase, options: ReadOptions, start: int) -> It
             yield _make_record(value, options, number)
 
 
-def _make_record(value: Any, options: ReadOptions, number: int) -> SourceRecord:
+def _make_record(value: Any, options: SourceOptions, number: int) -> SourceRecord:
     fields = value if options.keep_fields and isinstance(value, dict) else None
     value, masked = extract_value(value, options)
     value = check_surrogates(value) if isinstance(value, str) else value

@@ -17,7 +17,7 @@ from typing import Any
 from lt_data.errors import DataError
 from lt_data.file_names import redact_url
 from lt_data.sources.hub import HUB_SCHEME, list_hub_dataset
-from lt_data.sources.options import SKIP_REMEDY, ReadOptions
+from lt_data.sources.options import SKIP_REMEDY, SourceOptions
 from lt_data.sources.saved_dataset import list_arrow_files
 from lt_data.sources.source_unit import ListedFile, SourceUnit
 from lt_data.sources.transfer_errors import translate_answer_errors, translate_transfer_errors
@@ -45,7 +45,7 @@ class SourceListing:
     unreadable_files: list[str] = field(default_factory=list)
     _begins: list[tuple[int, str]] = field(default_factory=list)
 
-    def add(self, source: str, options: ReadOptions) -> None:
+    def add(self, source: str, options: SourceOptions) -> None:
         """Add a source.
 
         Raises:
@@ -76,7 +76,7 @@ class SourceListing:
                 own[key] = source
             found |= own
 
-    def _list(self, source: str, options: ReadOptions) -> None:
+    def _list(self, source: str, options: SourceOptions) -> None:
         if source.startswith(HUB_SCHEME) and not source.startswith(f"{HUB_SCHEME}datasets/"):
             self.units.extend(list_hub_dataset(source, options))
         elif "://" in source:
@@ -84,7 +84,7 @@ class SourceListing:
         else:
             self.units.extend(self._list_local(source, options))
 
-    def _list_local(self, source: str, options: ReadOptions) -> Iterator[SourceUnit]:
+    def _list_local(self, source: str, options: SourceOptions) -> Iterator[SourceUnit]:
         with translate_os_errors("read", source):
             kind = os.stat(source)
         if stat.S_ISREG(kind.st_mode):
@@ -96,7 +96,7 @@ class SourceListing:
         else:
             yield from self._list_folder(source, options)
 
-    def _list_folder(self, root: str, options: ReadOptions) -> Iterator[SourceUnit]:
+    def _list_folder(self, root: str, options: SourceOptions) -> Iterator[SourceUnit]:
         real_root = os.path.realpath(root)
         files: list[tuple[str, ListedFile]] = []
 
@@ -125,7 +125,7 @@ class SourceListing:
         self.ignored_files += Counter()  # without zeros
         yield from (listed for _, listed in sorted(files, key=lambda pair: os.fsencode(pair[0])))
 
-    def _list_url(self, url: str, options: ReadOptions) -> Iterator[SourceUnit]:
+    def _list_url(self, url: str, options: SourceOptions) -> Iterator[SourceUnit]:
         from fsspec.core import url_to_fs  # imported here: slow, and most corpora are local
 
         shown = redact_url(url)
@@ -160,12 +160,12 @@ class SourceListing:
                 name = redact_url(filesystem.unstrip_protocol(path))
                 yield ListedFile(name=name, size=files[path].get("size"), path=path, filesystem=filesystem)
 
-    def _handle_bad(self, message: str, options: ReadOptions) -> None:
+    def _handle_bad(self, message: str, options: SourceOptions) -> None:
         if options.on_bad == "error":
             raise DataError(message + SKIP_REMEDY)
         self.unreadable_files.append(message)
 
-    def _has_suffix(self, name: str, options: ReadOptions) -> bool:
+    def _has_suffix(self, name: str, options: SourceOptions) -> bool:
         matches = name.lower().endswith(tuple(options.suffixes))
         if not matches:
             self.ignored_files[PurePosixPath(name).suffix.lower() or PurePosixPath(name).name] += 1
@@ -181,7 +181,7 @@ def _make_options(url: str) -> dict[str, Any]:
     return {"hf": {"token": choose_library_token()}}
 
 
-def _list_local_saved_dataset(root: str, options: ReadOptions) -> list[SourceUnit] | None:
+def _list_local_saved_dataset(root: str, options: SourceOptions) -> list[SourceUnit] | None:
     """Return the files of a local folder that `datasets` saved, or None if it is not one."""
 
     def read(name: str) -> bytes | None:
@@ -198,7 +198,7 @@ def _list_local_saved_dataset(root: str, options: ReadOptions) -> list[SourceUni
 
 
 def _list_remote_saved_dataset(
-    shown: str, root: str, filesystem: Any, files: dict[str, Any], options: ReadOptions
+    shown: str, root: str, filesystem: Any, files: dict[str, Any], options: SourceOptions
 ) -> list[str] | None:
     """Return the file paths of a remote folder that `datasets` saved, or None if it is not one."""
 

@@ -1,4 +1,4 @@
-"""Read options, validated on construction."""
+"""Options of reading sources, validated on construction."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -35,8 +35,10 @@ SUFFIXES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReadOptions:
-    """Read options of sources.
+class SourceOptions:
+    """Options of reading sources.
+
+        prepare(["corpus.jsonl"], tokenizer="tokenizer", out="store", options=SourceOptions(text_field="content"))
 
     Attributes:
         suffixes: suffixes of the files to read in a folder, case-insensitive; a file given by name is always read.
@@ -67,7 +69,7 @@ class ReadOptions:
 
     def __post_init__(self) -> None:
         suffixes = self.suffixes
-        if isinstance(suffixes, str) or not suffixes or not all(suffix.startswith(".") for suffix in suffixes):
+        if isinstance(suffixes, str) or not suffixes or not all(each.startswith(".") for each in suffixes):
             raise DataError(f"suffixes = {suffixes!r}: give a list such as ['.txt', '.jsonl']")
         if self.on_bad not in get_args(OnBad):
             raise DataError(f"on_bad = {self.on_bad!r}: choose error or skip")

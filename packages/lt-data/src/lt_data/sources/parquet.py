@@ -13,7 +13,7 @@ from lt_data.errors import DataError
 from lt_data.sources.arrow_messages import check_sizes
 from lt_data.sources.columns import count_rows_to_decode, count_shared_bytes, iter_records, select_columns
 from lt_data.sources.hashing_reader import HashingCounter
-from lt_data.sources.options import ReadOptions
+from lt_data.sources.options import SourceOptions
 from lt_data.sources.parquet_pages import read_pages
 from lt_data.sources.record import BadRecord, DamagedFileError, SourceRecord, too_large
 
@@ -49,7 +49,7 @@ def _first_byte(column: Any) -> int:
 
 
 def read_parquet(
-    file: BinaryIO, options: ReadOptions, start: int, counter: HashingCounter, *, groups: range | None = None
+    file: BinaryIO, options: SourceOptions, start: int, counter: HashingCounter, *, groups: range | None = None
 ) -> Iterator[SourceRecord]:
     """Yield the rows of a parquet file, or of some of its row groups, from row `start` of the file on."""
     _require_pyarrow("parquet")
@@ -93,7 +93,7 @@ def _leaf_columns(schema: Any, names: list[str]) -> list[int]:
     return [i for i, path in enumerate(paths) if any(path == name or path.startswith(f"{name}.") for name in names)]
 
 
-def read_arrow(file: BinaryIO, options: ReadOptions, start: int, counter: HashingCounter) -> Iterator[SourceRecord]:
+def read_arrow(file: BinaryIO, options: SourceOptions, start: int, counter: HashingCounter) -> Iterator[SourceRecord]:
     """Yield the rows of an Arrow stream or file."""
     _require_pyarrow("arrow")
     counter.unchecked = "arrow"
@@ -139,7 +139,7 @@ def _validate_batch(pa: Any, batch: Any) -> Any:
     return batch
 
 
-def _batch_records(batch: Any, options: ReadOptions, first: int, start: int) -> Iterator[SourceRecord]:
+def _batch_records(batch: Any, options: SourceOptions, first: int, start: int) -> Iterator[SourceRecord]:
     """Yield the records of a batch that begins at row `first`, from row `start` on."""
     before = max(0, start - first)
     if before < batch.num_rows:

@@ -11,7 +11,7 @@ from typing import Any
 
 from lt_data.errors import DataError
 from lt_data.sources.json_lines import read_whole
-from lt_data.sources.options import ReadOptions
+from lt_data.sources.options import SourceOptions
 from lt_data.sources.record import BadRecord, SourceRecord, check_surrogates, too_large
 
 # On a damaged file pypdf may raise any of these.
@@ -28,7 +28,7 @@ _FAULTS = (
 )
 
 
-def read_pdf(stream: io.BufferedIOBase, options: ReadOptions, start: int) -> Iterator[SourceRecord]:
+def read_pdf(stream: io.BufferedIOBase, options: SourceOptions, start: int) -> Iterator[SourceRecord]:
     """Yield the single record of a PDF file."""
     try:
         import pypdf

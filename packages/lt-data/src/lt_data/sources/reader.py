@@ -21,7 +21,7 @@ from lt_data.sources.document import Document
 from lt_data.sources.file_ranges import divide
 from lt_data.sources.hashing_reader import HashedPrefix, HashingCounter
 from lt_data.sources.listing import SourceListing
-from lt_data.sources.options import DEFAULT_MAX_DOCUMENT_BYTES, SKIP_REMEDY, OnBad, ReadOptions
+from lt_data.sources.options import SKIP_REMEDY, SourceOptions
 from lt_data.sources.record import BadRecord, ChangedFileError, DamagedFileError, SourceRecord
 from lt_data.sources.source_unit import SourceUnit
 from lt_data.store.document_sources import encode_source_files, format_source
@@ -32,32 +32,12 @@ UNCONFIRMED = "unconfirmed before damage"
 """Reason of records that are left out because the checksum that would confirm them comes after the damage."""
 
 
-def read_documents(
-    sources: Sequence[str | Path],
-    *,
-    suffixes: Sequence[str] | None = None,
-    text_field: str = "text",
-    tokens_field: str | None = None,
-    on_bad: OnBad = "error",
-    max_document_bytes: int = DEFAULT_MAX_DOCUMENT_BYTES,
-    config: str | None = None,
-    split: str | None = None,
-    revision: str | None = None,
-    streaming: bool = False,
-) -> Iterator[Document]:
+def read_documents(sources: Sequence[str | Path], options: SourceOptions | None = None) -> Iterator[Document]:
     """Yield the documents of sources in order, including empty ones.
 
     Args:
         sources: files, folders, fsspec URLs and datasets, read in the given order.
-        suffixes: suffixes of the files to read in a folder; a file given by name is always read.
-        text_field: field or column of the text.
-        tokens_field: field or column of ids; replaces `text_field`.
-        on_bad: "error" raises at bad input, "skip" leaves it out; a `DocumentReader` counts it.
-        max_document_bytes: largest document, in bytes of its line, text file or table value; larger ones are bad input.
-        config: configuration of a hub dataset.
-        split: split of a dataset, such as `train[:10%]`.
-        revision: commit, branch or tag of a hub dataset.
-        streaming: read a hub dataset without storing it on disk.
+        options: read options.
 
     Returns:
         An iterator; the sources have been listed and checked when this function returns.
@@ -65,19 +45,7 @@ def read_documents(
     Raises:
         DataError: see `DocumentReader`.
     """
-    reader = DocumentReader(
-        sources,
-        suffixes=suffixes,
-        text_field=text_field,
-        tokens_field=tokens_field,
-        on_bad=on_bad,
-        max_document_bytes=max_document_bytes,
-        config=config,
-        split=split,
-        revision=revision,
-        streaming=streaming,
-    )
-    return iter(reader)
+    return iter(DocumentReader(sources, options))
 
 
 class DocumentReader:
@@ -98,36 +66,10 @@ class DocumentReader:
             UTF-8, a line is broken or has no such field; the message names the file (and the line).
     """
 
-    def __init__(
-        self,
-        sources: Sequence[str | Path],
-        *,
-        suffixes: Sequence[str] | None = None,
-        text_field: str = "text",
-        tokens_field: str | None = None,
-        on_bad: OnBad = "error",
-        max_document_bytes: int = DEFAULT_MAX_DOCUMENT_BYTES,
-        config: str | None = None,
-        split: str | None = None,
-        revision: str | None = None,
-        streaming: bool = False,
-        keep_fields: bool | Sequence[str] = False,
-    ) -> None:
+    def __init__(self, sources: Sequence[str | Path], options: SourceOptions | None = None) -> None:
         if isinstance(sources, str | Path):
             raise DataError(f"sources = {str(sources)[:80]!r}: a single path; pass a list of paths")
-        chosen = {} if suffixes is None else {"suffixes": suffixes}
-        self.options = ReadOptions(
-            text_field=text_field,
-            tokens_field=tokens_field,
-            on_bad=on_bad,
-            max_document_bytes=max_document_bytes,
-            config=config,
-            split=split,
-            revision=revision,
-            streaming=streaming,
-            keep_fields=keep_fields,
-            **chosen,
-        )
+        self.options = options or SourceOptions()
         self._listing = SourceListing()
         for source in sources:
             self._listing.add(str(source), self.options)

@@ -11,7 +11,7 @@ from lt_data.errors import DataError
 from lt_data.file_names import to_portable_name
 from lt_data.sources.formats import read_file
 from lt_data.sources.hashing_reader import HashingCounter
-from lt_data.sources.options import ReadOptions
+from lt_data.sources.options import SourceOptions
 from lt_data.sources.record import DamagedFileError, SourceRecord
 from lt_data.sources.transfer_errors import translate_transfer_errors
 from lt_data.storage import open_regular, translate_os_errors
@@ -35,7 +35,7 @@ class SourceUnit(Protocol):
         """Approximate bytes; None if unknown before reading."""
         ...
 
-    def records(self, options: ReadOptions, start: int, counter: HashingCounter) -> Iterator[SourceRecord]:
+    def records(self, options: SourceOptions, start: int, counter: HashingCounter) -> Iterator[SourceRecord]:
         """Yield the records from index `start` on; the counter covers the whole unit.
 
         Raises:
@@ -67,7 +67,7 @@ class ListedFile:
         """Name in the manifest, the same under every locale."""
         return to_portable_name(self.name) if self.filesystem is None else self.name
 
-    def records(self, options: ReadOptions, start: int, counter: HashingCounter) -> Iterator[SourceRecord]:
+    def records(self, options: SourceOptions, start: int, counter: HashingCounter) -> Iterator[SourceRecord]:
         """Yield the records of the file from index `start` on; the counter covers all of its bytes.
 
         Raises:

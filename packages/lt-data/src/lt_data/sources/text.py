@@ -4,11 +4,11 @@ import io
 from collections.abc import Iterator
 
 from lt_data.sources.json_lines import read_whole, remove_bom
-from lt_data.sources.options import ReadOptions
+from lt_data.sources.options import SourceOptions
 from lt_data.sources.record import BadRecord, SourceRecord, decode_utf8
 
 
-def read_text(stream: io.BufferedIOBase, options: ReadOptions, start: int) -> Iterator[SourceRecord]:
+def read_text(stream: io.BufferedIOBase, options: SourceOptions, start: int) -> Iterator[SourceRecord]:
     """Yield the single record of a text file."""
     if start == 0:
         content = read_whole(stream, options.max_document_bytes, "text")
