@@ -35,7 +35,7 @@ def main() -> None:
         done = export(store, out=rows, options=ExportOptions(to="litespark", seq_len=options.seq_len))
         print(f"{done.samples} rows of {options.seq_len + 1} tokens, {done.padding} of padding, in {rows}")
     if options.upload:
-        from lt_data.remote.sending import upload
+        from lt_data.remote.upload import upload
 
         sent = upload(rows, options.upload)
         print(f"{len(sent.sent)} files sent to {sent.url}, {len(sent.kept)} were there")

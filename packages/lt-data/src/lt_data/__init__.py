@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from lt_data.preparation.record_map import LeftOut
     from lt_data.preparation.split import split
     from lt_data.progress import Progress
-    from lt_data.remote.fetching import download
-    from lt_data.remote.sending import upload
+    from lt_data.remote.download import download
+    from lt_data.remote.upload import upload
     from lt_data.sources.document import Document
     from lt_data.sources.options import SourceOptions
     from lt_data.sources.reader import DocumentReader, read_documents
@@ -81,7 +81,7 @@ _MODULES = {
     "TokenStore": "store.token_store",
     "Tokenizer": "tokenizing.tokenizer",
     "append": "preparation.append",
-    "download": "remote.fetching",
+    "download": "remote.download",
     "export": "exports.export",
     "import_tokens": "exports.import_tokens",
     "inspect_batch": "analysis.inspection",
@@ -103,7 +103,7 @@ _MODULES = {
     "stats": "analysis.stats",
     "steps_per_epoch": "analysis.steps",
     "train_bpe": "tokenizing.tokenizer",
-    "upload": "remote.sending",
+    "upload": "remote.upload",
     "verify": "analysis.verification",
     "write_report": "display.report",
 }

@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 import lt_data
 from lt_data import DataError, RowReader, Selection, Stream, Tokenizer, TokenStore
 from lt_data.cli import app
-from lt_data.remote.outgoing import of_folder
 from lt_data.store.joined import find_generation
 
 Contents = Callable[[Path], dict[str, bytes]]
@@ -185,24 +184,6 @@ def test_a_killed_append_is_finished_by_the_same_command(
 def test_append_killed_at_every_call(base: Path, fast_path: Path, texts: list[str], contents: Contents) -> None:
     kills = _check_kills(base, fast_path, texts, contents, [*range(1, 120)])
     assert 40 < kills < 119  # the last calls were not reached
-
-
-def test_upload_sends_the_newest_generation_with_its_packs(base: Path, fast_path: Path, texts: list[str]) -> None:
-    lt_data.pack(TokenStore(base), seq_len=32)
-    _append(base, _write(fast_path, "more", texts[22:]))
-    store = TokenStore(base)
-    lt_data.pack(store, seq_len=64)
-    parcel, sent = of_folder(base), fast_path / "sent"
-    for name in parcel.sizes:
-        (sent / name).parent.mkdir(parents=True, exist_ok=True)
-        with parcel.open(name) as file:
-            (sent / name).write_bytes(file.read())
-    assert parcel.manifest is not None
-    (sent / "manifest.json").write_bytes(parcel.manifest)
-    flat = TokenStore(sent)
-    assert flat.manifest.fingerprint == store.manifest.fingerprint
-    assert lt_data.verify(flat) == []
-    assert [path.name for path in (sent / "packs").iterdir()] == ["bfd-64"]
 
 
 def test_the_command_appends(base: Path, fast_path: Path, texts: list[str]) -> None:

@@ -5,7 +5,6 @@ import json
 import os
 import pickle
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -349,36 +348,6 @@ def test_the_command_joins(stores: Path) -> None:
     store = TokenStore(stores)
     assert result.exit_code == 0
     assert result.output.startswith(f"{store.n_documents} documents, {store.n_tokens} tokens")
-
-
-def test_upload_makes_a_flat_store(stores: Path, make_parcel: Callable[[Path], Path], tmp_path: Path) -> None:
-    lt_data.join(stores, _paths(stores))
-    joined = TokenStore(stores)
-    lt_data.pack(joined, seq_len=64)
-    flat = TokenStore(make_parcel(stores))
-    assert flat.manifest.fingerprint == joined.manifest.fingerprint
-    assert flat.manifest.sources.files == joined.manifest.sources.files
-    assert lt_data.verify(flat) == []
-    lt_data.open_pack(flat, seq_len=64)
-
-
-@pytest.fixture
-def make_parcel(tmp_path: Path) -> Callable[[Path], Path]:
-    """Writes what an upload of a folder sends to another folder."""
-    from lt_data.remote.outgoing import of_folder
-
-    def copy(folder: Path) -> Path:
-        parcel, out = of_folder(folder), tmp_path / "sent"
-        for name, size in parcel.sizes.items():
-            (out / name).parent.mkdir(parents=True, exist_ok=True)
-            with parcel.open(name) as file:
-                (out / name).write_bytes(file.read())
-            assert (out / name).stat().st_size == size
-        assert parcel.manifest is not None
-        (out / "manifest.json").write_bytes(parcel.manifest)
-        return out
-
-    return copy
 
 
 def test_encoding_is_stable(stores: Path) -> None:

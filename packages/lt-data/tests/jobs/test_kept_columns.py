@@ -19,7 +19,6 @@ from lt_data.display.stats_text import format_stats
 from lt_data.preparation.join import join
 from lt_data.preparation.split import split
 from lt_data.preparation.store_writer import remove_unrecorded
-from lt_data.remote.outgoing import of_folder
 from lt_data.store.document_columns import make_row, parse_columns
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
@@ -175,11 +174,6 @@ def test_split_and_join_keep_the_columns(tmp_path: Path, tokenizer: Tokenizer) -
     join(tmp_path, [tmp_path / "a", tmp_path / "b"])
     joined = check_store(tmp_path)
     assert [column["n"] for column in kept(joined)] == [record["n"] for record in records]
-    sent = of_folder(tmp_path)  # as one flat store
-    assert {"shards/00000.arrow", "shards/00001.arrow"} <= set(sent.sizes)
-    for name, sha256 in sent.hashes.items():
-        with sent.open(name) as file:
-            assert hashlib.sha256(file.read()).hexdigest() == sha256
     split(joined, holdout="30%", train=tmp_path / "train", validation=tmp_path / "validation")
     both = [check_store(tmp_path / side) for side in ("train", "validation")]
     assert [len(kept(side)) > 5 for side in both] == [True, True]

@@ -1,4 +1,4 @@
-"""Folders of data in S3: upload, download, and token stores that are read from there block by block.
+"""Folders of data in S3: upload, download, and token stores that are read from there.
 
-`s3.py` is the one module that knows boto3; the others speak of folders, files and blocks.
+`s3_folder.py` is the one module that knows boto3; the others speak of folders, files and lists of files.
 """

@@ -8,21 +8,30 @@ Cost: each byte is fetched and written once, and read once.
 """
 
 import fcntl
+import hashlib
 import os
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 
 from lt_data.errors import DataError
 from lt_data.progress import Progress, no_progress
-from lt_data.remote.file_list import LIST, MAX_LIST_BYTES, DamagedError, FileList, decode_list
+from lt_data.remote.file_list import (
+    LIST,
+    MAX_LIST_BYTES,
+    DamagedError,
+    FileList,
+    ListedFile,
+    decode_list,
+    store_hashes,
+)
 from lt_data.remote.s3_folder import S3Folder
 from lt_data.remote.threads import Meter, pool_of
 from lt_data.storage import find_link, fsync, fsync_folder, fsync_tree, make_folder_synced, translate_os_errors
+from lt_data.store.manifest import MANIFEST_FILE as MANIFEST
 
 _FILES = 4  # at a time; each by several connections
 
@@ -45,16 +54,34 @@ class Downloaded:
 
 
 def read_list(source: S3Folder) -> FileList:
-    """Return the list of the files of a folder in S3.
+    """Return the list of the files of a folder in S3: the one that `upload` leaves.
+
+    Of a token store that another program has copied, the files that its manifest names: all but packs.
 
     Raises:
         RemoteError: S3 refuses or cannot be reached.
         DataError: nothing whole is there: no upload has ended.
     """
     content = source.read(LIST, MAX_LIST_BYTES)
-    if content is None:
+    if content is not None:
+        return decode_list(content, f"{source.url}/{LIST}")
+    content, at = source.read(MANIFEST, MAX_LIST_BYTES), f"{source.url}/{MANIFEST}"
+    hashes = {} if content is None else store_hashes(content, at)
+    if content is None or not hashes:
         raise DataError(f"{source.url}: there is no {LIST}: an upload that has not ended, or something else")
-    return decode_list(content, f"{source.url}/{LIST}")
+    sizes = source.objects()
+    files = {name: ListedFile(sizes.get(name, -1), sha256) for name, sha256 in hashes.items()}
+    files[MANIFEST] = ListedFile(len(content), hashlib.sha256(content).hexdigest())
+    return FileList(source=at, files=files, last=(MANIFEST,))
+
+
+def check_whole(source: S3Folder, listed: FileList) -> None:
+    """Raise DamagedError unless every file of a list is there with its size: one request for 1000 objects."""
+    there = source.objects()
+    if wrong := [name for name, file in listed.files.items() if there.get(name) != file.n_bytes]:
+        raise DamagedError(
+            f"{source.url}: {len(wrong)} objects are missing or cut ({wrong[0]}); upload the folder again"
+        )
 
 
 def download(
@@ -84,12 +111,8 @@ def download(
             raise DataError(f"{target}: is there already and is not what lies at {source.url}; choose another folder")
         fetched = ()
     else:
-        there = source.objects()
-        if wrong := [name for name, file in listed.files.items() if there.get(name) != file.n_bytes]:
-            raise DamagedError(
-                f"{source.url}: {len(wrong)} objects are missing or cut ({wrong[0]}); upload the folder again"
-            )
-        building = target.with_name(f".{target.name}.{sha256(listed.encode()).hexdigest()[:16]}.download")
+        check_whole(source, listed)
+        building = target.with_name(f".{target.name}.{hashlib.sha256(listed.encode()).hexdigest()[:16]}.download")
         with translate_os_errors("write", building):
             make_folder_synced(target.parent)
             building.mkdir(exist_ok=True)

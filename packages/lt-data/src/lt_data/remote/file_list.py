@@ -13,12 +13,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lt_data import strict_json
 from lt_data.errors import DataError
 from lt_data.file_names import check_name
 from lt_data.storage import translate_os_errors
+from lt_data.store.document_sources import SOURCES_FILE
+from lt_data.store.manifest import FORMAT as STORE_FORMAT
+from lt_data.store.manifest import MANIFEST_FILE as MANIFEST
+from lt_data.store.manifest import SHARD_FOLDER, TOKENIZER_FOLDER, StoreManifest
 
 LIST = "lt-files.json"
-MANIFEST = "manifest.json"
 MAX_LIST_BYTES = 2**31
 _FORMAT, _VERSION = "lt-files", 1
 
@@ -108,10 +112,33 @@ def last_files(files: Mapping[str, ListedFile]) -> tuple[str, ...]:
     return (MANIFEST,) if MANIFEST in files else ()
 
 
+def store_hashes(content: bytes, source: str) -> dict[str, str]:
+    """Return the SHA-256 (hex) of each file that a store's manifest names; of another file of that name none.
+
+    Raises:
+        DataError: it is a store's manifest and broken, or of a store whose shards lie in others.
+    """
+    try:
+        kind = json.loads(content)["format"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return {}
+    if not str(kind).startswith(STORE_FORMAT):
+        return {}
+    remedy = "prepare the store again"
+    manifest = StoreManifest.from_dict(strict_json.load_object(content, source, remedy), source)
+    hashes = {f"{TOKENIZER_FOLDER}/{name}": sha256 for name, sha256 in manifest.tokenizer.files.items()}
+    for shard in manifest.shards:
+        hashes |= {f"{SHARD_FOLDER}/{name}": sha256 for name, sha256 in shard.hashes.items()}
+    if manifest.sources.list_sha256:
+        hashes[SOURCES_FILE] = manifest.sources.list_sha256
+    return hashes
+
+
 def list_folder(folder: Path) -> FileList:
     """Return the list of a folder on this machine; every file is read.
 
     Raises:
+        DamagedError: a file of a token store is not the one of its manifest.
         DataError: it is no folder or has no files, or something in it is no plain file.
     """
     sizes: dict[str, int] = {}
@@ -129,4 +156,11 @@ def list_folder(folder: Path) -> FileList:
     if not sizes:
         raise DataError(f"{folder}: there is nothing to upload: no such folder, or no file in it")
     files = {name: ListedFile(sizes[name], sha256_of(folder / name)) for name in sorted(sizes)}
+    if MANIFEST in files:
+        with translate_os_errors("read", folder / MANIFEST):
+            hashes = store_hashes((folder / MANIFEST).read_bytes(), str(folder / MANIFEST))
+        if wrong := [name for name, digest in hashes.items() if name not in files or files[name].digest != digest]:
+            raise DamagedError(
+                f"{folder / wrong[0]}: is not the file of the store's manifest; copy or prepare it again"
+            )
     return FileList(source=str(folder), files=files, last=last_files(files))

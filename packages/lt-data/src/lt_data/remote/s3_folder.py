@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -77,15 +78,11 @@ def make_client() -> Any:
     """Make a client of boto3, with a session of its own, so that any thread may make one.
 
     Raises:
-        DataError: boto3 is missing, or is set up in a way that it does not take.
+        DataError: boto3 is set up in a way that it does not take.
     """
-    try:
-        from boto3.session import Session
-        from botocore.config import Config
-    except ModuleNotFoundError as exc:
-        if exc.name not in ("boto3", "botocore"):
-            raise
-        raise DataError('s3://: boto3 is not installed: pip install "lt-data[s3]"') from None
+    from boto3.session import Session
+    from botocore.config import Config
+
     retries: dict[str, Any] = {"mode": "standard"}
     if "AWS_MAX_ATTEMPTS" not in os.environ:
         retries["total_max_attempts"] = 5
@@ -107,7 +104,7 @@ class S3Folder:
         url: the address, without a slash at the end.
 
     Raises:
-        DataError: it is no address of a folder in a bucket.
+        DataError: it is no address of a folder in a bucket, or boto3 is missing.
     """
 
     def __init__(self, url: str) -> None:
@@ -115,6 +112,8 @@ class S3Folder:
         if found is None or (found[2] and {"", ".", ".."} & {*found[2].split("/")}):
             shown = "s3://..." if "@" in url else url  # what comes before it may be a password
             raise DataError(f"{shown}: must be s3://bucket/folder; credentials are boto3's ({_CREDENTIALS})")
+        if find_spec("boto3") is None:
+            raise DataError('s3://: boto3 is not installed: pip install "lt-data[s3]"')
         self.url = url.rstrip("/")
         self._bucket = found[1]
         self._prefix = f"{found[2]}/" if found[2] else ""

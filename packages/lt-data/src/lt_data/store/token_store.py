@@ -50,7 +50,6 @@ class TokenStore:
         packs: folder for the packs of this and other stores, such as one that cannot be written.
         cache: cache folder of a store in S3; `lt-data` in the user's cache folder if not given.
         cache_bytes: limit of the cached blocks; 20 GiB if not given.
-        endpoint_url: endpoint of an S3-compatible object store.
 
     Raises:
         DataError: no store, another version, or a shard that is missing or not of the manifest's size.
@@ -63,25 +62,18 @@ class TokenStore:
         packs: str | Path | None = None,
         cache: str | Path | None = None,
         cache_bytes: int | None = None,
-        endpoint_url: str | None = None,
     ) -> None:
         packs = None if not packs else Path(packs)
         if packs is not None and os.path.lexists(packs) and not packs.is_dir():
             raise DataError(f"packs = {packs}: no folder; give the folder for the packs of several stores")
         if isinstance(path, str) and path.startswith("s3://"):
-            from lt_data.remote.reading import DEFAULT_CACHE_BYTES, RemoteShards
-            from lt_data.remote.s3 import S3Options
+            from lt_data.remote.shards import RemoteShards
 
-            shards = RemoteShards(
-                path,
-                cache=None if cache is None else Path(cache),
-                cache_bytes=DEFAULT_CACHE_BYTES if cache_bytes is None else cache_bytes,
-                options=S3Options(endpoint_url=endpoint_url),
-            )
+            shards = RemoteShards(path, cache=cache, cache_bytes=cache_bytes)
             self._set_up(shards.folder, flat_store(shards.folder, shards.manifest), shards, packs)
             return
-        if (cache, cache_bytes, endpoint_url) != (None, None, None):
-            raise DataError(f"{path}: cache, cache_bytes and endpoint_url are for stores at s3:// addresses")
+        if (cache, cache_bytes) != (None, None):
+            raise DataError(f"{path}: cache and cache_bytes are for stores at s3:// addresses")
         loaded = load_store(Path(path))
         self._set_up(Path(path), loaded, None, packs)
         if loaded.indexed:  # sizes are compared when a shard is first used
