@@ -14,8 +14,9 @@ import pytest
 
 from lt_ckpt import list_steps, verify
 from lt_ckpt.s3 import owner as owners
-from lt_ckpt.s3.client import S3Folder
-from lt_ckpt.s3.download import download, find_latest_remote
+from lt_ckpt.s3.transfer import download, find_latest_remote
+from lt_data.remote import s3_folder
+from lt_data.remote.s3_folder import S3Folder
 from lt_test_helpers import runs
 from lt_test_helpers.runs import events, losses, start
 from lt_test_helpers.s3_server import MotoServer, run_s3_server
@@ -42,27 +43,24 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MotoServer]:
 @pytest.fixture(scope="module")
 def client(server: MotoServer) -> Iterator[object]:
     """Clients are costly to make, so that all runs share one."""
-    from lt_ckpt.s3 import client as s3
-
     with pytest.MonkeyPatch.context() as patch:
         for name, value in server.environ.items():
             patch.setenv(name, value)
-        made = s3.make_client()
+        made = s3_folder.make_client()
         yield made
         made.close()
 
 
 @pytest.fixture
 def bucket(server: MotoServer, client: object, monkeypatch: pytest.MonkeyPatch) -> Iterator[MotoServer]:
-    from lt_ckpt.s3 import client as s3
     from lt_ckpt.s3 import mirror
 
-    monkeypatch.setattr(s3, "make_client", lambda: client)
+    monkeypatch.setattr(s3_folder, "make_client", lambda: client)
     monkeypatch.setattr(run_mirror, "POLL_INTERVAL_S", 0.02)
     real = mirror.Mirror.__init__
 
     def made(self, *args, **more) -> None:
-        real(self, *args, **{"retry_delay_s": 0.02, "poll_interval_s": 0.05, **more})
+        real(self, *args, **{"poll_interval_s": 0.05, **more})
 
     monkeypatch.setattr(mirror.Mirror, "__init__", made)
     yield server
@@ -243,7 +241,7 @@ def test_without_a_checkpoint_here_the_bucket_has_to_be_asked(bucket, url, recip
         start(recipe_base)
     assert caught.value.exit_code == 75, "another start may be all that it needs"
     bucket.relay.up()
-    with pytest.raises(MirrorError, match="there is no such bucket") as caught:
+    with pytest.raises(MirrorError, match="NoSuchBucket") as caught:
         start(recipe_base, "checkpoint.mirror_url=s3://no-such-bucket/run")
     assert caught.value.exit_code == 64
     assert [engine.rows for engine in fake_engine.opened] == [[], []]
@@ -281,7 +279,7 @@ def test_what_a_person_has_to_mend_ends_with_64(bucket, url, recipe_base, whole,
             root = S3Folder(url)
             owner = owners.read_owner(root)
             assert owner is not None
-            owners.claim(root, owners.Owner(run=owner.run, holder="0" * 16))
+            owners.ensure_owner(root, owners.Owner(run=owner.run, holder="0" * 16), allow_takeover=True)
 
     fake_engine.on_step = take_over
     assert start(recipe_base) == 64
@@ -332,7 +330,7 @@ def test_check_tries_the_mirror_and_leaves_nothing(bucket, url, recipe_base, fak
     assert f"permissions to write, list, read and delete in {url}; no checkpoint yet" in check(recipe_base)
     assert bucket.object_names(url) == []
     assert not out(recipe_base).exists()
-    with pytest.raises(Exception, match="there is no such bucket"):
+    with pytest.raises(Exception, match="NoSuchBucket"):
         check(recipe_base, "checkpoint.mirror_url=s3://no-such-bucket/run")
     assert start(recipe_base, stop_after_step=6) == 75
     before = bucket.object_names(url)

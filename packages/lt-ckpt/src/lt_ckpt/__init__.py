@@ -40,10 +40,10 @@ if TYPE_CHECKING:
     from lt_ckpt.nxd.options import NxdOptions as NxdOptions
     from lt_ckpt.nxd.zero1_reshard import reshard_optimizer as reshard_optimizer
     from lt_ckpt.records import OptimizerRecord as OptimizerRecord
-    from lt_ckpt.s3.download import download as download
-    from lt_ckpt.s3.download import download_latest as download_latest
     from lt_ckpt.s3.mirror import Mirror as Mirror
-    from lt_ckpt.s3.upload import upload as upload
+    from lt_ckpt.s3.transfer import download as download
+    from lt_ckpt.s3.transfer import download_latest as download_latest
+    from lt_ckpt.s3.transfer import upload as upload
     from lt_ckpt.save import begin_save as begin_save
     from lt_ckpt.save import commit_save as commit_save
     from lt_ckpt.save import discard_save as discard_save
@@ -83,8 +83,8 @@ _EXPORTS = {
     "detect_format": "formats",
     "spec_differences": "checkpoint",
     "discard_save": "save",
-    "download": "s3.download",
-    "download_latest": "s3.download",
+    "download": "s3.transfer",
+    "download_latest": "s3.transfer",
     "expected_state_specs": "state_specs",
     "export_hf": "hf.export",
     "fetch_model": "hub.model",
@@ -97,7 +97,7 @@ _EXPORTS = {
     "reshard_optimizer": "nxd.zero1_reshard",
     "summarize_checkpoint": "summary",
     "find_replica_mismatches": "comparison",
-    "upload": "s3.upload",
+    "upload": "s3.transfer",
     "verify": "integrity",
     "write_rank_files": "save",
 }

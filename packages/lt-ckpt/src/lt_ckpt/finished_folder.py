@@ -11,13 +11,7 @@ from lt_ckpt.confined_files import resolve_confined
 from lt_ckpt.discovery import list_steps
 from lt_ckpt.errors import CheckpointError, translate_os_errors
 from lt_ckpt.folders import COMMIT, MANIFEST, STEP_FOLDER
-
-UPLOAD_LIST = ".lt-upload.json"
-COMMIT_OBJECTS = (COMMIT, UPLOAD_LIST)
-"""Objects that commit a folder."""
-
-PARTIAL_FILE = ".lt-part"
-"""File being downloaded, in the folder that becomes the target."""
+from lt_ckpt.hash_list import read_hash_list
 
 _NAME = re.compile(r"(?:[A-Za-z0-9_.][A-Za-z0-9_.\-]{0,200}/){0,8}[A-Za-z0-9_.][A-Za-z0-9_.\-]{0,200}")
 
@@ -25,7 +19,14 @@ _NAME = re.compile(r"(?:[A-Za-z0-9_.][A-Za-z0-9_.\-]{0,200}/){0,8}[A-Za-z0-9_.][
 def is_valid_name(name: str) -> bool:
     """Return True for a file name allowed in folder and bucket: plain, inside the folder, not ours."""
     plain = _NAME.fullmatch(name) is not None
-    return plain and not {".", ".."} & set(name.split("/")) and name not in (*COMMIT_OBJECTS, PARTIAL_FILE)
+    return plain and not {".", ".."} & set(name.split("/")) and name != COMMIT
+
+
+def verify_hash_list(folder: Path) -> None:
+    """Compare the files of a folder with its SHA256SUMS, if it has one; raise a CheckpointError if one differs."""
+    if listed := read_hash_list(folder):
+        for name in listed.hashes:
+            listed.check_file(name)
 
 
 def list_finished_files(folder: Path) -> list[str]:
@@ -50,7 +51,7 @@ def list_finished_files(folder: Path) -> list[str]:
             for name in (*folders, *names):
                 path = Path(parent) / name
                 relative = path.relative_to(folder).as_posix()
-                if relative in COMMIT_OBJECTS:
+                if relative == COMMIT:
                     continue
                 if not is_valid_name(relative):
                     raise CheckpointError(

@@ -264,7 +264,7 @@ def moto_server(folder: Any, **environment: str) -> Iterator[int]:
 @pytest.fixture(scope="session")
 def s3_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
     with moto_server(tmp_path_factory.mktemp("moto")) as port, pytest.MonkeyPatch.context() as patch:
-        from lt_ckpt.s3 import client as s3
+        from lt_data.remote import s3_folder as s3
 
         point_to(port, patch)
         found = Store(port, s3.make_client(), s3.make_client())
@@ -295,7 +295,7 @@ def aws(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 @pytest.fixture
 def store(s3_store: Store, monkeypatch: pytest.MonkeyPatch) -> Store:
     """The server, with a fresh record. Servers and clients are costly, so that all tests share one."""
-    from lt_ckpt.s3 import client as s3
+    from lt_data.remote import s3_folder as s3
 
     point_to(s3_store.port, monkeypatch)
     s3_store.log = []

@@ -7,15 +7,14 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from lt_ckpt import Checkpoint, CheckpointError, find_latest_valid, prune_checkpoints
-from lt_ckpt.s3.client import S3Folder, ServiceError
-from lt_ckpt.s3.download import download, download_latest
-from lt_ckpt.s3.mirror import Mirror, delete_remote_checkpoint, prune_remote
-from lt_ckpt.s3.upload import upload
+from lt_ckpt.s3.mirror import Mirror, MirrorUpload, delete_remote_checkpoint, prune_remote
+from lt_ckpt.s3.owner import OWNER_FILE, NotOwnerError, Owner, ensure_owner, read_owner
+from lt_ckpt.s3.transfer import download, download_latest, upload
+from lt_data.remote.s3_folder import RemoteError, S3Folder
 
 SOON = 120.0
 """Seconds after which something will not come any more."""
@@ -36,13 +35,21 @@ def wait_for(condition):
 
 @pytest.fixture
 def start(bucket, tmp_path):
-    """Starts mirrors, and ends them whatever happens."""
+    """Starts mirrors that keep their uploads, and ends them whatever happens."""
     made: list[Mirror] = []
 
     def make(**more):
-        made.append(
-            Mirror(tmp_path / "run", f"s3://{bucket}/run", **{"poll_interval_s": 0.02, "retry_delay_s": 0.02, **more})
-        )
+        uploads = []
+        hear = more.pop("on_event", lambda _: None)
+
+        def on_event(event):
+            hear(event)
+            if isinstance(event, MirrorUpload):
+                uploads.append(event)
+
+        settings = {"poll_interval_s": 0.02, "on_event": on_event, **more}
+        made.append(Mirror(tmp_path / "run", f"s3://{bucket}/run", **settings))
+        made[-1].uploads = uploads  # pyright: ignore[reportAttributeAccessIssue]
         return made[-1]
 
     yield make
@@ -74,50 +81,39 @@ class Gate:
 def test_every_checkpoint_comes_in_step_order_while_saves_go_on(store, bucket, toy, tmp_path, start, monkeypatch):
     for step in (1, 2):
         toy.save(tmp_path / "run", step)
-    events = []
-    running = start(on_event=events.append)
+    running = start()
     for step in (3, 4, 5):
-        running.notify(toy.save(tmp_path / "run", step))
+        toy.save(tmp_path / "run", step)
+        running.notify()
     monkeypatch.setattr(running._stop, "set", lambda: None)
     assert running.close(SOON) == ()
     assert not running._thread.is_alive(), "it ends by itself when nothing waits"
     urls = [f"s3://{bucket}/run/step-{step:08d}" for step in (1, 2, 3, 4, 5)]
-    assert [done.url for done in running.uploads] == urls
-    assert tuple(events) == running.uploads
-    assert running.problems == ()
+    assert [(done.url, done.sent, done.kept) for done in running.uploads] == [(url, 14, 0) for url in urls]
+    assert running.problems == []
     commits = [key for operation, key in store.log if operation == "PutObject" and key.endswith("COMMIT")]
     assert commits == [f"run/step-{step:08d}/COMMIT" for step in (1, 2, 3, 4, 5)]
     for step in (1, 3, 5):
         toy.check(Checkpoint.open(download(urls[step - 1], tmp_path / "back" / str(step)).path))
 
 
-def test_it_finds_by_itself_what_it_was_not_told_of(store, bucket, toy, tmp_path, start):
+@pytest.mark.parametrize("has_objects_of_others", [False, True])
+def test_another_one_of_the_same_step_is_replaced_only_if_asked(
+    store, bucket, toy, tmp_path, start, has_objects_of_others
+):
     running = start()
     toy.save(tmp_path / "run", 1)
     wait_for(lambda: running.uploads)
+    if has_objects_of_others:
+        store.client.put_object(Bucket=bucket, Key="run/step-00000001/notes.txt", Body=b"mine")
     toy.save(tmp_path / "run", 1, seed=5, overwrite=True)
     wait_for(lambda: running.problems)
-    assert "a different folder exists there" in running.problems[0].message
+    assert "another checkpoint of this step is there" in running.problems[0].message
     assert running.close(SOON) == (tmp_path / "run" / "step-00000001",)
-    again = start(overwrite=True)
-    assert again.close(SOON) == ()
+    assert start(overwrite=True).close(SOON) == ()
     toy.check(Checkpoint.open(download(f"s3://{bucket}/run/step-00000001", tmp_path / "back").path), seed=5)
-
-
-def test_it_tries_again_however_long_the_store_is_away():
-    """The pauses double to a limit; nothing overflows in a week without a network."""
-    stop, waits = threading.Event(), []
-
-    def wait(seconds):
-        waits.append(seconds)
-        if len(waits) == 2000:
-            stop.set()
-
-    wake = SimpleNamespace(wait=wait, clear=lambda: None)
-    state = {"_stop": stop, "_closing": threading.Event(), "_wake": wake, "_upload_pending": lambda: False}
-    Mirror._run_loop(SimpleNamespace(**state, _poll_interval_s=10.0, _retry_delay_s=5.0))
-    assert waits[:7] == [5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 300.0]
-    assert set(waits[7:]) == {300.0}
+    assert start(overwrite=True, force_upload=["step-00000001"]).close(SOON) == ()
+    assert has_objects_of_others == ("run/step-00000001/notes.txt" in store.names(bucket))
 
 
 def test_what_is_there_is_not_sent_again_and_what_is_unfinished_is_not_sent(store, bucket, toy, tmp_path, start):
@@ -129,17 +125,18 @@ def test_what_is_there_is_not_sent_again_and_what_is_unfinished_is_not_sent(stor
     (root / ".tmp-step-00000005-0123456789abcdef").mkdir()
     running = start()
     assert running.close(SOON) == ()
-    assert running.uploads == running.problems == ()
+    assert running.uploads == running.problems == []
     assert steps(store, bucket) == [1, 2]
 
 
 def test_a_save_does_not_wait_for_a_line_that_hangs(store, bucket, toy, tmp_path, start):
     gate = Gate(store, "PutObject", "step-00000001/COMMIT")
     running = start()
-    running.notify(toy.save(tmp_path / "run", 1))
+    toy.save(tmp_path / "run", 1)
     with gate:
         for step in (2, 3):  # were they to wait for the mirror, the gate would never open
-            running.notify(toy.save(tmp_path / "run", step))
+            toy.save(tmp_path / "run", step)
+            running.notify()
         assert find_latest_valid(tmp_path / "run")[0].step == 3
         with running.pause_uploads() as spared:
             assert spared == (tmp_path / "run" / "step-00000001",)
@@ -150,8 +147,8 @@ def test_a_save_does_not_wait_for_a_line_that_hangs(store, bucket, toy, tmp_path
     assert steps(store, bucket) == [1, 2, 3]
 
 
-def test_errors_are_told_and_tried_again(store, bucket, toy, tmp_path, start):
-    failures = [ServiceError("planted one"), ServiceError("planted one"), ServiceError("planted two")]
+def test_errors_are_told_once_and_tried_again(store, bucket, toy, tmp_path, start):
+    failures = [RemoteError("planted one"), RemoteError("planted one"), RemoteError("planted two")]
 
     def fail(operation, key):
         if failures and operation == "PutObject" and key.endswith("rng-00000.safetensors"):
@@ -160,35 +157,25 @@ def test_errors_are_told_and_tried_again(store, bucket, toy, tmp_path, start):
     store.before = fail
     events = []
     path = toy.save(tmp_path / "run", 1)
-    running = start(on_event=lambda item: events.append(str(item)))
+    running = start(on_event=events.append)
     wait_for(lambda: running.uploads)
-    assert [(p.path, p.message, p.repeats) for p in running.problems] == [
-        (path, "planted one", 2),
-        (path, "planted two", 1),
-    ]
-    assert [text for text in events if "planted" in text] == [f"{path}: planted one", f"{path}: planted two"]
+    expected = [(path, "planted one", False), (path, "planted two", False)]
+    assert [(p.path, p.message, p.final) for p in running.problems] == expected
+    assert events == [*running.problems, *running.uploads]
     assert running.close(SOON) == ()
     assert steps(store, bucket) == [1]
 
 
-def test_a_bucket_that_comes_later(store, toy, tmp_path):
-    toy.save(tmp_path, 1)
-    running = Mirror(tmp_path, "s3://bucket-that-comes-later/run", poll_interval_s=0.02, retry_delay_s=0.02)
-    wait_for(lambda: running.problems)
-    assert "there is no such bucket" in running.problems[0].message
-    store.client.create_bucket(Bucket="bucket-that-comes-later")
-    assert running.close(SOON) == ()
-
-
-def test_the_pauses_grow_and_news_cut_them_short(store, bucket, toy, tmp_path, start, monkeypatch):
-    store.before = lambda operation, key: (_ for _ in ()).throw(ServiceError("planted"))
-    running = start(retry_delay_s=1000.0)
+def test_news_cut_a_pause_short(store, bucket, toy, tmp_path, start):
+    store.before = lambda operation, key: (_ for _ in ()).throw(RemoteError("planted"))
+    running = start(poll_interval_s=1000.0)
     toy.save(tmp_path / "run", 1)
+    running.notify()
     wait_for(lambda: running.problems)
     store.before = lambda operation, key: None
-    running.notify(toy.save(tmp_path / "run", 2))
+    toy.save(tmp_path / "run", 2)
+    running.notify()
     wait_for(lambda: len(running.uploads) == 2)
-    assert running.problems[0].repeats == 1
 
 
 def test_what_retention_removes_meanwhile_leaves_nothing(store, bucket, toy, tmp_path, start):
@@ -197,7 +184,7 @@ def test_what_retention_removes_meanwhile_leaves_nothing(store, bucket, toy, tmp
     path = toy.save(root, 1)
     running = start()
     with gate:
-        assert any("step-00000001" in key for key in store.names(bucket))
+        wait_for(lambda: any("step-00000001" in key for key in store.names(bucket)))
         for step in (2, 3):
             toy.save(root, step)
         assert prune_checkpoints(root, keep_last=2) == [path]
@@ -219,7 +206,7 @@ def test_what_is_protected_stays_until_it_is_uploaded(store, bucket, toy, tmp_pa
             assert prune_checkpoints(root, keep_last=2, protect=spared) == [root / "step-00000002"]
         assert path.exists()
     assert running.close(SOON) == ()
-    assert running.problems == ()
+    assert running.problems == []
     assert steps(store, bucket) == [1, 3, 4]
 
 
@@ -231,8 +218,9 @@ def test_a_damaged_checkpoint_does_not_stand_in_the_way(store, bucket, toy, tmp_
     toy.save(root, 2)
     running = start()
     assert running.close(SOON) == (bad,)
-    assert "its bytes have changed since they were written" in running.problems[0].message
-    assert len(running.problems) == running.problems[0].repeats == 1
+    (problem,) = running.problems
+    assert "weights-00000.safetensors: is not what its list says" in problem.message
+    assert (problem.final, problem.transient) == (True, False)
     assert steps(store, bucket) == [2]
 
 
@@ -260,7 +248,7 @@ def test_a_bug_is_not_silent(store, bucket, toy, tmp_path, start, monkeypatch):
     events = []
     running = start(on_event=events.append)
     running._thread.join(SOON)
-    assert ["the mirror has failed" in str(item) for item in events] == [True]
+    assert ["the mirror has failed" in item.message for item in events] == [True]
     with running.pause_uploads() as spared:
         assert spared == ()
     with pytest.raises(ZeroDivisionError):
@@ -318,10 +306,10 @@ def test_what_is_half_erased_is_no_checkpoint(store, bucket, toy, tmp_path):
         if operation == "DeleteObjects":
             seen.append(key)
             if len(seen) == 2:
-                raise ServiceError("planted")
+                raise RemoteError("planted")
 
     store.before = fail
-    with pytest.raises(ServiceError, match="planted"):
+    with pytest.raises(RemoteError, match="planted"):
         delete_remote_checkpoint(folder)
     assert steps(store, bucket) == []
     assert len(store.objects(bucket)) > 5
@@ -330,11 +318,89 @@ def test_what_is_half_erased_is_no_checkpoint(store, bucket, toy, tmp_path):
     assert store.objects(bucket) == {}
 
 
-def test_a_store_that_keeps_what_it_was_told_to_delete(store, bucket, monkeypatch):
-    answer = {"Errors": [{"Code": "InternalError", "Key": "x"}]}
-    monkeypatch.setattr(store.recorded, "delete_objects", lambda **_: answer)
-    with pytest.raises(ServiceError, match=r"deleting failed for 1 objects \(InternalError\)"):
-        S3Folder(f"s3://{bucket}").delete(["x"])
+def test_retention_deletes_nothing_while_nothing_is_intact(store, bucket, toy, tmp_path):
+    """Same sizes, put there by others: first the two newest, then all."""
+    root = S3Folder(f"s3://{bucket}/run")
+    for step in (0, 1, 2, 3, 4, 5):
+        upload(toy.save(tmp_path, step, world=1), root.subfolder(f"step-{step:08d}"))
+    prune_remote(root, keep_last=2, keep_every=2)
+    assert steps(store, bucket) == [2, 4, 5]
+
+    def spoil(step):
+        key = f"run/step-{step:08d}/weights-00000.safetensors"
+        store.client.put_object(Bucket=bucket, Key=key, Body=store.objects(bucket)[key])
+
+    spoil(4)
+    spoil(5)
+    assert prune_remote(root, keep_last=1) == [f"{root.url}/step-00000004"]
+    assert steps(store, bucket) == [2, 5], "the newest that is known to be good stays, whatever the numbers say"
+    spoil(2)
+    assert prune_remote(root, keep_last=1) == []
+    assert steps(store, bucket) == [2, 5]
+    upload(tmp_path / "step-00000005", root.subfolder("step-00000005"))
+    assert prune_remote(root, keep_last=1) == [f"{root.url}/step-00000002"]
+    with pytest.raises(CheckpointError, match="every >= 0"):
+        prune_remote(root, keep_last=1, keep_every=-1)
+
+
+A, B = "a" * 16, "b" * 16
+
+
+def test_one_run_and_one_process_own_a_folder(store, bucket, toy, tmp_path, start):
+    root = S3Folder(f"s3://{bucket}/run")
+    assert read_owner(root) is None
+    first, second = Owner(run=A, holder=A), Owner(run=A, holder=B)
+    ensure_owner(root, first, allow_takeover=True)
+    ensure_owner(root, first, allow_takeover=False)
+    ensure_owner(root, second, allow_takeover=True)
+    assert read_owner(root) == second
+    with pytest.raises(NotOwnerError, match="another process has resumed this run"):
+        ensure_owner(root, first, allow_takeover=False)
+    with pytest.raises(NotOwnerError, match=f"belongs to another run .its id is {A}, this one's {B}"):
+        ensure_owner(root, Owner(run=B, holder=B), allow_takeover=True)
+    paths = tuple(toy.save(tmp_path / "run", step) for step in (1, 2))
+    running = start(owner=Owner(run=B, holder=B))
+    assert running.close(SOON) == paths
+    assert [(p.path, p.final, p.transient) for p in running.problems] == [(path, True, False) for path in paths]
+    assert store.names(bucket) == [f"run/{OWNER_FILE}"]
+    for raw in (b"{}", b"[", b"\xff"):
+        store.client.put_object(Bucket=bucket, Key=f"run/{OWNER_FILE}", Body=raw)
+        with pytest.raises(CheckpointError, match="names no run"):
+            read_owner(root)
+
+
+def test_parts_that_a_killed_process_left_are_given_up_and_those_of_others_stay(store, bucket, toy, tmp_path, start):
+    ours, foreign = "run/step-00000001/weights-00000.safetensors", "run/step-00000001/film.mkv"
+    for key in (ours, foreign, "elsewhere/step-00000001/weights-00000.safetensors"):
+        store.client.create_multipart_upload(Bucket=bucket, Key=key)
+    toy.save(tmp_path / "run", 2)
+    assert start(owner=Owner(run=A, holder=A)).close(SOON) == ()
+    assert sorted(store.unfinished(bucket)) == ["elsewhere/step-00000001/weights-00000.safetensors", foreign]
+
+
+def test_no_upload_begins_while_retention_works(store, bucket, toy, tmp_path, start):
+    """Else what retention has just chosen could be removed under the upload."""
+    running = start(poll_interval_s=1000)
+    looked, real = threading.Event(), running._list_candidates
+
+    def look():
+        found = real()
+        if len(found) == 3:
+            looked.set()
+        return found
+
+    running._list_candidates = look
+    with running.pause_uploads() as spared:
+        assert spared == ()
+        gone = [toy.save(tmp_path / "run", step) for step in (1, 2)]
+        toy.save(tmp_path / "run", 3)
+        running.notify()
+        assert looked.wait(SOON), "it knows of all, and may begin none"
+        assert sorted(prune_checkpoints(tmp_path / "run", keep_last=1, protect=spared)) == gone
+    assert running.close(SOON) == ()
+    assert [done.path.name for done in running.uploads] == ["step-00000003"]
+    assert [(p.path, p.final) for p in running.problems] == [(path, True) for path in gone]
+    assert all(name.startswith("run/step-00000003/") for name in store.names(bucket))
 
 
 def test_a_folder_that_cannot_be_read(store, bucket, tmp_path, start):
@@ -353,10 +419,11 @@ from conftest import toy_save
 from lt_ckpt import prune_checkpoints
 from lt_ckpt.s3.mirror import Mirror
 root, url, step = sys.argv[2], sys.argv[3], int(sys.argv[4])
-mirror = Mirror(root, url, poll_interval_s=0.02, retry_delay_s=0.02)
+mirror = Mirror(root, url, poll_interval_s=0.02)
 print("ready", flush=True)
 while True:
-    mirror.notify(toy_save(root, step))
+    toy_save(root, step)
+    mirror.notify()
     with mirror.pause_uploads() as spared:
         prune_checkpoints(root, keep_last=3, protect=spared)
     step += 1

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from lt_ckpt.errors import CheckpointError, translate_os_errors
-from lt_ckpt.finished_folder import list_finished_files
+from lt_ckpt.finished_folder import list_finished_files, verify_hash_list
 from lt_ckpt.folders import COMMIT
-from lt_ckpt.hash_list import read_hash_list
 from lt_ckpt.hub.address import LOGIN, Address, asking, import_library
 from lt_ckpt.hub.model import hash_as
 
@@ -64,9 +63,7 @@ def upload_to_hub(
     address, path = Address.parse(url), Path(folder)
     prefix = f"{address.subfolder}/" if address.subfolder else ""
     names = [*list_finished_files(path), *([COMMIT] if (path / COMMIT).exists() else [])]
-    if known := read_hash_list(path):
-        for name in known.hashes:
-            known.check_file(name)
+    verify_hash_list(path)
     hub = import_library(address)
     if not dry_run and hub.get_token() is None:
         raise CheckpointError(f"{address}: there is no token: {LOGIN}")

@@ -1,1 +1,1 @@
-"""Checkpoints in S3: sending, fetching, mirroring. Only `lt_ckpt.s3.client.client` knows boto3."""
+"""Checkpoints in S3 buckets, by lt-data's upload and download (`lt-ckpt[s3]`)."""

@@ -4,22 +4,19 @@ The object `.lt-run.json` names the run, by a random id that it keeps for its li
 uploads now. A starting process takes over from the previous one; a mirror checks before each checkpoint, so that a
 process that was believed dead stops uploading once another has resumed its run.
 
-    {"format":"lt-run","version":1,"run":"0123456789abcdef","holder":"fedcba9876543210"}
+    {"run": "0123456789abcdef", "holder": "fedcba9876543210"}
 
 Cost: one request to check, one more to take over. Two processes that start in the same instant may both believe that
 they own it; the next check tells one of them.
 """
 
-import re
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
 
-from lt_ckpt import strict_json
 from lt_ckpt.errors import CheckpointError
-from lt_ckpt.s3.client import S3Folder
+from lt_data.remote.s3_folder import S3Folder
 
 OWNER_FILE = ".lt-run.json"
-MAX_OWNER_BYTES = 2**12
-_NAME = re.compile(r"[0-9a-f]{16}")
 
 
 class NotOwnerError(CheckpointError):
@@ -33,33 +30,21 @@ class Owner:
     run: str
     holder: str
 
-    def __post_init__(self) -> None:
-        for name in (self.run, self.holder):
-            if not _NAME.fullmatch(name):
-                raise CheckpointError(f"{name!r}: the id of a run must be 16 hex digits")
-
 
 def read_owner(root: S3Folder) -> Owner | None:
     """Return the owner of the folder; None if it is unclaimed.
 
     Raises:
-        ServiceError: The store refuses or cannot be reached.
-        CheckpointError: The object is invalid.
+        RemoteError: S3 refuses or cannot be reached.
+        CheckpointError: The object is not of a run.
     """
-    raw = root.read(OWNER_FILE, MAX_OWNER_BYTES)
-    if raw is None:
+    content = root.read(OWNER_FILE, 2**12)
+    if content is None:
         return None
-    where = f"{root.url}/{OWNER_FILE}"
-    obj = strict_json.loads(raw, where)
-    strict_json.check_format_version(obj, "lt-run", 1, where)
-    return Owner(
-        run=strict_json.get_field(obj, "run", str, where), holder=strict_json.get_field(obj, "holder", str, where)
-    )
-
-
-def claim(root: S3Folder, owner: Owner) -> None:
-    """Take the folder from any owner; call `read_owner` first."""
-    root.write(OWNER_FILE, strict_json.dumps({"format": "lt-run", "version": 1, **vars(owner)}, OWNER_FILE))
+    try:
+        return Owner(**json.loads(content))
+    except (ValueError, TypeError, RecursionError):
+        raise CheckpointError(f"{root.url}/{OWNER_FILE}: names no run; give another folder, or remove it") from None
 
 
 def ensure_owner(root: S3Folder, owner: Owner, *, allow_takeover: bool) -> None:
@@ -72,7 +57,7 @@ def ensure_owner(root: S3Folder, owner: Owner, *, allow_takeover: bool) -> None:
 
     Raises:
         NotOwnerError: It belongs to another run or process.
-        ServiceError: The store refuses or cannot be reached.
+        RemoteError: S3 refuses or cannot be reached.
     """
     current = read_owner(root)
     if current == owner:
@@ -84,4 +69,4 @@ def ensure_owner(root: S3Folder, owner: Owner, *, allow_takeover: bool) -> None:
         )
     if current is not None and not allow_takeover:
         raise NotOwnerError(f"{root.url}: another process has resumed this run and uploads its checkpoints there")
-    claim(root, owner)
+    root.write(OWNER_FILE, json.dumps(asdict(owner)).encode())

@@ -223,7 +223,7 @@ class Checkpoints:
         if committed is not None:
             step, path = committed
             self._log.log_event("checkpoint", step=step, path=str(path))
-            self._mirror.notify(path)
+            self._mirror.notify()
 
     def finish(self, *, cancel: bool = False) -> None:
         """Wait for the save in flight on all ranks; with `cancel`, end it, since it cannot succeed.

@@ -35,12 +35,12 @@ from typing import TYPE_CHECKING, Any
 
 from lt_ckpt import Checkpoint, CheckpointError, Mirror, list_steps
 from lt_ckpt.folders import COMMIT, random_id
-from lt_ckpt.s3.client import S3Folder, UnreachableError
-from lt_ckpt.s3.download import download_latest, read_latest_manifest
-from lt_ckpt.s3.mirror import MirrorProblem
+from lt_ckpt.s3.mirror import MirrorProblem, MirrorUpload
 from lt_ckpt.s3.owner import NotOwnerError, Owner, ensure_owner, read_owner
-from lt_ckpt.s3.upload import UploadReport, check_upload_access
+from lt_ckpt.s3.transfer import check_upload_access, download_latest, find_latest_remote
 from lt_ckpt.summary import format_bytes
+from lt_data import DataError
+from lt_data.remote.s3_folder import S3Folder, UnreachableError
 from lt_trainer.config.recipe import to_dict
 from lt_trainer.config.section import flatten
 from lt_trainer.config.sections import Recipe
@@ -100,7 +100,7 @@ class RunMirror:
         self._owner: Owner | None = None
         self._is_owner = False
         self._damaged: list[str] = []
-        self._reports: deque[MirrorProblem | UploadReport] = deque()
+        self._reports: deque[MirrorProblem | MirrorUpload] = deque()
         self._stop_signal = 0
         """Stop signal of any rank, synchronized while waiting."""
 
@@ -129,20 +129,20 @@ class RunMirror:
     def _download_latest(self, step: int, report: list[tuple[str, str, dict[str, Any]]]) -> str:
         """Download in a thread of rank 0; return the path, and append to `report` what the main thread logs."""
         assert self._run_dir is not None
-        root, field = S3Folder(self._url), f"checkpoint.mirror_url = {self._url!r}"
+        root, field, start = S3Folder(self._url), f"checkpoint.mirror_url = {self._url!r}", time.monotonic()
         try:
             check_upload_access(root)
             owner = self._set_owner(resolve_mirror_name(root, self._recipe)[0])
             ensure_owner(root, owner, allow_takeover=True)
             self._is_owner = True
             done, rejected = download_latest(
-                root, self._run_dir.checkpoints, after_step=step, check_stop=self._raise_if_stopped
+                root, self._run_dir.checkpoints, after_step=step, progress=self._raise_if_stopped
             )
         except StopRequested:
             return ""
         except NotOwnerError as exc:
             raise MirrorError(f"{field}: {exc}") from exc
-        except CheckpointError as exc:
+        except (CheckpointError, DataError) as exc:
             if step < 0:
                 raise MirrorError(
                     f"{field}: {exc}. There is no checkpoint in {self._run_dir.path}, and the mirror may have one; "
@@ -159,8 +159,9 @@ class RunMirror:
             report.append(("mirror_problem", f"warning: {text}", {"message": text}))
         if done is None:
             return ""
-        values = {"url": done.url, "path": str(done.path), "bytes": done.n_bytes, "seconds": done.seconds}
-        text = f"downloaded {done.url} to {done.path}: {_format_rate(done.n_bytes, done.seconds)}, verified"
+        url, seconds = f"{root.url}/{done.path.name}", time.monotonic() - start
+        values = {"url": url, "path": str(done.path), "bytes": done.n_bytes, "seconds": seconds}
+        text = f"downloaded {url} to {done.path}: {_format_rate(done.n_bytes, seconds)}, verified"
         report.append(("mirror_downloaded", text, values))
         return str(done.path)
 
@@ -171,7 +172,7 @@ class RunMirror:
         self._owner = Owner(run=name, holder=random_id())
         return self._owner
 
-    def _raise_if_stopped(self) -> None:
+    def _raise_if_stopped(self, *_: object) -> None:
         if self._stop_signal:
             raise StopRequested(self._stop_signal)
 
@@ -201,10 +202,10 @@ class RunMirror:
             on_event=self._reports.append,
         )
 
-    def notify(self, path: Path) -> None:
-        """Queue a committed checkpoint."""
+    def notify(self) -> None:
+        """Upload a checkpoint that was just committed."""
         if self._mirror is not None:
-            self._mirror.notify(path)
+            self._mirror.notify()
 
     def protected(self) -> AbstractContextManager[Collection[Path]]:
         """Context with the checkpoints that retention must not delete while it is open."""
@@ -219,10 +220,10 @@ class RunMirror:
                 text = f"warning: {item.path.name} is not in the mirror: {item.message}; {then}"
                 self._tell("mirror_problem", text, message=item.message, path=str(item.path), final=item.final)
                 continue
-            name, sent, kept = item.url.rpartition("/")[2], len(item.uploaded), len(item.skipped)
-            values = {"url": item.url, "sent": sent, "kept": kept, "bytes": item.n_bytes, "seconds": item.seconds}
-            text = f"uploaded {name} to the mirror: {_format_rate(item.n_bytes, item.seconds)}"
-            self._tell("mirror_uploaded", text, step=int(name.removeprefix("step-")), **values)
+            values = {"url": item.url, "sent": item.sent, "kept": item.kept, "bytes": item.n_bytes}
+            text = f"uploaded {item.path.name} to the mirror: {_format_rate(item.n_bytes, item.seconds)}"
+            step = int(item.path.name.removeprefix("step-"))
+            self._tell("mirror_uploaded", text, step=step, **values, seconds=item.seconds)
 
     def finish(self) -> int:
         """Wait until all checkpoints are uploaded, or the time is up; on all ranks.
@@ -297,7 +298,7 @@ def check_mirror(recipe: Recipe) -> str:
     Raises:
         MirrorError: the mirror belongs to another run.
         RecipeError: the bucket has a checkpoint from which the run may not resume.
-        CheckpointError: no permission to write, list, read or delete.
+        DataError: no permission to write, list, read or delete.
     """
     root = S3Folder(recipe.checkpoint.mirror_url)
     check_upload_access(root)
@@ -329,9 +330,9 @@ def resolve_mirror_name(root: S3Folder, recipe: Recipe) -> tuple[str, str]:
     Raises:
         MirrorError: the mirror belongs to another run.
         RecipeError: the mirror has a checkpoint, but checkpoint.resume is false.
-        ServiceError: S3 rejects requests or is unreachable.
+        RemoteError: S3 rejects requests or is unreachable.
     """
-    name, owner, newest = read_mirror_name(Path(recipe.run.dir)), read_owner(root), read_latest_manifest(root)
+    name, owner, newest = read_mirror_name(Path(recipe.run.dir)), read_owner(root), find_latest_remote(root)
     field, remedy = f"checkpoint.mirror_url = {root.url!r}", "set checkpoint.mirror_url to a folder of its own"
     if name and owner is not None and name != owner.run:
         raise MirrorError(f"{field}: belongs to another run (its name is {owner.run}, not {name}); {remedy}")
