@@ -14,23 +14,29 @@ Exit codes become notes in the folder of the attempt, as ranks of `lt train torc
 from __future__ import annotations
 
 import math
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from lt_launch import policy
 from lt_launch.hosts import Host
+from lt_launch.node import Node
 from lt_launch.node_commands import is_training, node_commands, ranks_of
 from lt_launch.policy import Place, Table
-
-__all__ = ["Attempt", "LaunchNode", "Stop", "Transport", "Unreachable", "handle_stop_signals"]
 
 POLL_S, SETTLE_S = 0.05, 3.0
 TORCHRUN_S = 5.0
 """What torchrun takes beyond the grace time of its ranks."""
+NEEDS_A_PERSON = re.compile(
+    r"Permission denied|Host key verification failed|REMOTE HOST IDENTIFICATION|Could not resolve hostname|not found|"
+    r"No such file|Bad configuration|Bad owner|no mutual|Too many authentication",
+)
+"""What ssh and shells complain of when trying again would not help."""
 STUCK_S = 15.0
 """After this time a node whose processes cannot be killed is given up."""
 
@@ -66,56 +72,6 @@ def handle_stop_signals(stop: Stop) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-class Unreachable(Exception):
-    """A node that did not come up; `needs_person` is True if trying again would not help."""
-
-    def __init__(self, text: str, *, needs_person: bool) -> None:
-        super().__init__(text)
-        self.needs_person = needs_person
-
-
-class LaunchNode(Protocol):
-    """A node as the launcher sees it."""
-
-    @property
-    def left(self) -> bool:
-        """True when no process is left."""
-        ...
-
-    @property
-    def lost(self) -> str:
-        """Reason of its loss; "" while it is not lost."""
-        ...
-
-    def port(self) -> int:
-        """Return a free port of the node, 0 while it has not answered.
-
-        Raises:
-            Unreachable: it cannot be reached.
-        """
-        ...
-
-    def start(self, orders: list[Table], shown_rank: int | None) -> None:
-        """Start commands; see `NodeProcesses.start`."""
-        ...
-
-    def poll(self) -> list[Table]:
-        """Return what has happened: the events of `NodeProcesses.poll`, and {"progress": ...}."""
-        ...
-
-    def send(self, number: int) -> None:
-        """Send a signal to every command."""
-        ...
-
-    def kill(self) -> None:
-        """Kill every process."""
-        ...
-
-    def close(self) -> None:
-        """End what is left."""
-        ...
-
-
 class Transport(Protocol):
     """Access to the nodes of a target."""
 
@@ -131,15 +87,8 @@ class Transport(Protocol):
         """Return the address at which other nodes reach a host."""
         ...
 
-    def open_node(self, host: Host, spec: Mapping[str, Any], place: Place, files: Mapping[str, str]) -> LaunchNode:
-        """Open a node for one attempt of a stage.
-
-        Args:
-            host: the machine.
-            spec: the stage.
-            place: its folder.
-            files: what the node may need of the launch directory, by name.
-        """
+    def open_node(self, host: Host, spec: Mapping[str, Any], folder: Path) -> Node:
+        """Open a node for one attempt of a stage, with the attempt's folder."""
         ...
 
 
@@ -151,7 +100,7 @@ class Attempt:
     place: Place
     number: int
     hosts: Sequence[Host]
-    nodes: Sequence[LaunchNode]
+    nodes: Sequence[Node]
     """In the order of the hosts."""
     first_node: int = 0
     """Index of the first of these nodes among those of the stage; the launcher of a SageMaker host has one."""
@@ -165,9 +114,7 @@ class Attempt:
     stop: Stop
     show: Callable[[int, str], None]
     """Takes a rank and lines that it wrote."""
-    _tails: dict[int, list[str]] = field(default_factory=dict)
     _lost: Table | None = None
-    _progress: Table | None = None
     _term_at: float = math.inf
     _kill_at: float = math.inf
     _give_up_at: float = math.inf
@@ -193,8 +140,6 @@ class Attempt:
             ranks=list(hosts),
             hosts=hosts,
             lost=self._lost,
-            tails=self._tails,
-            progress=self._progress,
         )
 
     def _ranks(self, node: int) -> list[int]:
@@ -203,18 +148,19 @@ class Attempt:
     def _meet(self) -> Table | None:
         """Wait for every node; return the exit record if one does not come up."""
         deadline = time.monotonic() + self.connect_timeout_s
-        ports = [0] * len(self.nodes)
         while True:
-            for number, node in enumerate(self.nodes):
-                try:
-                    ports[number] = ports[number] or node.port()
-                except Unreachable as exc:
-                    return _refusal(str(exc), needs_person=exc.needs_person, hosts=[self.hosts[number].name])
+            for host, node in zip(self.hosts, self.nodes, strict=True):
+                node.poll()
+                if node.lost:
+                    needs_person = any(NEEDS_A_PERSON.search(line) for line in node.complaints)
+                    said = node.complaints[-1].strip() if node.complaints else node.lost
+                    text = f"cannot start on host {host.name}: {said}"
+                    return _refusal(text, needs_person=needs_person, hosts=[host.name])
             if self.stop.number:
                 return _refusal("stopped before it began") | {"kind": policy.STOPPED}
-            missing = [host.name for host, port in zip(self.hosts, ports, strict=True) if not port]
+            missing = [host.name for host, node in zip(self.hosts, self.nodes, strict=True) if not node.port]
             if not missing:
-                self.master_port = self.master_port or ports[0]
+                self.master_port = self.master_port or self.nodes[0].port
                 return None
             if time.monotonic() > deadline:
                 text = f"no answer from {', '.join(missing[:8])} within {self.connect_timeout_s:g} s"
@@ -243,9 +189,7 @@ class Attempt:
             if "ended" in event and event["ended"] in self._ranks(number):
                 self._ended(self.hosts[number].name, event)
             elif "lines" in event:
-                self.show(event["rank"], event["lines"])
-            elif "progress" in event and number == 0:
-                self._progress = event["progress"]
+                self.show(0, event["lines"])
         if self.nodes[number].lost and not self._lost:
             self._lost = {
                 "host": self.hosts[number].name,
@@ -260,7 +204,6 @@ class Attempt:
         note = self.place.attempt(self.number) / "notes" / str(rank)
         if not note.exists():
             note.write_text(f"{code} {host}\n", encoding="utf-8")
-        self._tails[rank] = event["tail"]
         if code == policy.REQUEUE:
             self._kill_by(time.monotonic() + self._grace_period_s())
         elif code:

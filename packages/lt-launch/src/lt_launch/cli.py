@@ -48,7 +48,7 @@ def _target_capacity(on: str, profile: Profile) -> tuple[int, int]:
         return 1, count_devices()
     if on == "ssh":
         from lt_launch.hosts import slots_per_host
-        from lt_launch.ssh_transport import SshOptions, resolve_hosts
+        from lt_launch.ssh import SshOptions, resolve_hosts
 
         hosts = resolve_hosts(profile.options("ssh", SshOptions))
         return len(hosts), slots_per_host(hosts)

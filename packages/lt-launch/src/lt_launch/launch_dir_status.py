@@ -6,13 +6,11 @@ is complete; otherwise its newest attempt decides: by its exit.json, else by whe
 
 from __future__ import annotations
 
-import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from lt_launch import launch_dir, policy
-from lt_launch.answers import as_texts, is_int
 from lt_launch.errors import LaunchError
 from lt_launch.policy import Place, Table, log_file, read_table
 from lt_launch.target import Launch, StageState, StageStatus
@@ -21,7 +19,6 @@ __all__ = ["element_status", "find_stage_dir", "read_logs", "read_stage_statuses
 
 POLL_S = 0.2
 KINDS = (policy.DONE, policy.STOPPED, policy.REQUEUED, policy.LOST, policy.KILLED, policy.FAILED)
-RemoteCommand = Callable[[str, str, bool], list[str]]
 
 
 def read_stage_statuses(launch: Launch) -> tuple[StageStatus, ...]:
@@ -57,7 +54,7 @@ def element_status(
         state=state,
         job_id=job_id,
         attempt=number,
-        exit_code=result["code"] if result and is_int(result.get("code")) else None,
+        exit_code=result["code"] if result else None,
         reason=reason,
         nodes=_newest_hosts(events or [], name),
         since=since,
@@ -67,7 +64,7 @@ def element_status(
 def _newest_hosts(events: list[Table], name: str) -> tuple[str, ...]:
     """Return the hosts of the newest attempt of a stage or element; empty if none has started."""
     rows = [row for row in events if row.get("event") == "attempt_started" and row.get("stage") == name]
-    return as_texts(rows[-1].get("hosts")) if rows else ()
+    return tuple(rows[-1].get("hosts", ())) if rows else ()
 
 
 def _element_state(
@@ -126,9 +123,7 @@ def find_stage_dir(launch: Launch, name: str) -> Place:
     return max(started, key=lambda item: item[0])[1]
 
 
-def read_logs(
-    launch: Launch, *, stage: str, rank: int, follow: bool, remote_command: RemoteCommand | None = None
-) -> Iterator[str]:
+def read_logs(launch: Launch, *, stage: str, rank: int, follow: bool) -> Iterator[str]:
     """Yield the output lines of one process, over all its attempts in order.
 
     Args:
@@ -136,65 +131,15 @@ def read_logs(
         stage: a stage or an element; "" for the newest.
         rank: rank of the process.
         follow: continue until the stage has ended.
-        remote_command: builds the command that reads a file on a host that does not share the folder.
 
     Raises:
         LaunchError: no such stage, or no such process.
     """
     place = find_stage_dir(launch, stage)
-    if remote_command is not None and place.attempts():
-        remote = _remote_logs(launch, place, rank, follow, remote_command)
-        if remote is not None:
-            yield from remote
-            return
-    nodes, procs_per_node = _size_of(place)
-    world = nodes * procs_per_node
+    spec = read_table(place.stage / "spec.json") or {}
+    world = spec.get("nodes", 1) * spec.get("procs_per_node", 1)
     if rank >= world:
         raise LaunchError(f"--rank {rank}: stage {place.folder.name} has ranks 0 to {world - 1}")
-    yield from _local_logs(launch, place, rank, follow)
-
-
-def _remote_logs(
-    launch: Launch, place: Place, rank: int, follow: bool, remote_command: RemoteCommand
-) -> Iterator[str] | None:
-    number = place.attempts()[-1]
-    path = log_file(place.attempt(number), rank)
-    if path.exists():
-        return None
-    hosts = _newest_hosts(launch_dir.read_events(launch), place.folder.name)
-    node = rank // _size_of(place)[1]
-    return _command_lines(remote_command(hosts[node], str(path), follow)) if node < len(hosts) else None
-
-
-def _size_of(place: Place) -> tuple[int, int]:
-    """Return the nodes of a stage and its processes per node.
-
-    Raises:
-        LaunchError: its spec names none.
-    """
-    spec = read_table(place.stage / "spec.json") or {}
-    nodes, procs_per_node = spec.get("nodes", 1), spec.get("procs_per_node", 1)
-    for name, value in (("nodes", nodes), ("procs_per_node", procs_per_node)):
-        if not is_int(value) or value < 1:
-            raise LaunchError(
-                f"{place.stage / 'spec.json'} is damaged: {name} = {value!r}; launch again with the same --out"
-            )
-    return nodes, procs_per_node
-
-
-def _command_lines(command: list[str]) -> Iterator[str]:
-    with subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, errors="replace"
-    ) as process:
-        assert process.stdout is not None
-        try:
-            for line in process.stdout:
-                yield line.rstrip("\n")
-        finally:
-            process.terminate()
-
-
-def _local_logs(launch: Launch, place: Place, rank: int, follow: bool) -> Iterator[str]:
     offsets: dict[Path, int] = {}
     partial: dict[Path, bytes] = {}
     while True:

@@ -1,12 +1,11 @@
 """Target `local`: processes on this machine, children of the launch command.
 
-If that command dies, a guard beside the processes ends them, so that none is orphaned. With `--detach` a background
-process launches them instead.
+If that command dies, the shell beside the processes ends them (`node`), so that none is orphaned. With `--detach` a
+background process launches them instead.
 """
 
 import json
 import os
-import secrets
 import socket
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,8 +14,8 @@ from typing import Any
 
 from lt_launch.hosts import Host
 from lt_launch.job import Pipeline
+from lt_launch.node import Node
 from lt_launch.node_commands import node_commands
-from lt_launch.node_processes import NodeProcesses, free_port
 from lt_launch.policy import Place
 from lt_launch.profile import Profile
 from lt_launch.spec import stage_spec
@@ -24,26 +23,11 @@ from lt_launch.target import Finding, Launch, RenderedLaunch, StageStatus, Targe
 from lt_trainer.config.section import Section, option
 from lt_trainer.errors import RecipeError
 
-__all__ = ["LocalOptions", "LocalTarget", "LocalTransport"]
-
 
 class LocalOptions(Section, table="local"):
     """Options in the table [local] of a profile."""
 
     slots: int = option(0, "processes that may run in parallel; 0 = one per core", ge=0)
-
-
-class LocalNode(NodeProcesses):
-    """This machine, for one attempt of a stage."""
-
-    lost = ""
-
-    def __init__(self, spec: Mapping[str, Any]) -> None:
-        super().__init__(secrets.token_hex(16), float(spec["grace_s"]))
-
-    def port(self) -> int:
-        """Return a free port."""
-        return free_port()
 
 
 class LocalTransport:
@@ -63,9 +47,14 @@ class LocalTransport:
         """Return the loopback address: there is no other node."""
         return "127.0.0.1"
 
-    def open_node(self, host: Host, spec: Mapping[str, Any], place: Place, files: Mapping[str, str]) -> LocalNode:
+    def open_node(self, host: Host, spec: Mapping[str, Any], folder: Path) -> Node:
         """Return this machine."""
-        return LocalNode(spec)
+        return open_local_node(spec, folder)
+
+
+def open_local_node(spec: Mapping[str, Any], folder: Path) -> Node:
+    """Return this machine, for an attempt with this folder."""
+    return Node(["bash", "-s"], folder, float(spec["grace_s"]))
 
 
 class LocalTarget:

@@ -34,7 +34,7 @@ def node_commands(
     master: tuple[str, int | str],
     env: Mapping[str, str] | None = None,
 ) -> list[dict[str, Any]]:
-    """Return the commands of a node, as `NodeProcesses.start` takes them.
+    """Return the commands of a node, as `Node.start` takes them.
 
     Args:
         spec: the stage.
@@ -45,18 +45,13 @@ def node_commands(
         env: further variables.
     """
     argv, ranks = _argv(spec, place), ranks_of(spec, node)
-    common = {
-        "folder": str(place.attempt(number)),
-        "defaults": _defaults(spec),
-        "bin": spec.get("bin") or "",
-        "cwd": spec.get("cwd") or "",
-    }
+    training = is_training(spec)
+    argv = with_setup(spec, torchrun_argv(argv, spec, node, master) if training else argv)
+    common = {"argv": argv, "defaults": _defaults(spec), "bin": spec.get("bin") or "", "cwd": spec.get("cwd") or ""}
     base = {**(spec.get("env") or {}), **(env or {}), **_variables(spec, place, number)}
-    if is_training(spec):
-        notes = {"LT_EXIT_CODES": f"{common['folder']}/notes", "LT_RANK_LOGS": common["folder"]}
-        argv = with_setup(spec, torchrun_argv(argv, spec, node, master))
-        return [{**common, "ranks": ranks, "notes": True, "argv": argv, "env": {**base, **notes}}]
-    common |= {"notes": False, "argv": with_setup(spec, argv)}
+    if training:
+        folder = str(place.attempt(number))
+        return [{**common, "ranks": ranks, "env": {**base, "LT_EXIT_CODES": f"{folder}/notes", "LT_RANK_LOGS": folder}}]
     return [{**common, "ranks": [rank], "env": {**base, **_identity(spec, node, rank, master)}} for rank in ranks]
 
 

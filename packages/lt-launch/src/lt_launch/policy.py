@@ -424,8 +424,6 @@ def conclude(
     ranks: Sequence[int] | None = None,
     lost: Table | None = None,
     hosts: Mapping[int, str] | None = None,
-    tails: Mapping[int, Sequence[str]] | None = None,
-    progress: Table | None = None,
 ) -> Table:
     """Judge an attempt by what it left, stamp the stage where it is done, write exit.json.
 
@@ -438,8 +436,6 @@ def conclude(
         ranks: those to judge by; None = all.
         lost: a node that was lost: host, ranks, and why.
         hosts: names of the ranks' machines, where they are known by others than their own.
-        tails: last lines of processes whose logs are on other machines.
-        progress: `run_progress` of a machine that has the run directory; None = of this one.
     """
     folder, procs = place.attempt(number), int(spec["procs_per_node"])
     ranks = range(int(spec["nodes"]) * procs) if ranks is None else ranks
@@ -450,7 +446,7 @@ def conclude(
     if lost and not asked:
         kind, code, first = LOST, REQUEUE, lost["ranks"][0]
         reason = f"host {lost['host']} is lost ({_names(lost['ranks'])}): {lost['why']}"
-    progress = progress or run_progress(spec, read_table(folder / "start.json") or {})
+    progress = run_progress(spec, read_table(folder / "start.json") or {})
     if kind == DONE and spec.get("completion") == "run_dir" and not progress["completed"]:
         kind, code = FAILED, INTERNAL
         where = f"{spec['run_dir']}/events.jsonl"
@@ -470,7 +466,7 @@ def conclude(
             "host": note[1] if note else lost["host"] if lost else "",
             "node": first // procs,
             "ranks": list(gone) if note is None else [first],
-            "tail": last_lines(log_file(folder, first)) or list((tails or {}).get(first, ())),
+            "tail": last_lines(log_file(folder, first)),
             "log": str(log_file(folder, first)),
         }
     result["step_before"], result["step"] = progress["step_before"], progress["step"]

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lt_launch.answers import is_int, is_number
 from lt_launch.job import Job
 
 __all__ = ["Progress", "parse_progress", "read_progress"]
@@ -54,7 +53,7 @@ def read_progress(run_dir: str | Path) -> Progress | None:
         row for row in _read_jsonl_tail(folder / "events.jsonl") if row.get("event") in ("start", "stop", "completed")
     ]
     rows = _read_jsonl_tail(folder / "metrics.jsonl")
-    metrics = [row for row in rows if "loss" in row and is_int(row.get("step"))]
+    metrics = [row for row in rows if "loss" in row]
     run_size = _read_run_size(folder)
     last_event = str(events[-1]["event"]) if events else ""
     if not metrics:
@@ -62,7 +61,7 @@ def read_progress(run_dir: str | Path) -> Progress | None:
     last = metrics[-1]
     starts = [row for row in events if row["event"] == "start"]
     devices = starts[-1].get("world", 1) if starts else 1
-    speed = _to_float(last.get("tokens_per_sec")) * (devices if is_int(devices) else 1)
+    speed = _to_float(last.get("tokens_per_sec")) * devices
     remaining_tokens = (run_size[0] - last["step"]) * run_size[1]
     return Progress(
         step=last["step"],
@@ -110,13 +109,12 @@ def _read_run_size(folder: Path) -> tuple[int, int]:
         sizes = recipe["schedule"]["max_steps"], recipe["batch"]["global_batch_size"], recipe["data"]["seq_len"]
     except (OSError, ValueError, KeyError, TypeError):
         return 0, 0
-    return (sizes[0], sizes[1] * sizes[2]) if all(is_int(size) for size in sizes) else (0, 0)
+    return sizes[0], sizes[1] * sizes[2]
 
 
 def _remaining_s(tokens: int, speed: float) -> float:
     """Return the remaining time; nan if the speed tells none."""
-    seconds = tokens / speed if speed > 0 else math.nan
-    return seconds if is_number(seconds) else math.nan
+    return tokens / speed if speed > 0 else math.nan
 
 
 def _to_float(value: Any) -> float:

@@ -19,13 +19,6 @@ __all__ = ["PYTHON_PLACEHOLDER", "launch_files", "recipe_hash", "stage_spec", "w
 
 VERSION = 1
 PYTHON_PLACEHOLDER = "python"
-SOURCES = {
-    "slurm": {"policy.py": "policy.py"},
-    "ssh": {
-        f"nodes/lt_launch/{name}.py": f"{name}.py" for name in ("ssh_node", "node_processes", "node_guard", "policy")
-    },
-}
-"""Our modules that run on the nodes of a target, by their place below the launch directory."""
 
 
 def with_python(argv: tuple[str, ...], python: str) -> list[str]:
@@ -80,11 +73,9 @@ def recipe_hash(recipe: str) -> str:
 
 
 def launch_files(pipeline: Pipeline, specs: Mapping[str, Mapping[str, Any]], target: str) -> dict[str, str]:
-    """Return the files that nodes need below `<out>/launch/` by name: sources, specs, recipes."""
-    folder = Path(__file__).parent
-    files = {name: (folder / source).read_text(encoding="utf-8") for name, source in SOURCES.get(target, {}).items()}
-    if target == "ssh":
-        files["nodes/lt_launch/__init__.py"] = ""
+    """Return the files that nodes need below `<out>/launch/` by name: specs, recipes, on Slurm the policy."""
+    policy = Path(__file__).with_name("policy.py")
+    files = {"policy.py": policy.read_text(encoding="utf-8")} if target == "slurm" else {}
     for stage in pipeline.stages:
         files[f"stages/{stage.name}/spec.json"] = json.dumps(specs[stage.name], indent=1, ensure_ascii=False) + "\n"
         if stage.job.recipe:

@@ -24,7 +24,6 @@ from lt_launch.job import Pipeline, Stage
 from lt_launch.job_output import format_lines
 from lt_launch.policy import Place
 from lt_launch.scheduler import HostScheduler, resource_request
-from lt_launch.spec import launch_files
 from lt_launch.target import Launch
 
 __all__ = ["StageRunner", "has_parallel_stages"]
@@ -60,7 +59,6 @@ class StageRunner:
         self._failures: list[tuple[str, dict[str, Any]]] = []
         """Failed stages with their results, in the order of their ends."""
         self._lock = threading.Lock()
-        self._files = launch_files(launch.pipeline, specs, launch.target)
 
     def run(self) -> int:
         """Run all stages; return 0, or the exit code of the first failure."""
@@ -140,13 +138,12 @@ class StageRunner:
         launch_dir.log_event(
             self.launch, "attempt_started", stage=name, attempt=number, hosts=[host.name for host in hosts]
         )
-        files = {k: v for k, v in self._files.items() if k.startswith(("nodes/", f"stages/{stage.name}/"))}
         attempt = Attempt(
             spec=spec,
             place=place,
             number=number,
             hosts=hosts,
-            nodes=[self.transport.open_node(host, spec, place, files) for host in hosts],
+            nodes=[self.transport.open_node(host, spec, place.attempt(number)) for host in hosts],
             address=self.transport.address(hosts[0]),
             connect_timeout_s=self.transport.connect_timeout_s,
             env={variable: os.environ[variable] for variable in stage.job.pass_env if variable in os.environ},

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lt_data.display.terminal import echo_error
-from lt_launch.answers import is_number
 from lt_launch.errors import LaunchError
 from lt_launch.launch_dir import find_launch_dir, list_launch_dirs, load_launch
 from lt_launch.markup import escape
@@ -237,7 +236,7 @@ def show_launches() -> None:
             echo_error(f"# {exc}")
             continue
         created_at = (read_table(directory / "launch.json") or {}).get("created_at")
-        age = f"{format_duration(time.time() - created_at)} ago" if is_number(created_at) else ""
+        age = f"{format_duration(time.time() - created_at)} ago" if created_at else ""
         color = STATE_COLORS[state]
         table.add_row(
             escape(directory.parent.name),

@@ -130,11 +130,11 @@ class Net:
         (self.folder / "hosts.txt").write_text("\n".join(rows) + "\n")
         return "hosts.txt"
 
-    def profile(self, more: str = "") -> None:
+    def profile(self) -> None:
         """The person's profile: how ssh finds its key here."""
         options = ["-F", "/dev/null", "-i", str(self.keys / "key"), "-o", "StrictHostKeyChecking=no"]
         options += ["-o", "UserKnownHostsFile=/dev/null", "-o", "LogLevel=ERROR"]
-        text = f"python = {json.dumps(sys.executable)}\n[ssh]\nssh_args = {json.dumps(options)}\n{more}\n"
+        text = f"python = {json.dumps(sys.executable)}\n[ssh]\nlink_timeout_s = 6\nssh_args = {json.dumps(options)}\n"
         Path(os.environ["LT_LAUNCH_PROFILE"]).write_text(text)
 
     def command(self, *arguments: str) -> list[str]:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from lt_test_helpers.stores import make_stores
 
 TRAINER = Path(__file__).parent.parent / "fake_trainer.py"
 PYTHON = [sys.executable, "-S", "-E"]
+SHELL = "bash\0-s"
 GRACE_S, ORPHANS_S = 3, 10
 """Within the grace time of a job and this time nothing may be left on any host."""
 
@@ -96,21 +96,20 @@ def test_nothing_is_left_on_any_host_when_the_launcher_is_killed(net, until) -> 
     assert len(training(net)) == 4
     process.kill()
     machines = net.machines.values()
-    until(lambda: not training(net) and not any(one.processes("lt_launch") for one in machines), GRACE_S + ORPHANS_S)
+    until(lambda: not training(net) and not any(one.processes(SHELL) for one in machines), GRACE_S + ORPHANS_S)
     assert [logged(net, rank).endswith(f"rank {rank} stopped\n") for rank in range(4)] == [True, True, True, False]
 
 
 def test_nothing_is_left_on_a_host_where_the_end_of_the_connection_is_killed(net, until) -> None:
-    """Nobody there obeys the launcher any more: the guard beside the processes ends them, the launcher the others."""
+    """Nobody there answers the launcher any more: the keeper ends the processes there, the launcher the others."""
     trainer(net, 1000, more=f"grace_period_s = {GRACE_S}.0\n[job.restart]\nmax_restarts = 0")
     process = net.start(*launch_on(net, "a", "b"))
     until(checkpoint(net, 3).exists)
-    (pid,) = net.machines["b"].processes("ssh_node")
-    os.kill(pid, signal.SIGKILL)
+    os.kill(min(net.machines["b"].processes(SHELL)), signal.SIGKILL)
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 75, out
     assert "host b is lost (ranks 2 to 3): the connection ended with" in out
-    until(lambda: not training(net) and not net.machines["b"].processes("lt_launch"), GRACE_S + ORPHANS_S)
+    until(lambda: not training(net) and not net.machines["b"].processes(SHELL), GRACE_S + ORPHANS_S)
 
 
 def test_a_cut_link_ends_the_run_on_both_sides_and_names_the_host(net, until) -> None:
@@ -123,9 +122,7 @@ def test_a_cut_link_ends_the_run_on_both_sides_and_names_the_host(net, until) ->
     assert logged(net, 2).endswith("rank 2 stopped\n")
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 75, out
-    # Whichever is first: no word from the host for too long, or ssh that gives the connection up.
-    why = r"(no sign of life for|the connection ended with exit code 255)"
-    assert re.search(rf"host b is lost \(ranks 2 to 3\): {why}", out), out
+    assert "host b is lost (ranks 2 to 3): the connection ended with exit code 255" in out
     assert not training(net)
 
 
@@ -161,18 +158,17 @@ def test_a_key_that_is_not_taken_is_for_the_person_to_mend(net) -> None:
     assert "Permission denied" in shown
 
 
-def test_hosts_without_a_shared_folder_get_what_they_need_and_their_logs_are_fetched(net) -> None:
-    """And doctor says that they do not share it."""
+def test_a_host_without_the_shared_folder_is_told(net) -> None:
     net.add("far", private=net.folder)
     run_file(net, ["bash", "-c", "echo rank $RANK; hostname"], procs=1)
-    net.lt(*launch_on(net, "a", "far"))
-    assert not (net.folder / "runs/x/launch/stages/x/attempt-000/rank-00001.log").exists()
-    assert net.lt("logs", "x", "--rank", "1") == "rank 1\nfar\n"
+    shown = net.lt(*launch_on(net, "a", "far"), code=64)
+    assert "cannot start on host far: " in shown
+    assert "attempt-000: No such file or directory" in shown
     shown = net.lt("doctor", "--on", "ssh", "--hostfile", net.hostfile("a", "b", "far"), "run.toml", code=64)
-    assert f"error far: shared folder: {net.folder}/runs/x is not the same folder as on a" in shown.replace("\n", " ")
+    assert f"error far: shared folder: {net.folder}/runs/x is not the folder of this machine" in shown.replace(
+        "\n", " "
+    )
     assert "ok b: shared folder: " in shown
-    assert "ok far: clock: within 1 s" in shown
-    assert f"ok far: ports: reaches {net.machines['a'].address}:" in shown
     assert not list((net.folder / "runs/x").glob(".lt-doctor*"))
 
 
@@ -248,6 +244,7 @@ def test_training_whose_launcher_is_gone_saves_its_last_step(net, until, how: st
     (net.folder / "recipe.toml").write_text(RECIPE.format(folder=net.folder))
     (net.folder / "run.toml").write_text(
         '[job]\nname = "x"\nrecipe = "recipe.toml"\nprocs_per_node = 2\nenv = { OMP_NUM_THREADS = "1" }\n'
+        "[job.restart]\nmax_restarts = 0\n"
     )
     process = net.start(*launch_on(net, "b"))
     until(lambda: max(steps_of(net), default=0) >= 3, 240)
@@ -257,8 +254,8 @@ def test_training_whose_launcher_is_gone_saves_its_last_step(net, until, how: st
     elif how == "kill the launcher":
         process.kill()
     else:
-        os.kill(b.processes("ssh_node")[0], signal.SIGKILL)
-    until(lambda: not b.processes("lt_trainer") and not b.processes("lt_launch"), 120)
+        os.kill(min(b.processes(SHELL)), signal.SIGKILL)
+    until(lambda: not b.processes("lt_trainer") and not b.processes(SHELL), 120)
     process.kill()
     (saved,) = (net.folder / "runs/x/checkpoints").glob("step-*/COMMIT")
     assert int(saved.parent.name.removeprefix("step-")) == max(steps_of(net))

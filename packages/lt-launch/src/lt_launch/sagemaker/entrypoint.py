@@ -28,7 +28,7 @@ from typing import Any
 from lt_launch import policy
 from lt_launch.attempt import Attempt, Stop, handle_stop_signals
 from lt_launch.hosts import Host
-from lt_launch.local import LocalNode
+from lt_launch.local import open_local_node
 from lt_launch.policy import Place
 from lt_launch.sagemaker.container_recipe import procs_per_node, resolve_recipe
 from lt_launch.sagemaker.contract import GRACE_PERIOD_S, Contract, read_contract
@@ -138,7 +138,7 @@ def _run_attempts(
             place=place,
             number=number,
             hosts=[Host(name=cluster.current_host)],
-            nodes=[LocalNode(spec)],
+            nodes=[open_local_node(spec, place.attempt(number))],
             first_node=cluster.node_rank,
             address=cluster.master_addr,
             master_port=int(environ.get("SM_MASTER_PORT", MASTER_PORT)),

@@ -5,11 +5,11 @@ import json
 import os
 import shlex
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +18,23 @@ import pytest
 from lt_launch import node_commands, policy
 from lt_launch.attempt import Attempt, Stop
 from lt_launch.hosts import Host
-from lt_launch.job import Job, Pipeline
-from lt_launch.job import Stage as PipelineStage
-from lt_launch.local import LocalNode
-from lt_launch.node_guard import find_processes
+from lt_launch.local import open_local_node
+from lt_launch.node import TOKEN, Node
 from lt_launch.policy import Place
-from lt_launch.spec import launch_files
-from lt_launch.ssh_connection import BOOT, SshConnection
-from lt_launch.ssh_node import SshNode
 
 PYTHON = [sys.executable, "-S", "-E"]
 """Without site-packages: a process starts in a few milliseconds."""
 WAIT = "import os, sys, time\nrank = int(os.environ['RANK'])\n"
 on_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+
+
+def find_processes(token: str) -> list[str]:
+    """Return the processes that a node has started."""
+    wanted, found = f"{TOKEN}={token}".encode(), []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            found += [folder.name] if wanted in (folder / "environ").read_bytes() else []
+    return found
 
 
 class Stage:
@@ -50,7 +54,7 @@ class Stage:
         self.spec = defaults | values
         self.place = Place(root / "launch" / "stages" / "train" / "spec.json")
         self.stop, self.shown, self.results = Stop(), [], []
-        self.open_node: Callable[[], Any] = lambda: LocalNode(self.spec)
+        self.open_node: Callable[[], Any] = lambda: open_local_node(self.spec, self.folder)
         self.number = -1
 
     @property
@@ -264,11 +268,12 @@ def test_grandchildren_end_with_their_rank(stage: Callable[..., Stage]) -> None:
 
 
 @on_linux
-def test_the_guard_and_the_processes_of_an_attempt_are_gone_after_it(stage: Callable[..., Stage]) -> None:
+def test_no_process_of_an_attempt_is_left_after_it(stage: Callable[..., Stage]) -> None:
     made = stage("pass")
     made.run()
-    done = subprocess.run(["pgrep", "-f", made.nodes[0].token], capture_output=True, text=True, check=False)
-    assert done.stdout == ""
+    assert not find_processes(made.nodes[0].token)
+    with pytest.raises(ProcessLookupError):
+        os.killpg(made.nodes[0].process.pid, 0)
 
 
 def test_a_last_line_without_an_end_is_shown(stage: Callable[..., Stage]) -> None:
@@ -288,7 +293,7 @@ def test_long_output_is_shown_whole_and_in_order(stage: Callable[..., Stage]) ->
 def test_a_program_that_is_not_there(stage: Callable[..., Stage]) -> None:
     result = stage("", argv=["/no/such/program"], procs_per_node=1).run()
     assert (result["code"], result["first"]["rank"]) == (127, 0)
-    assert "cannot run '/no/such/program'" in "\n".join(policy.report(result))
+    assert "/no/such/program: No such file or directory" in "\n".join(policy.report(result))
 
 
 def test_lines_before_the_command_are_run_in_the_same_shell(stage: Callable[..., Stage]) -> None:
@@ -330,12 +335,12 @@ def test_a_torchrun_that_starts_no_rank_stands_for_them(
 
 
 @on_linux
-@pytest.mark.parametrize(("grace_s", "kind"), [(30, "requeued"), (0.5, "killed")])
+@pytest.mark.parametrize(("grace_s", "kind"), [(30, "requeued"), (1, "killed")])
 def test_ranks_that_outlive_their_torchrun_may_save(
     stage: Callable[..., Stage], tmp_path: Path, grace_s: float, kind: str
 ) -> None:
     """Each is in a session of its own; none is left when the attempt has ended."""
-    saves = 'sleep 1; echo "75 h" >$LT_EXIT_CODES/$1; exit 75'
+    saves = 'sleep 2; echo "75 h" >$LT_EXIT_CODES/$1; exit 75'
     rank = f"trap '{saves}' TERM; touch $LT_RANK_LOGS/up-$1; while :; do sleep 0.05; done"
     script = f"""for rank in 0 1; do setsid bash -c {shlex.quote(rank)} rank $rank & done
 until [ -e $LT_RANK_LOGS/up-0 -a -e $LT_RANK_LOGS/up-1 ]; do sleep 0.05; done
@@ -363,7 +368,7 @@ def test_a_stage_that_trains_is_one_torchrun_per_node(tmp_path: Path) -> None:
         *("--nproc-per-node", "8", "--"),
         *("--nnodes=2", "--node-rank=1", "--rdzv-backend=static", "--master-addr=10.0.0.1", "--master-port=77"),
     ]
-    assert (order["ranks"], order["notes"]) == (list(range(8, 16)), True)
+    assert order["ranks"] == list(range(8, 16))
     folder = str(tmp_path / "train/attempt-003")
     assert order["env"]["LT_EXIT_CODES"] == f"{folder}/notes"
     assert order["env"]["LT_RANK_LOGS"] == folder
@@ -381,92 +386,88 @@ def test_a_stage_that_does_not_train_needs_no_torch(tmp_path: Path) -> None:
 # --- the far end of a connection, without ssh
 
 
-def connection(spec: dict[str, Any], place: Place, link_timeout_s: float = 60.0) -> SshConnection:
-    """A host's end of a connection, where nothing is installed: only what is sent is there."""
-    pipeline = Pipeline(name="p", stages=(PipelineStage(job=Job(name="train", argv=("x",))),))
-    files = launch_files(pipeline, {"train": spec}, "ssh")
-    launch = place.stage.parent.parent
-    command = [sys.executable, "-I", "-S", "-c", BOOT]
-    return SshConnection("far", command, spec, launch=str(launch), files=files, link_timeout_s=link_timeout_s)
+def far(made: Stage, silence_s: float = 60) -> Node:
+    """Return what ssh would start."""
+    return Node(["bash", "-s"], made.folder, made.spec["grace_s"], python=sys.executable, silence_s=silence_s)
 
 
-def test_what_is_sent_runs_where_nothing_is_installed(stage: Callable[..., Stage]) -> None:
-    """Exit codes, last lines, output, progress and a stop come and go over the connection alone."""
-    made = stage(f"{WAIT}print('words of', rank)\nsys.exit(7 if rank == 1 else 0)", procs_per_node=2)
-    made.open_node = lambda: connection(made.spec, made.place)
+WORDS = 'it\'s; $(touch broken) `x` "q" \\ @grace@ é\n*'
+
+
+def test_words_of_any_kind_arrive(stage: Callable[..., Stage], tmp_path: Path) -> None:
+    """Blanks, quotes and a line break in the folders, arguments and variables; nothing of them is run."""
+    cwd = tmp_path / "a b';c"
+    cwd.mkdir()
+    made = stage("import os, sys; print(ascii(sys.argv[1:]), ascii(os.environ['A']), os.getcwd())", procs_per_node=1)
+    made.place, made.spec["cwd"] = Place(tmp_path / "x ';y" / "stages" / "train" / "spec.json"), str(cwd)
+    made.spec["argv"] += [WORDS, ""]
+    made.open_node = lambda: far(made)
+    assert made.run(A=WORDS)["kind"] == "done"
+    assert made.log(0) == f"{[WORDS, '']!a} {WORDS!a} {cwd}\n"
+    assert not list(cwd.iterdir())
+
+
+def test_nothing_of_a_job_is_seen_in_the_list_of_processes(stage: Callable[..., Stage]) -> None:
+    made = stage(f"{WAIT}print(open(f'/proc/{{os.getppid()}}/cmdline').read().split('\\0'))", procs_per_node=1)
+    made.run(SECRET="hush")
+    assert made.log(0) == "['bash', '-s', '']\n"
+
+
+def test_a_host_without_the_folder_of_the_launch_is_told(stage: Callable[..., Stage]) -> None:
+    made = stage("pass", procs_per_node=1)
+    made.open_node = lambda: Node(["bash", "-s"], made.folder / "elsewhere", 1, python=sys.executable)
     result = made.run()
-    assert (result["kind"], result["code"], result["first"]["rank"]) == ("failed", 7, 1)
-    assert result["first"]["tail"] == ["words of 1"]
-    assert made.shown == [(0, "words of 0\n")]
-    made = stage(SAVES, procs_per_node=2)
-    made.open_node = lambda: connection(made.spec, made.place)
-    thread = made.start()
-    made.until(lambda: all(made.log(rank) == "ready\n" for rank in range(2)))
-    made.stop.note(signal.SIGUSR1)
-    thread.join(60)
-    assert made.results[0]["kind"] == "stopped"
-    assert made.log(1) == f"ready\n{int(signal.SIGUSR1)}\n"
+    assert (result["kind"], result["code"]) == ("failed", 64)
+    assert "cannot start on host h0: " in result["reason"]
+    assert "elsewhere: No such file or directory" in result["reason"]
 
 
 @on_linux
-def test_processes_save_and_end_when_the_connection_is_closed(stage: Callable[..., Stage]) -> None:
-    """As when the launcher dies."""
+@pytest.mark.parametrize("how", ["closed", "silent"])
+def test_processes_save_and_end_without_the_launcher(
+    stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Its words end when it dies; behind a cut link they only stop coming."""
     made = stage(SAVES, procs_per_node=2)
-    made.open_node = lambda: connection(made.spec, made.place)
+    made.open_node = lambda: far(made, silence_s=2)
+    thread = made.start()
+    made.until(lambda: all(made.log(rank) == "ready\n" for rank in range(2)))
+    time.sleep(3)
+    assert made.log(0) == "ready\n", "it is told that the launcher is there"
+    if how == "closed":
+        made.nodes[0].process.stdin.close()
+    monkeypatch.setattr(Node, "_say", lambda self, text: None)
+    made.until(lambda: all(made.log(rank) == f"ready\n{int(signal.SIGTERM)}\n" for rank in range(2)))
+    thread.join(60)
+    assert made.results[0]["kind"] == "requeued"
+
+
+@on_linux
+def test_what_does_not_stop_without_the_launcher_is_killed(stage: Callable[..., Stage]) -> None:
+    made = stage(f"{IGNORES}time.sleep(100)", grace_s=1, procs_per_node=2)
     thread = made.start()
     made.until(lambda: all(made.log(rank) == "ready\n" for rank in range(2)))
     made.nodes[0].process.stdin.close()
     thread.join(60)
-    assert made.results[0]["kind"] == "lost"
-    assert "host h0 is lost (ranks 0 to 1)" in made.results[0]["reason"]
-    made.until(lambda: all(made.log(rank) == f"ready\n{int(signal.SIGTERM)}\n" for rank in range(2)))
+    assert not find_processes(made.nodes[0].token)
+    assert made.results[0]["code"] == 75
 
 
 @on_linux
-def test_processes_save_and_end_when_the_connection_is_silent(stage: Callable[..., Stage]) -> None:
-    """As behind a cut link: no end of the connection comes, only nothing."""
+def test_nothing_is_left_when_the_shell_is_killed(stage: Callable[..., Stage]) -> None:
     made = stage(SAVES, procs_per_node=2)
-    made.number = policy.open_attempt(made.spec, made.place, launched=True)
-    far = connection(made.spec, made.place, link_timeout_s=1.0)
-    made.until(lambda: far.port() > 0)
-    far.start(node_commands.node_commands(made.spec, made.place, 0, 0, ("127.0.0.1", 1)), None)
-    made.until(lambda: all(made.log(rank) == f"ready\n{int(signal.SIGTERM)}\n" for rank in range(2)))
-    assert far.process is not None
-    assert far.process.wait(60) == 0
-    far.close()
+    thread = made.start()
+    made.until(lambda: all(made.log(rank) == "ready\n" for rank in range(2)))
+    made.nodes[0].process.kill()
+    thread.join(60)
+    assert made.results[0]["kind"] == "lost"
+    assert "host h0 is lost (ranks 0 to 1): the connection ended with killed by SIGKILL" in made.results[0]["reason"]
+    made.until(lambda: not find_processes(made.nodes[0].token))
+    assert made.log(1) == f"ready\n{int(signal.SIGTERM)}\n"
 
 
-@on_linux
-def test_nothing_is_left_of_the_far_end_when_it_says_so(
-    stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not the guard either: told of no end, it would signal the groups later, whose numbers may be others' by then."""
-    made = stage(f"{WAIT}print('words of', rank)", procs_per_node=2)
-    made.number = policy.open_attempt(made.spec, made.place, launched=True)
-    commands = node_commands.node_commands(made.spec, made.place, 0, 0, ("127.0.0.1", 1))
-    given = {"spec": made.spec, "link_timeout_s": 60, "token": f"far-{os.getpid()}", "orders": commands}
-    (orders, far_orders), (far_answers, answers) = os.pipe(), os.pipe()
-    alarms: list[int] = []
-    monkeypatch.setattr(signal, "alarm", alarms.append)  # it would end this process
-    os.write(far_orders, json.dumps({"start": given | {"shown_rank": 0}}).encode() + b"\n")
-    try:
-        SshNode(orders, answers).run()
-        done = subprocess.run(["pgrep", "-f", given["token"]], capture_output=True, text=True, check=False)
-        assert done.stdout == ""
-        said = [json.loads(line) for line in os.read(far_answers, 1 << 16).splitlines()]
-    finally:
-        for descriptor in (orders, far_orders, far_answers, answers):
-            os.close(descriptor)
-    assert {(row["ended"], row["code"]) for row in said if "ended" in row} == {(0, 0), (1, 0)}
-    assert "".join(row["lines"] for row in said if "lines" in row) == "words of 0\n"
-    assert (said[-1], alarms) == ({"left": 1}, [10])
-
-
-@pytest.mark.parametrize("name", ["policy", "node_guard", "node_processes", "ssh_node"])
-def test_what_runs_on_hosts_is_python_3_9(name: str) -> None:
-    source = Path(policy.__file__).with_name(f"{name}.py").read_text()
-    tree = ast.parse(source, feature_version=(3, 9))
-    modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+def test_what_runs_on_hosts_is_python_3_9() -> None:
+    tree = ast.parse(Path(policy.__file__).read_text(), feature_version=(3, 9))
+    modules = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     modules |= {one.name for node in ast.walk(tree) if isinstance(node, ast.Import) for one in node.names}
-    ours = {f"lt_launch.{one}" for one in ("policy", "node_guard", "node_processes")} | {"lt_launch"}
-    assert {module.partition(".")[0] for module in modules - ours} <= sys.stdlib_module_names
+    assert {module.partition(".")[0] for module in modules} <= sys.stdlib_module_names
