@@ -148,7 +148,8 @@ def test_a_changed_store_is_refused_with_what_changed(prepared: Path, lt, tmp_pa
     store = f"data.store={tmp_path}/store"
     run_to_end(prepared, tmp_path, store, "schedule.max_steps=12", codes=[0])
     (tmp_path / "text" / "007.txt").write_text("another text altogether", encoding="utf-8")
-    lt("data", "prepare", "text", "--tokenizer", prepared / "tokenizer", "--out", "store", "--overwrite", cwd=tmp_path)
+    shutil.rmtree(tmp_path / "store")
+    lt("data", "prepare", "text", "--tokenizer", prepared / "tokenizer", "--out", "store", cwd=tmp_path)
     (said,) = run_to_end(prepared, tmp_path, store, codes=[64])
     assert "pack" in said  # the old pack does not fit the new store, or there is none
     lt("data", "pack", "store", "--seq-len", "64", cwd=tmp_path)

@@ -251,7 +251,7 @@ def test_a_store_that_leaves_out_duplicates_by_a_list_is_refused(work: Path, tmp
     recipe = json.loads((work / "run" / "recipe.json").read_text())
     recipe["recipe"]["data"] |= {"store": "units"}
     (work / "run" / "recipe.json").write_text(json.dumps(recipe))
-    with pytest.raises(ReleaseError, match=r"data\.store = 'units': leaves out duplicates .* --units\)"):
+    with pytest.raises(ReleaseError, match=r"data\.store = 'units': leaves out duplicates .*--unit-bytes\)"):
         make_with(LICENSES, tmp_path / "out")
 
 

@@ -46,7 +46,7 @@ EXPORTS: dict[str, dict[str, dict[str, Any]]] = {
 
 def export_stores(folder: Path, peer: str) -> None:
     """Export both stores in the format of a peer, and save the expected contents."""
-    from lt_data import Document, RowReader, TokenStore, pack, prepare_documents
+    from lt_data import Document, RowReader, TokenStore, pack, prepare
     from lt_data.exports.export import export
     from lt_data.exports.options import ExportOptions
 
@@ -57,7 +57,7 @@ def export_stores(folder: Path, peer: str) -> None:
             Document(ids=rng.integers(0, vocabulary - 2, size=n), source=str(i)) for i, n in enumerate(lengths.tolist())
         ]
         store_folder = folder / name / "store"
-        prepare_documents(documents, tokenizer=make_tokenizer(vocabulary), out=store_folder, shard_tokens=20_000)
+        prepare(documents, tokenizer=make_tokenizer(vocabulary), out=store_folder, shard_tokens=20_000)
         store = TokenStore(store_folder)
         for shape, options in EXPORTS[peer].items():
             export_options = ExportOptions(to=peer, file_bytes=MAX_FILE_BYTES, **options)  # pyright: ignore[reportArgumentType]

@@ -3,7 +3,7 @@
     python slimpajama.py --out data --workers 16
 
 The folder that `save_to_disk` makes is read as it is, row by row, without `datasets`. Several machines that see the
-folder share the work: the same command with --part 0 --num-parts 4, --part 1 --num-parts 4, ..., then `lt data merge`.
+folder share the work: run the same command on each.
 """
 
 import argparse
@@ -20,8 +20,6 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--out", type=Path, default=Path("data"))
     parser.add_argument("--workers", type=int, default=8)
-    parser.add_argument("--part", type=int, default=0)
-    parser.add_argument("--num-parts", type=int, default=1)
     options = parser.parse_args()
 
     saved, store = options.out / "slimpajama", options.out / "store"
@@ -34,13 +32,10 @@ def main() -> None:
         tokenizer=options.tokenizer,
         out=store,
         workers=options.workers,
-        part_index=options.part,
-        num_parts=options.num_parts,
     )
     print(f"{manifest.documents} documents, {manifest.tokens} tokens of {manifest.text_bytes} bytes")
-    if options.num_parts == 1:
-        pack = lt_data.pack(lt_data.TokenStore(store), seq_len=options.seq_len)
-        print(f"{pack.n_rows} rows of {options.seq_len} tokens")
+    pack = lt_data.pack(lt_data.TokenStore(store), seq_len=options.seq_len)
+    print(f"{pack.n_rows} rows of {options.seq_len} tokens")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
-from lt_data import Document, Tokenizer, TokenStore, prepare_documents, train_bpe
+from lt_data import Document, Tokenizer, TokenStore, prepare, train_bpe
 from lt_data.store.manifest import DocumentTotals, ShardFile, StoreManifest, TokenizerInfo, encode_manifest
 from lt_data.store.megatron import encode_index
 
@@ -57,7 +57,7 @@ def documents(texts: list[str]) -> list[Document]:
 @pytest.fixture
 def store(tmp_path: Path, documents: list[Document], tokenizer: Tokenizer) -> TokenStore:
     """The texts as a store of several shards."""
-    prepare_documents(documents, tokenizer=tokenizer, out=tmp_path / "store", shard_tokens=2000)
+    prepare(documents, tokenizer=tokenizer, out=tmp_path / "store", shard_tokens=2000)
     return TokenStore(tmp_path / "store")
 
 

@@ -15,7 +15,7 @@ from lt_data import (
     TokenStore,
     open_pack,
     pack,
-    prepare_documents,
+    prepare,
 )
 from lt_data.packing.packs import verify_packs
 
@@ -54,7 +54,7 @@ def test_the_same_text_gives_the_same_bytes(
     documents = [Document(text=text, source=str(i)) for i, text in enumerate(texts)]
     tokenizer = TokenStore(folder).tokenizer()
     store = tmp_path / "store"
-    prepare_documents(documents, tokenizer=tokenizer, out=store, shard_tokens=30, engine="hf", selection=selection)
+    prepare(documents, tokenizer=tokenizer, out=store, shard_tokens=30, engine="hf", selection=selection)
     for mode in ("bfd", "concat"):
         pack(TokenStore(store), seq_len=16, mode=mode)
     written = {path.relative_to(store) for path in store.rglob("*") if path.is_file()}

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lt_data import Document, TokenStore, pack, prepare_documents, train_bpe
+from lt_data import Document, TokenStore, pack, prepare, train_bpe
 from lt_test_helpers.runs import run
 from lt_trainer.config.recipe import load
 from lt_trainer.run_directory.jsonl import read_jsonl
@@ -25,7 +25,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = train_bpe((text for half in texts.values() for text in half), vocab_size=280)
     for name, half in texts.items():
         documents = (Document(text=text, source=str(i)) for i, text in enumerate(half))
-        prepare_documents(documents, tokenizer=tokenizer, out=root / name)
+        prepare(documents, tokenizer=tokenizer, out=root / name)
         pack(TokenStore(root / name), seq_len=32)
         pack(TokenStore(root / name), seq_len=32, mode="buckets", min_seq_len=8)
     return root

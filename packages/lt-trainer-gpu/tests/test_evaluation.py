@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lt_data import Document, RowReader, TokenStore, open_pack, pack, prepare_documents, train_bpe
+from lt_data import Document, RowReader, TokenStore, open_pack, pack, prepare, train_bpe
 from lt_test_helpers.harness_tasks import write_task
 from lt_test_helpers.layouts import global_batches, open_engine, rank_batch
 from lt_test_helpers.runs import run
@@ -56,7 +56,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> str:
         for i in range(15)
     ]
     tokenizer = train_bpe((str(d.text) for d in documents), vocab_size=280)
-    prepare_documents(documents, tokenizer=tokenizer, out=folder)
+    prepare(documents, tokenizer=tokenizer, out=folder)
     pack(TokenStore(folder), seq_len=SEQ_LEN)
     return str(folder)
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lt_data import Document, Stream, TokenStore, pack, prepare_documents, train_bpe
+from lt_data import Document, Stream, TokenStore, pack, prepare, train_bpe
 from lt_test_helpers.layouts import NamedTensors, StateSlice, assemble, assert_near, copy_slices
 from lt_trainer.config.recipe import llama_config, load
 from lt_trainer.config.sections import Recipe
@@ -99,7 +99,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> str:
     train = documents(12)
     tokenizer = train_bpe((d.text for d in train), vocab_size=280)
     for name, texts in (("train", train), ("validation", documents(2))):
-        prepare_documents(texts, tokenizer=tokenizer, out=root / name, bos=False, eos=False)
+        prepare(texts, tokenizer=tokenizer, out=root / name, bos=False, eos=False)
         pack(TokenStore(root / name), seq_len=SEQ_LEN)
     return str(root)
 

@@ -108,7 +108,7 @@ def test_a_set_of_ids_is_decoded_for_its_bytes_and_one_of_another_tokenizer_refu
     texts = [document.as_text() for document in lt_data.read_documents([folder])]
     ids = (whole[i].astype(np.int64) for i in range(whole.n_documents))
     documents = [lt_data.Document(ids=one, source=str(i)) for i, one in enumerate(ids)]
-    lt_data.prepare_documents(documents, tokenizer=whole.tokenizer(), out=tmp_path / "ids")
+    lt_data.prepare(documents, tokenizer=whole.tokenizer(), out=tmp_path / "ids")
     pack(TokenStore(tmp_path / "ids"), seq_len=32)
     recipe_base["data"]["validation"] = str(tmp_path / "ids")
     (found,) = open_data(load(base=recipe_base).recipe).validation

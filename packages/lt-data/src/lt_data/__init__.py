@@ -21,9 +21,7 @@ if TYPE_CHECKING:
     from lt_data.packing.packs import open_pack, pack
     from lt_data.preparation.append import append
     from lt_data.preparation.join import join
-    from lt_data.preparation.merge import merge
     from lt_data.preparation.prepare import prepare
-    from lt_data.preparation.prepare_documents import part_folder, prepare_documents
     from lt_data.preparation.record_map import LeftOut
     from lt_data.preparation.split import split
     from lt_data.progress import Progress
@@ -90,13 +88,10 @@ _MODULES = {
     "inspect_step": "analysis.run_inspection",
     "join": "preparation.join",
     "locate_generation": "store.generations",
-    "merge": "preparation.merge",
     "names_generation": "store.generations",
     "open_pack": "packing.packs",
     "pack": "packing.packs",
-    "part_folder": "preparation.prepare_documents",
     "prepare": "preparation.prepare",
-    "prepare_documents": "preparation.prepare_documents",
     "read_documents": "sources.reader",
     "sequence_fingerprint": "streaming.stream",
     "split": "preparation.split",
@@ -153,13 +148,10 @@ __all__ = [
     "inspect_step",
     "join",
     "locate_generation",
-    "merge",
     "names_generation",
     "open_pack",
     "pack",
-    "part_folder",
     "prepare",
-    "prepare_documents",
     "read_documents",
     "sequence_fingerprint",
     "split",

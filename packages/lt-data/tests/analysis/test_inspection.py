@@ -23,7 +23,7 @@ from lt_data import (
     inspect_batch,
     inspect_step,
     pack,
-    prepare_documents,
+    prepare,
 )
 from lt_data.__main__ import main
 from lt_data.display.inspection_text import escape, parse_rows, quote_line
@@ -157,7 +157,7 @@ def test_each_kind_of_pack(tmp_path: Path, store: TokenStore, mode: str, documen
 
 def test_text_that_a_border_cuts_inside_a_character(tmp_path: Path, tokenizer: Tokenizer) -> None:
     text = "🦊東京ß" * 40
-    prepare_documents([Document(text=text, source="")], tokenizer=tokenizer, out=tmp_path / "store", bos=False)
+    prepare([Document(text=text, source="")], tokenizer=tokenizer, out=tmp_path / "store", bos=False)
     store = TokenStore(tmp_path / "store")
     reader = RowReader(store, pack(store, seq_len=3, mode="concat"))
     rows = inspect_batch(Stream(reader, global_batch_size=reader.n_rows, shuffle=False))
@@ -224,7 +224,7 @@ def test_other_data_than_the_run_read_are_refused_and_what_differs_is_named(
     run: Run, tmp_path: Path, documents: list[Document], tokenizer: Tokenizer
 ) -> None:
     run.train(None, 1, batch=2, dp_size=1)
-    prepare_documents(documents[1:], tokenizer=tokenizer, out=tmp_path / "other")
+    prepare(documents[1:], tokenizer=tokenizer, out=tmp_path / "other")
     pack(TokenStore(tmp_path / "other"), seq_len=SEQ_LEN)
     with pytest.raises(
         DataError, match=r"other: not the rows that step 1 of .*run read \(store: \w+ before, \w+ now; "

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lt_data import Document, Tokenizer, TokenStore, pack, prepare_documents, split, stats
+from lt_data import Document, Tokenizer, TokenStore, pack, prepare, split, stats
 from lt_data.display.report import render_page
 from lt_data.display.stats_text import format_stats
 
@@ -62,7 +62,7 @@ def test_pack_left_over_from_another_store_is_marked(
 def test_exact_duplicates(tmp_path: Path, tokenizer: Tokenizer) -> None:
     texts = ["one", "two", "one", "three", "two", "one", "onet"]
     documents = [Document(text=text, source=str(i)) for i, text in enumerate(texts)]
-    prepare_documents(documents, tokenizer=tokenizer, out=tmp_path / "store", shard_tokens=8)
+    prepare(documents, tokenizer=tokenizer, out=tmp_path / "store", shard_tokens=8)
     store = TokenStore(tmp_path / "store")
     found = stats(store, duplicates=True).duplicates
     assert found is not None
@@ -80,9 +80,7 @@ def test_map_and_split_that_made_a_store_are_shown(
         encoding="utf-8",
     )
     documents = [Document(text="x" * n, source=str(n)) for n in range(1, 80)]
-    prepare_documents(
-        documents, tokenizer=tokenizer, out=tmp_path / "all", record_map="long_only:keep", map_args={"most": 70}
-    )
+    prepare(documents, tokenizer=tokenizer, out=tmp_path / "all", record_map="long_only:keep", map_args={"most": 70})
     split(TokenStore(tmp_path / "all"), holdout="30%", train=tmp_path / "train", validation=tmp_path / "validation")
     whole, train = (TokenStore(tmp_path / name) for name in ("all", "train"))
     assert whole.manifest.map is not None

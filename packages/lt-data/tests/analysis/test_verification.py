@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lt_data import DataError, Document, Tokenizer, TokenStore, pack, prepare_documents, verify
+from lt_data import DataError, Document, Tokenizer, TokenStore, pack, prepare, verify
 from lt_data.__main__ import main
 from lt_data.packing.pack_index import PackIndex
 from lt_data.store.manifest import encode_manifest
@@ -22,7 +22,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer, texts:
     """A small store of two shards with a pack of each mode."""
     folder = tmp_path_factory.mktemp("whole") / "store"
     documents = [Document(text=text, source=f"text é {i}") for i, text in enumerate(texts[15:23])]
-    prepare_documents(documents, tokenizer=tokenizer, out=folder, shard_tokens=1500)
+    prepare(documents, tokenizer=tokenizer, out=folder, shard_tokens=1500)
     store = TokenStore(folder)
     assert len(store.manifest.shards) >= 2
     for mode in ("bfd", "concat", "buckets"):

@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 from tokenizers import models
 
-from lt_data import Document, Tokenizer, TokenStore, prepare_documents
+from lt_data import Document, Tokenizer, TokenStore, prepare
 
 
 @pytest.fixture(scope="session")
@@ -28,5 +28,5 @@ def wide_store(tmp_path: Path, wide_tokenizer: Tokenizer) -> TokenStore:
     ids = [rng.integers(0, 69_998, size=length) for length in lengths]
     documents = [Document(ids=values, source=f"document {i}") for i, values in enumerate(ids)]
     out = tmp_path / "wide"
-    prepare_documents(documents, tokenizer=wide_tokenizer, out=out, bos=True, eos=True, shard_tokens=900)
+    prepare(documents, tokenizer=wide_tokenizer, out=out, bos=True, eos=True, shard_tokens=900)
     return TokenStore(out)

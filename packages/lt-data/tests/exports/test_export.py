@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lt_data import DataError, Document, Tokenizer, TokenStore, prepare_documents, storage, train_bpe
+from lt_data import DataError, Document, Tokenizer, TokenStore, prepare, storage, train_bpe
 from lt_data.exports import disk_space
 from lt_data.exports.export import export
 from lt_data.exports.import_tokens import ImportOptions, import_tokens
@@ -246,7 +246,7 @@ def test_a_long_document_is_exported_in_bounded_memory(tmp_path: Path, tokenizer
     """Six million ids in one document, as JSON: peak memory stays near that of many short ones."""
     ids = np.tile(np.arange(300, dtype=np.int32), 20_000)
     documents = [Document(ids=ids, source="long"), *(Document(ids=ids[:1000], source=str(i)) for i in range(1000))]
-    prepare_documents(documents, tokenizer=tokenizer, out=tmp_path / "store", bos=False, eos=False)
+    prepare(documents, tokenizer=tokenizer, out=tmp_path / "store", bos=False, eos=False)
     script = (
         "import resource, sys\n"
         "from lt_data.exports.export import export\n"
@@ -342,7 +342,7 @@ def test_kill_9_of_an_import_and_an_error_leave_the_way_free(
 def test_padding_of_a_tokenizer_that_names_no_id_for_it_is_0(texts: list[str], tmp_path: Path) -> None:
     bare = train_bpe(texts, vocab_size=300, special_tokens=())
     documents = [Document(text=text, source="text") for text in texts[:3]]
-    prepare_documents(documents, tokenizer=bare, out=tmp_path / "store", bos=False, eos=False)
+    prepare(documents, tokenizer=bare, out=tmp_path / "store", bos=False, eos=False)
     store = TokenStore(tmp_path / "store")
     n = store.n_tokens
     export(store, out=tmp_path / "out", options=ExportOptions(to="litespark", seq_len=n + 9))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lt_data import Document, Tokenizer, TokenStore, prepare_documents
+from lt_data import Document, Tokenizer, TokenStore, prepare
 from lt_data.exports import samples
 from lt_data.exports.export import export
 from lt_data.exports.import_tokens import ImportOptions, import_tokens
@@ -27,7 +27,7 @@ def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def made(folder: Path, documents: list[list[int]], tokenizer: Tokenizer, *, marked: bool) -> TokenStore:
-    prepare_documents(
+    prepare(
         [Document(ids=np.array(ids), source=str(i)) for i, ids in enumerate(documents)],
         tokenizer=tokenizer,
         out=folder / "store",

@@ -75,7 +75,6 @@ def fast_path(memory: Path) -> Path:
 @pytest.fixture
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lt_data.tokenizing.encode._BATCH_BYTES", 300)
-    monkeypatch.setattr("lt_data.preparation.document_filter._BLOCK_DOCUMENTS", 25)  # reaches over files
 
 
 @pytest.fixture(scope="session")

@@ -107,8 +107,8 @@ def test_what_cannot_be_appended_to_is_refused(
     _append(base, source)
     with pytest.raises(DataError, match="a generation; append to the store"):
         _append(base / "generations/00001", source)
-    with pytest.raises(DataError, match="holds generations beside the store"):
-        lt_data.prepare([source], tokenizer=tokenizer, out=base, engine="hf", overwrite=True)
+    with pytest.raises(DataError, match="of a job with other settings"):
+        lt_data.prepare([source], tokenizer=tokenizer, out=base, engine="hf")
     assert {name: before[name] for name in before if name.startswith("distinct")} == {
         name: content for name, content in contents(fast_path).items() if name.startswith("distinct")
     }

@@ -1,4 +1,4 @@
-"""`prepare` and `merge` from the command line: every option arrives, and what was left out is printed."""
+"""`prepare` from the command line: every option arrives, and what was left out is printed."""
 
 import json
 import sys
@@ -40,45 +40,31 @@ def prepared(fast_path: Path, tokenizer: Tokenizer) -> list[str]:
     return [*words.split(), "--drop-duplicates", "--min-tokens", "4", "--max-chars", "30", "--shard-tokens", "20"]
 
 
-def test_ranks_and_merge(run: Run, prepared: list[str]) -> None:
-    for rank in (0, 1):
-        code, out, err = run(*prepared, "--part", rank, "--num-parts", 2)
-        assert code == 0, err
-        assert f"in store.part-0000{rank}-of-00002\n" in out
-        assert f"skipped as broken JSON line: for example in/{rank}.jsonl:5: " in err
-    code, out, err = run("merge", "store")
+def test_the_options_arrive_and_what_was_left_out_is_printed(run: Run, prepared: list[str]) -> None:
+    code, out, err = run(*prepared)
     assert code == 0, err
+    assert "skipped as broken JSON line: for example in/0.jsonl:5: " in err
     assert out.splitlines()[1:] == [
         "2 documents left out: duplicate (8 bytes)",
         "3 documents left out: empty (0 bytes)",
         "3 documents left out: too many characters (120 bytes)",
         "3 skipped: broken JSON line",
         "special string <|eos|> occurs 3 times in the text, encoded as its special id",
-        "merged from 2 parts, which are no longer needed",
     ]
     store = TokenStore("store")
     assert (store.n_documents, store.manifest.special_tokens_as, store.manifest.shard_tokens) == (4, "ids", 20)
-    assert run("merge", "store")[0] == 64
-    assert run("merge", "store", "--overwrite")[0] == 0
-    code, _, err = run("merge", "nothing")
+    assert run(*prepared)[0] == 0
+    code, _, err = run(*prepared, "--no-bos")
     assert code == 64
-    assert "nothing: no parts" in err
+    assert "bos was True and is False" in err
 
 
 def test_a_job_that_was_cut_off(run: Run, prepared: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lt_data.tokenizing.encode._BATCH_DOCUMENTS", 2)
-
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("lt_data.preparation.store_writer.StoreWriter.finish", interrupted)
+        patch.setattr("lt_data.store.shards.ShardWriter.finish", interrupted)
         assert run(*prepared)[0] == 130
-    code, _, err = run(*prepared, "--no-bos")
-    assert code == 64
-    assert "bos was True and is False" in err
-    code, _, err = run(*prepared)
-    assert code == 0
-    assert "finished shards in " in err
-    assert run(*prepared)[0] == 64
-    assert run(*prepared, "--overwrite", "--no-resume")[0] == 0
+    assert not list(Path().glob("store*"))
+    assert run(*prepared)[0] == 0

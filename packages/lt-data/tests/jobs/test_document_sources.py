@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,15 +17,14 @@ import lt_data
 from lt_data import (
     DataError,
     Document,
-    DocumentReader,
     RowReader,
     Selection,
+    SourceOptions,
     Stream,
     Tokenizer,
     TokenStore,
     inspect_batch,
     open_pack,
-    part_folder,
 )
 from lt_data.analysis.verification import find_problems
 from lt_data.cli import app
@@ -34,6 +32,7 @@ from lt_data.preparation.split import split
 from lt_data.store.document_sources import decode_source, encode_source, format_source
 
 FORMATS = ("jsonl", "jsonl.gz", "json", "parquet", "arrow", "txt")
+SKIP = SourceOptions(on_bad="skip")
 BAD = None  # stands for a record that cannot be read
 
 
@@ -115,9 +114,8 @@ def check_random(
     tok: Tokenizer,
     files: list[tuple[str, list[str | None]]],
     *,
-    workers: int,
     drop: bool,
-    parts: int,
+    unit_bytes: int,
     shard_tokens: int,
 ) -> None:
     with tempfile.TemporaryDirectory(dir=memory) as name, pytest.MonkeyPatch.context() as patch:
@@ -127,10 +125,9 @@ def check_random(
         options: dict[str, Any] = {
             "tokenizer": tok,
             "engine": "hf",
-            "options": lt_data.SourceOptions(on_bad="skip"),
+            "options": SKIP,
             "selection": Selection(drop_duplicates=drop),
             "shard_tokens": shard_tokens,
-            "workers": workers,
         }
         if not has_text(files):
             with pytest.raises(DataError, match="no text in"):
@@ -138,51 +135,26 @@ def check_random(
             return
         lt_data.prepare(paths, out=folder / "store", **options)
         store = check_sources(folder / "store")
-        for index in range(parts):
-            lt_data.prepare(paths, out=folder / "merged", part_index=index, num_parts=parts, **options)
-        lt_data.merge(folder / "merged")
-        for shard in store.manifest.shards:
-            for file in shard.hashes:
-                one, other = (folder / out / "shards" / file for out in ("store", "merged"))
-                assert one.read_bytes() == other.read_bytes()
-        if store.n_documents > 20:
-            split(store, holdout="30%", train=folder / "train", validation=folder / "held out")
-            n = [check_sources(folder / out).n_documents for out in ("train", "held out")]
-            assert sum(n) == store.n_documents
+        plain = {**options, "selection": Selection()}
+        n = lt_data.prepare(paths, out=folder / "all", **plain).documents
+        lt_data.prepare(paths, out=folder / "units", unit_bytes=unit_bytes, **plain)
+        units = TokenStore(folder / "units")
+        assert units.n_documents == n >= store.n_documents
+        if all(kind in ("json", "txt", "arrow", "jsonl.gz") for kind, _ in files):  # never divided
+            check_sources(folder / "units")
 
 
-@given(files=FILES, drop=st.booleans(), parts=st.integers(2, 3), shard_tokens=st.sampled_from([7, 10_000]))
+@given(files=FILES, drop=st.booleans(), unit_bytes=st.integers(50, 500), shard_tokens=st.sampled_from([7, 10_000]))
 @settings(max_examples=8)
 def test_any_document_is_the_text_at_its_source(
     memory: Path,
     tokenizer: Tokenizer,
     files: list[tuple[str, list[str | None]]],
     drop: bool,
-    parts: int,
+    unit_bytes: int,
     shard_tokens: int,
 ) -> None:
-    check_random(memory, tokenizer, files, workers=1, drop=drop, parts=parts, shard_tokens=shard_tokens)
-
-
-@pytest.mark.slow
-@given(
-    files=FILES,
-    workers=st.integers(1, 3),
-    drop=st.booleans(),
-    parts=st.integers(2, 3),
-    shard_tokens=st.sampled_from([7, 100, 10_000]),
-)
-@settings(max_examples=60)
-def test_any_document_is_the_text_at_its_source_with_any_number_of_workers(
-    memory: Path,
-    tokenizer: Tokenizer,
-    files: list[tuple[str, list[str | None]]],
-    workers: int,
-    drop: bool,
-    parts: int,
-    shard_tokens: int,
-) -> None:
-    check_random(memory, tokenizer, files, workers=workers, drop=drop, parts=parts, shard_tokens=shard_tokens)
+    check_random(memory, tokenizer, files, drop=drop, unit_bytes=unit_bytes, shard_tokens=shard_tokens)
 
 
 def test_the_corpus_of_the_jobs(
@@ -195,8 +167,6 @@ def test_the_corpus_of_the_jobs(
         if name.endswith(".src"):
             assert (fast_path / "store" / name).read_bytes() == content
             assert len(content) % 8 == 0
-    split(store, holdout="30%", train=fast_path / "train", validation=fast_path / "held out")
-    assert sum(check_sources(fast_path / out).n_documents for out in ("train", "held out")) == store.n_documents
 
 
 def test_more_source_files_than_the_manifest_lists(
@@ -210,12 +180,6 @@ def test_more_source_files_than_the_manifest_lists(
     assert len(store.source_files) == 9
     split(store, holdout="30%", train=fast_path / "train", validation=fast_path / "held out")
     assert check_sources(fast_path / "train").source_files == store.source_files
-    for part in range(2):
-        lt_data.prepare([corpus], out=fast_path / "merged", part_index=part, num_parts=2, **options)
-    lt_data.merge(fast_path / "merged")
-    assert (fast_path / "merged" / "sources.jsonl").read_bytes() == (out / "sources.jsonl").read_bytes()
-    lt_data.prepare([corpus], out=out, overwrite=True, **options)
-
     content = (out / "sources.jsonl").read_bytes()
     (out / "sources.jsonl").write_bytes(content.replace(b"0.jsonl", b"9.jsonl"))
     assert [p for p in find_problems(TokenStore(out)) if "sources.jsonl: SHA-256 differs" in p]
@@ -240,7 +204,7 @@ def test_the_fingerprint_is_that_of_the_tokens(
     path = tmp_path / "texts.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
     read = lt_data.prepare([path], tokenizer=tokenizer, out=tmp_path / "read", shard_tokens=2000)
-    given_ = lt_data.prepare_documents(documents, tokenizer=tokenizer, out=tmp_path / "given", shard_tokens=2000)
+    given_ = lt_data.prepare(documents, tokenizer=tokenizer, out=tmp_path / "given", shard_tokens=2000)
     assert all(shard.src_sha256 for shard in read.shards)
     assert tuple(replace(shard, src_sha256="") for shard in read.shards) == given_.shards
     assert read.fingerprint == given_.fingerprint
@@ -271,28 +235,6 @@ def test_damage_is_found(
     path.unlink() if kind == "missing" else path.write_bytes(content[:-1])
     with pytest.raises(DataError, match=r"00000\.src"):
         TokenStore(out)
-
-
-def test_a_merge_refuses_sources_of_a_stranger(
-    fast_path: Path, corpus: Path, options: dict[str, Any], rewrite: Callable[..., None]
-) -> None:
-    out = fast_path / "store"
-    for part in range(2):
-        lt_data.prepare([corpus], out=out, part_index=part, num_parts=2, **options)
-    first = part_folder(out, 0, 2)
-    kept = fast_path / "kept"
-    shutil.copytree(first, kept)
-    content = bytearray((first / "shards/00000.src").read_bytes())
-    content[:8] = b"\xff" * 8
-    rewrite(first, bytes(content))
-    with pytest.raises(DataError, match=r"00000\.src: names source file 16777215"):
-        lt_data.merge(out)
-    shutil.rmtree(first)
-    shutil.copytree(kept, first)
-    content[:8] = b"\0" * 8
-    (first / "shards/00000.src").write_bytes(content)
-    with pytest.raises(DataError, match=r"00000\.src: SHA-256 differs"):
-        lt_data.merge(out, no_resume=True)
 
 
 @pytest.fixture(scope="session")
@@ -339,11 +281,9 @@ def test_the_name_of_a_place(path: str, record: int, expected: str) -> None:
 def test_too_many_files_are_refused_before_anything_is_written(
     tmp_path: Path, corpus: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lt_data.preparation.prepare_documents.MAX_SOURCE_FILES", 8)
+    monkeypatch.setattr("lt_data.preparation.prepare.MAX_SOURCE_FILES", 8)
     with pytest.raises(DataError, match=r"^sources: 9 files; a store has at most 8: join"):
-        lt_data.prepare_documents(
-            DocumentReader([corpus], lt_data.SourceOptions(on_bad="skip")), tokenizer=tokenizer, out=tmp_path / "store"
-        )
+        lt_data.prepare([corpus], options=SKIP, tokenizer=tokenizer, out=tmp_path / "store")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -128,42 +128,15 @@ def same_as_the_library(folder: Path, contents: Contents) -> None:
 
 
 @pytest.mark.usefixtures("small_batches")
-def test_stores_parts_and_merged_stores(
+def test_stores_and_units(
     fast_path: Path, corpus: Path, options: dict[str, Any], contents: Contents, whole: dict[str, bytes]
 ) -> None:
-    documents = read_store(whole)
-    for rank in (0, 1):
-        lt_data.prepare([corpus], out=fast_path / "store", part_index=rank, num_parts=2, **options)
-        same_as_the_library(lt_data.part_folder(fast_path / "store", rank, 2), contents)
-    lt_data.merge(fast_path / "store")
+    lt_data.prepare([corpus], out=fast_path / "store", **options)
     same_as_the_library(fast_path / "store", contents)
-    assert read_store(contents(fast_path / "store")) == documents
-
-
-def test_the_files_of_a_part(fast_path: Path, corpus: Path, options: dict[str, Any], contents: Contents) -> None:
-    lt_data.prepare([corpus], out=fast_path / "store", part_index=0, num_parts=2, **options)
-    files = contents(lt_data.part_folder(fast_path / "store", 0, 2))
-    manifest = json.loads(files["manifest.json"])
-    part = {name.removeprefix("part/"): content for name, content in files.items() if name.startswith("part/")}
-    assert {name: hashlib.sha256(content).hexdigest() for name, content in part.items()} == manifest["part"]["files"]
-    assert [json.loads(line) for line in part["sources"].splitlines()] == manifest["sources"]["listed"]
-    entries = list(struct.iter_unpack("<16sQI", part["documents"]))
-    selection = manifest["selection"]
-    stored = [e for e in entries if selection["min_tokens"] <= e[2] <= selection["max_tokens"]]
-    assert [tokens for _, _, tokens in stored] == [len(document) for document in read_store(files)]
-    assert sum(text_bytes for _, text_bytes, _ in stored) == manifest["text_bytes"]
-    texts = {
-        hashlib.sha256(json.loads(line)["text"].encode()).digest()[:16]: json.loads(line)["text"]
-        for path in sorted(corpus.glob("*.jsonl"))
-        for line in path.read_text(encoding="utf-8").splitlines()
-        if "broken" not in line
-    } | {hashlib.sha256(p.read_bytes()).digest()[:16]: p.read_text(encoding="utf-8") for p in corpus.glob("*.txt")}
-    assert all(len(texts[digest].encode()) == text_bytes for digest, text_bytes, _ in entries)
-    special = [json.loads(line) for line in part["special"].splitlines()]
-    assert special
-    for entry in special:
-        text = texts[entries[entry["document"]][0]]
-        assert entry["special"] == {name: text.count(name) for name in ("<|bos|>", "<|eos|>") if name in text}
+    assert read_store(contents(fast_path / "store")) == read_store(whole)
+    lt_data.prepare([corpus], out=fast_path / "units", **options, unit_bytes=2000)
+    for unit in (fast_path / "units/units").iterdir():
+        same_as_the_library(unit, contents)
 
 
 def test_wide_ids(fast_path: Path, contents: Contents, tokenizer: Tokenizer) -> None:
@@ -172,7 +145,7 @@ def test_wide_ids(fast_path: Path, contents: Contents, tokenizer: Tokenizer) -> 
     model["model"] |= {"vocab": vocab | {"x": 70_000}, "merges": []}
     wide = Tokenizer.from_bytes({**tokenizer.files, "tokenizer.json": json.dumps(model).encode()})
     documents = [lt_data.Document(text=text, source="") for text in ("axa", "x")]
-    lt_data.prepare_documents(documents, tokenizer=wide, engine="hf", out=fast_path / "store", bos=False)
+    lt_data.prepare(documents, tokenizer=wide, engine="hf", out=fast_path / "store", bos=False)
     same_as_the_library(fast_path / "store", contents)
     assert read_store(contents(fast_path / "store"))[1] == [70_000, 1]
 

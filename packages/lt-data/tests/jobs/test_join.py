@@ -22,7 +22,7 @@ from lt_data.store.manifest import checksum_of, encode_manifest
 
 def _prepare(texts: list[str], tokenizer: Tokenizer, out: Path, **options: object) -> TokenStore:
     documents = [Document(text=text, source="text") for text in texts]
-    lt_data.prepare_documents(documents, tokenizer=tokenizer, out=out, **{"shard_tokens": 2000, **options})  # type: ignore[arg-type]
+    lt_data.prepare(documents, tokenizer=tokenizer, out=out, **{"shard_tokens": 2000, **options})  # type: ignore[arg-type]
     return TokenStore(out)
 
 
@@ -337,7 +337,7 @@ def test_documents_know_their_sources(
 def test_unknown_text_bytes_stay_unknown(tmp_path: Path, texts: list[str], tokenizer: Tokenizer) -> None:
     _prepare(texts[:9], tokenizer, tmp_path / "a")
     ids = [Document(ids=np.arange(5), source="ids")]
-    lt_data.prepare_documents(ids, tokenizer=tokenizer, out=tmp_path / "b", shard_tokens=2000, engine="hf")
+    lt_data.prepare(ids, tokenizer=tokenizer, out=tmp_path / "b", shard_tokens=2000, engine="hf")
     manifest = lt_data.join(tmp_path, [tmp_path / "a", tmp_path / "b"])
     assert (manifest.text_bytes, manifest.read.text_bytes) == (0, 0)
     assert manifest.is_consistent

@@ -12,13 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lt_data
-from lt_data import DataError, Document, DocumentReader, Selection, Tokenizer, TokenStore, stats
+from lt_data import DataError, Document, DocumentReader, Selection, SourceOptions, Tokenizer, TokenStore, stats
 from lt_data.analysis.verification import find_problems
 from lt_data.cli import app
 from lt_data.display.stats_text import format_stats
 from lt_data.preparation.join import join
 from lt_data.preparation.split import split
-from lt_data.preparation.store_writer import remove_unrecorded
 from lt_data.store.document_columns import make_row, parse_columns
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
@@ -99,11 +98,9 @@ def test_columns_are_those_of_the_records(
         texts = [record["text"] for record in records]
         records = [record for i, record in enumerate(records) if record["text"] not in texts[:i]]
     assert kept(store) == [as_kept(record) for record in records]
-    for part in range(2):
-        lt_data.prepare(paths, out=folder / "merged", part_index=part, num_parts=2, **options)
-    merged = lt_data.merge(folder / "merged")
-    assert (merged.columns, merged.shards) == (store.manifest.columns, store.manifest.shards)
-    check_store(folder / "merged")
+    units = lt_data.prepare(paths, out=folder / "units", unit_bytes=300, **options)
+    assert drop or units.columns == store.manifest.columns
+    assert kept(TokenStore(folder / "units")) == kept(store)
 
 
 def test_a_table_gives_its_columns_without_the_others(
@@ -123,7 +120,7 @@ def test_a_table_gives_its_columns_without_the_others(
         }
     )
     pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
-    reader = DocumentReader([tmp_path / "x.parquet"], lt_data.SourceOptions(keep_fields=["url", "at", "missing"]))
+    reader = DocumentReader([tmp_path / "x.parquet"], SourceOptions(keep_fields=["url", "at", "missing"]))
     assert [document.fields for document in reader] == [
         {"url": url, "at": datetime.date(2026, 1, 2)} for url in ("a", None, "c")
     ]
@@ -162,7 +159,7 @@ def test_columns_after_a_map_and_of_documents_of_the_caller(
     )
     assert kept(check_store(tmp_path / "mapped")) == [{"n": 3, "url": "a"}, {"n": 5, "url": "b"}]
     documents = [Document(text="one", source="", fields={"url": "a"}), Document(text="two", source="")]
-    lt_data.prepare_documents(documents, tokenizer=tokenizer, out=tmp_path / "given", keep=["url"])
+    lt_data.prepare(documents, tokenizer=tokenizer, out=tmp_path / "given", keep=["url"])
     assert kept(check_store(tmp_path / "given")) == [{"url": "a"}, {"url": None}]
 
 
@@ -197,59 +194,6 @@ def test_stores_of_other_columns_join_without_them(tmp_path: Path, tokenizer: To
     assert kept(check_store(tmp_path)) == [{"n": 1}, {"n": "1"}]
 
 
-def test_parts_of_other_columns_do_not_merge(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    write_records(tmp_path / "a.jsonl", [{"text": "a", "n": 1}])
-    write_records(tmp_path / "b.jsonl", [{"text": "b", "n": 1}])
-    for part, keep in enumerate((["n:int"], ["n"])):
-        lt_data.prepare(
-            [tmp_path / "a.jsonl", tmp_path / "b.jsonl"],
-            tokenizer=tokenizer,
-            out=tmp_path / "out",
-            keep=keep,
-            part_index=part,
-            num_parts=2,
-        )
-    with pytest.raises(DataError, match=r"of another job .*: columns \(\[\('n', 'int'\)\] and \[\('n', 'string'\)\]\)"):
-        lt_data.merge(tmp_path / "out")
-
-
-def test_a_resumed_job_keeps_the_same_columns(
-    fast_path: Path, corpus: Path, options: dict[str, Any], small_batches: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run(out: str, stop: int | None, **other: Any) -> None:
-        def progress(done: int, total: int, unit: str) -> None:
-            if stop is not None and len(list((fast_path / f"{out}.building/store/shards").glob("*.arrow"))) > stop:
-                raise KeyboardInterrupt
-
-        given_ = {**options, "keep": ["text", "text2:int"], **other}
-        lt_data.prepare([corpus], out=fast_path / out, progress=progress, **given_)
-
-    run("whole", None)
-    for stop in (1, 2, 4):
-        with pytest.raises(KeyboardInterrupt):
-            run("resumed", stop)
-    with pytest.raises(DataError, match=r"other settings: keep .*text2:int"):
-        run("resumed", None, keep=["text"])
-    run("resumed", None)
-    one, other = (
-        {path.name: path.read_bytes() for path in (fast_path / name / "shards").iterdir()}
-        for name in ("whole", "resumed")
-    )
-    assert one == other
-    store = check_store(fast_path / "resumed")
-    for i in range(store.n_documents):
-        text = store.tokenizer().decode(store[i], skip_special_tokens=True)
-        source = str(store.document_source(i))
-        assert store.document_columns(i)["text"] == (None if source.endswith(".txt") else text)
-
-
-def test_unrecorded_columns_are_removed(tmp_path: Path) -> None:
-    (tmp_path / "shards").mkdir()
-    (tmp_path / "shards/00000.arrow").touch()
-    remove_unrecorded(tmp_path, [tmp_path / "shards"], [], "uint16")
-    assert list((tmp_path / "shards").iterdir()) == []
-
-
 @pytest.mark.parametrize(
     ("keep", "message"),
     [
@@ -264,21 +208,8 @@ def test_names_are_checked_before_anything_is_written(
     tmp_path: Path, tokenizer: Tokenizer, keep: Any, message: str
 ) -> None:
     with pytest.raises(DataError, match=message):
-        lt_data.prepare_documents([Document(text="x", source="")], tokenizer=tokenizer, out=tmp_path / "s", keep=keep)
+        lt_data.prepare([Document(text="x", source="")], tokenizer=tokenizer, out=tmp_path / "s", keep=keep)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_reader_must_keep_the_fields(tmp_path: Path, tokenizer: Tokenizer, corpus: Path) -> None:
-    for fields in (False, ["other"]):
-        with pytest.raises(DataError, match=r"keep = 'url': the DocumentReader does not keep it"):
-            lt_data.prepare_documents(
-                DocumentReader([corpus], lt_data.SourceOptions(keep_fields=fields)),
-                tokenizer=tokenizer,
-                out=tmp_path / "s",
-                keep=["url"],
-            )
-    with pytest.raises(DataError, match=r"keep_fields = 'url': a single name"):
-        DocumentReader([corpus], lt_data.SourceOptions(keep_fields="url"))
 
 
 @pytest.mark.parametrize(

@@ -11,17 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from lt_data import (
-    DataError,
-    Document,
-    DocumentReader,
-    SourceOptions,
-    Tokenizer,
-    TokenStore,
-    merge,
-    prepare,
-    prepare_documents,
-)
+from lt_data import DataError, Document, DocumentReader, SourceOptions, Tokenizer, TokenStore, prepare
 from lt_data.__main__ import main
 
 Contents = Callable[[Path], dict[str, bytes]]
@@ -100,24 +90,11 @@ def test_selects_and_changes_with_any_number_of_workers(
     assert manifest.map is not None
     assert (manifest.map.function, manifest.map.arguments) == (f"{module}:select", {"least": 3})
     prepare(["in"], tokenizer=tokenizer, out="two", workers=2, **options)
-    for part in (0, 1):
-        prepare(["in"], tokenizer=tokenizer, out="merged", part_index=part, num_parts=2, **options)
-    merge("merged")
-    files = contents(fast_path / "store")
-    assert contents(fast_path / "two") == files
-    assert TokenStore("merged").manifest.map == manifest.map
-    assert TokenStore("merged").manifest.fingerprint == manifest.fingerprint
+    assert contents(fast_path / "two") == contents(fast_path / "store")
+    units = prepare(["in"], tokenizer=tokenizer, out="units", workers=2, unit_bytes=3000, **options)
+    assert (units.map, units.left_out, units.tokens) == (manifest.map, manifest.left_out, manifest.tokens)
     prepare(["in"], tokenizer=tokenizer, out="plain")
     assert "map" not in json.loads((fast_path / "plain/manifest.json").read_text())
-
-
-@pytest.mark.usefixtures("rows")
-def test_parts_of_other_maps_are_not_merged(fast_path: Path, module: str, tokenizer: Tokenizer) -> None:
-    for part in (0, 1):
-        options: dict[str, Any] = {"record_map": f"{module}:select", "map_args": {"least": part}}
-        prepare(["in"], tokenizer=tokenizer, out="merged", part_index=part, num_parts=2, **options)
-    with pytest.raises(DataError, match=r"of another job than .*: map \("):
-        merge("merged")
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])
@@ -132,8 +109,12 @@ def test_tables_give_all_columns(fast_path: Path, module: str, tokenizer: Tokeni
     reader = DocumentReader([f"rows.{suffix}"], SourceOptions(keep_fields=True))
     assert [document.fields for document in reader] == rows
     assert all(document.fields is None for document in DocumentReader([f"rows.{suffix}"]))
-    prepare_documents(
-        reader, tokenizer=tokenizer, out="store", record_map=f"{module}:select", map_args={"least": 290, "suffix": "!"}
+    prepare(
+        [f"rows.{suffix}"],
+        tokenizer=tokenizer,
+        out="store",
+        record_map=f"{module}:select",
+        map_args={"least": 290, "suffix": "!"},
     )
     assert texts_of(fast_path / "store") == [f"TEXT {i}!" for i in range(290, 300)]
 
@@ -155,7 +136,7 @@ def test_ids_and_documents_of_the_caller(fast_path: Path, module: str, tokenizer
         prepare(["ids.jsonl"], options=SourceOptions(tokens_field="input_ids"), out="store", **policy)
     Path("ids.jsonl").write_text(json.dumps({"input_ids": [5, 6, 7]}))
     prepare(["ids.jsonl"], options=SourceOptions(tokens_field="input_ids"), out="store", **policy)
-    prepare_documents([Document(ids=np.array([5, 6, 7]), source="x")], out="given", **policy)
+    prepare([Document(ids=np.array([5, 6, 7]), source="x")], out="given", **policy)
     for name in ("store", "given"):
         assert TokenStore(name)[0].tolist() == [5, 6]
     (fast_path / "a.txt").write_text("some text")
@@ -167,15 +148,11 @@ def test_ids_and_documents_of_the_caller(fast_path: Path, module: str, tokenizer
 def test_a_changed_function_never_resumes(
     fast_path: Path, module: str, tokenizer: Tokenizer, contents: Contents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options: dict[str, Any] = {"tokenizer": tokenizer, "record_map": f"{module}:select", "shard_tokens": 200}
+    options: dict[str, Any] = {"tokenizer": tokenizer, "record_map": f"{module}:select", "unit_bytes": 3000}
     prepare(["in"], out="whole", **options)
-    reports = 0
 
     def interrupt(*_: object) -> None:
-        nonlocal reports
-        reports += 1
-        if reports == 4:
-            raise KeyboardInterrupt
+        raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         prepare(["in"], out="store", progress=interrupt, **options)
@@ -209,7 +186,7 @@ def test_the_hash_is_of_the_whole_package(
         monkeypatch.setattr("lt_data.preparation.record_map._imported", {})
         record_map = f"{package.name}.rules:keep"
         document = Document(text="one", source="x")
-        manifest = prepare_documents([document], tokenizer=tokenizer, out=out, record_map=record_map)
+        manifest = prepare([document], tokenizer=tokenizer, out=out, record_map=record_map)
         assert manifest.map is not None
         return manifest.map.sha256
 
@@ -251,10 +228,6 @@ def test_reasons_are_categories(fast_path: Path, module: str, tokenizer: Tokeniz
     Path("broken.py").write_text("1 / 0")
     with pytest.raises(DataError, match="importing it raised ZeroDivisionError"):
         prepare(["many.jsonl"], tokenizer=tokenizer, out="store", record_map="broken:f")
-    with pytest.raises(DataError, match="keeps no fields; create it with keep_fields=True"):
-        prepare_documents(
-            DocumentReader(["many.jsonl"]), tokenizer=tokenizer, out="store", record_map=f"{module}:select"
-        )
     assert not (fast_path / "store").exists()
 
 

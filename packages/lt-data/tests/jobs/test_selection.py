@@ -1,6 +1,5 @@
 """Document filter: documents read = stored + left out, against a plain model."""
 
-import hashlib
 import json
 import tempfile
 from collections import Counter
@@ -19,9 +18,7 @@ from lt_data import (
     StoreManifest,
     Tokenizer,
     TokenStore,
-    merge,
     prepare,
-    prepare_documents,
 )
 
 limits = st.one_of(st.none(), st.integers(1, 12))
@@ -99,34 +96,17 @@ def test_any_documents_and_selection(
     options: dict[str, Any] = {"tokenizer": tokenizer, "engine": "hf", "selection": selection}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lt_data.tokenizing.encode._BATCH_DOCUMENTS", batch)
-        patch.setattr("lt_data.preparation.document_filter._BLOCK_DOCUMENTS", 1 + batch // 3)
         if model(given, tokenizer, selection)[0]:
-            prepare_documents(documents, out=out, shard_tokens=shard_tokens, **options)
+            prepare(documents, out=out, shard_tokens=shard_tokens, **options)
             check(TokenStore(out), given, tokenizer, selection)
         else:
             with pytest.raises(DataError, match="no text in the documents given"):
-                prepare_documents(documents, out=out, shard_tokens=shard_tokens, **options)
+                prepare(documents, out=out, shard_tokens=shard_tokens, **options)
 
 
-@given(
-    given=st.lists(texts, max_size=4),
-    selection=selections(),
-    shard_tokens=st.integers(1, 60),
-    batch=st.integers(1, 9),
-    later_batch=st.integers(1, 9),
-    cut=st.integers(1, 12),
-    num_parts=st.integers(1, 3),
-)
-def test_any_cut_and_any_parts(
-    tokenizer: Tokenizer,
-    memory: Path,
-    given: list[list[str]],
-    selection: Selection,
-    shard_tokens: int,
-    batch: int,
-    later_batch: int,
-    cut: int,
-    num_parts: int,
+@given(given=st.lists(texts, max_size=4), selection=selections(), unit_bytes=st.integers(1, 300))
+def test_any_units(
+    tokenizer: Tokenizer, memory: Path, given: list[list[str]], selection: Selection, unit_bytes: int
 ) -> None:
     folder = Path(tempfile.mkdtemp(dir=memory))
     (folder / "in").mkdir()
@@ -134,49 +114,17 @@ def test_any_cut_and_any_parts(
         lines = "".join(json.dumps({"text": text}) + "\n" for text in file)
         (folder / f"in/{number}.jsonl").write_text(lines, encoding="utf-8")
     every = [text for file in given for text in file]
-    kept = model(every, tokenizer, selection)[0]
-    options: dict[str, Any] = {
-        "tokenizer": tokenizer,
-        "engine": "hf",
-        "selection": selection,
-        "shard_tokens": shard_tokens,
-        "out": folder / "store",
-        "num_parts": num_parts,
-    }
-    left = cut
-
-    def interrupt(*_: object) -> None:
-        nonlocal left
-        left -= 1
-        if left == 0:
-            raise KeyboardInterrupt
-
-    for rank in range(num_parts):
-        for size, report in ((batch, interrupt), (later_batch, lambda *_: None)):
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("lt_data.tokenizing.encode._BATCH_DOCUMENTS", size)
-                patch.setattr("lt_data.preparation.document_filter._BLOCK_DOCUMENTS", 3 * size)
-                try:
-                    prepare([folder / "in"], part_index=rank, progress=report, **options)
-                except KeyboardInterrupt:
-                    continue
-                except DataError as exc:
-                    said = str(exc)
-                    assert num_parts == 1
-                    assert not kept
-                    assert "no text in" in said
-                    return
-            break
-    if num_parts > 1:
-        if not kept:
-            with pytest.raises(DataError, match="no text in any of the"):
-                merge(folder / "store")
-            return
-        merge(folder / "store")
+    kept, _, read, _ = model(every, tokenizer, selection)
+    options: dict[str, Any] = {"tokenizer": tokenizer, "engine": "hf", "unit_bytes": unit_bytes}
+    if not kept:
+        with pytest.raises(DataError, match="no text in"):
+            prepare([folder / "in"], out=folder / "store", selection=selection, **options)
+        return
+    manifest = prepare([folder / "in"], out=folder / "store", selection=selection, **options)
     store = TokenStore(folder / "store")
-    check(store, every, tokenizer, selection)
-    hashes = [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted((folder / "in").iterdir())]
-    assert [file.sha256 for file in store.manifest.sources.listed] == hashes
+    assert [store[i].tolist() for i in range(store.n_documents)] == kept
+    assert (manifest.read.documents, manifest.read.text_bytes) == (read.documents, read.text_bytes)
+    assert manifest.is_consistent
 
 
 @pytest.mark.parametrize(
@@ -215,7 +163,7 @@ def test_limits_are_inclusive_and_count_bos_and_eos(memory: Path, tokenizer: Tok
     for least, most in ((sizes[1], sizes[1]), (sizes[0], sizes[1])):
         out = Path(tempfile.mkdtemp(dir=memory)) / "store"
         selection = Selection(min_tokens=least, max_tokens=most)
-        prepare_documents(documents, tokenizer=tokenizer, engine="hf", out=out, selection=selection)
+        prepare(documents, tokenizer=tokenizer, engine="hf", out=out, selection=selection)
         assert TokenStore(out).lengths.tolist() == [size for size in sizes if least <= size <= most]
 
 
@@ -223,7 +171,7 @@ def test_the_first_of_equal_documents_stays(memory: Path, tokenizer: Tokenizer) 
     given = ["b", "a", "b ", "a", "b", "\u00e9", "e\u0301", "a"]
     out = Path(tempfile.mkdtemp(dir=memory)) / "store"
     documents = [Document(text=text, source="") for text in given]
-    prepare_documents(
+    prepare(
         documents,
         tokenizer=tokenizer,
         engine="hf",
@@ -253,8 +201,6 @@ def test_a_text_is_encoded_to_utf8_once(tmp_path: Path, tokenizer: Tokenizer, dr
     _CountedText.encoded = 0
     selection = Selection(drop_duplicates=drop_duplicates, max_tokens=40)
     documents = [Document(text=text, source="text") for text in texts]
-    manifest = prepare_documents(
-        documents, tokenizer=tokenizer, out=tmp_path / "store", selection=selection, engine="hf"
-    )
+    manifest = prepare(documents, tokenizer=tokenizer, out=tmp_path / "store", selection=selection, engine="hf")
     assert 0 < manifest.left_out["too many tokens"].documents < 20
     assert _CountedText.encoded == 20

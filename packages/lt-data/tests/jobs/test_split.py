@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lt_data import DataError, Document, Tokenizer, TokenStore, prepare_documents, split
+from lt_data import DataError, Document, Tokenizer, TokenStore, prepare, split
 from lt_data.__main__ import main
 from lt_data.preparation.split import parse_holdout
 
@@ -25,7 +25,7 @@ def base(fast_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch)
 
 def make(tokenizer: Tokenizer, numbers: Any, out: str = "base", **options: Any) -> TokenStore:
     documents = [Document(text=f"text {i} ü" + " more" * (i % 9), source=str(i)) for i in numbers]
-    prepare_documents(documents, tokenizer=tokenizer, out=out, **{"shard_tokens": 1000, **options})
+    prepare(documents, tokenizer=tokenizer, out=out, **{"shard_tokens": 1000, **options})
     return TokenStore(out)
 
 
@@ -73,35 +73,12 @@ def test_stable_when_documents_are_added(base: TokenStore, tokenizer: Tokenizer,
     assert not two["train"] & two["validation"]
 
 
-def test_resumes_to_the_same_bytes(base: TokenStore, contents: Contents, monkeypatch: pytest.MonkeyPatch) -> None:
-    split(base, holdout="30%", train="train", validation="validation")
-    from lt_data.preparation.build_folder import BuildFolder
-
-    add, calls = BuildFolder.add_record, [0]
-
-    def interrupt(self: BuildFolder, *args: Any) -> None:
-        calls[0] += 1
-        if calls[0] % 2 == 0:
-            raise KeyboardInterrupt
-        add(self, *args)
-
-    monkeypatch.setattr(BuildFolder, "add_record", interrupt)
-    for _ in range(20):
-        try:
-            split(base, holdout="30%", train="t", validation="v")
-            break
-        except KeyboardInterrupt:
-            continue
-    assert calls[0] > 6
-    assert (contents(Path("t")), contents(Path("v"))) == (contents(Path("train")), contents(Path("validation")))
-
-
 def test_text_bytes_that_the_ids_do_not_tell(base: TokenStore, tokenizer: Tokenizer) -> None:
     documents = [
         Document(text="some text", source="a"),
         *(Document(ids=np.arange(9) + i, source="b") for i in range(30)),
     ]
-    prepare_documents(documents, tokenizer=tokenizer, out="mixed")
+    prepare(documents, tokenizer=tokenizer, out="mixed")
     notices: list[str] = []
     train, validation = split(TokenStore("mixed"), holdout="50%", train="t", validation="v", notify=notices.append)
     assert (train.text_bytes, validation.text_bytes) == (0, 0)

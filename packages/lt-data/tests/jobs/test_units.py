@@ -1,7 +1,5 @@
 """Units: the same store from any number of processes, whatever is killed, and errors that lose nothing."""
 
-import errno
-import fcntl
 import os
 import random
 import shutil
@@ -11,107 +9,97 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from lt_data import (
-    DataError,
-    DocumentReader,
-    Selection,
-    SourceOptions,
-    Tokenizer,
-    TokenStore,
-    prepare,
-    prepare_documents,
-)
+from lt_data import DataError, DocumentReader, Selection, SourceOptions, Tokenizer, TokenStore, prepare
 
 Contents = Callable[[Path], dict[str, bytes]]
 
 KILLS = int(os.environ.get("LT_KILLS", "50"))
 SEED = int(os.environ.get("LT_SEED", "23"))
 UNIT_BYTES = 40_000
+PACKAGE = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Path:
-    """A tokenizer and twelve files of 1 to 60 kB, one of them larger than a unit."""
+    """A tokenizer and twelve files of 1 to 60 kB, one of them larger than a unit; some documents are in several."""
     folder = tmp_path_factory.mktemp("units")
     tokenizer.save(folder / "tok")
     (folder / "in").mkdir()
     rng = np.random.default_rng(5)
     for number, n_documents in enumerate([30, 5, 1, 60, 2, 40, 25, 1, 1, 20, 33, 8]):
         texts = [" ".join(map(str, rng.integers(0, 10**9, int(n)))) for n in rng.integers(1, 200, n_documents)]
+        texts += [f"in every file {i}" for i in range(3)]
         lines = "".join(f'{{"text": "{text}"}}\n' for text in texts)
         (folder / f"in/{number:02d}.jsonl").write_text(lines, encoding="utf-8")
     return folder
 
 
-@pytest.fixture(scope="module")
-def undisturbed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("undisturbed") / "store"
-    prepare([folder / "in"], tokenizer=folder / "tok", out=out, unit_bytes=UNIT_BYTES, engine="hf")
+@pytest.fixture
+def run(folder: Path, tmp_path: Path) -> dict[str, Any]:
+    """The options of the jobs of these tests."""
+    return {"tokenizer": folder / "tok", "out": tmp_path / "store", "unit_bytes": UNIT_BYTES, "engine": "hf"}
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["all", "without duplicates"])
+def undisturbed(folder: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """The store of an undisturbed job."""
+    out = tmp_path_factory.mktemp("undisturbed") / ("distinct" if request.param else "store")
+    subprocess.run(command(folder, out, 1), check=True, capture_output=True)
     assert len(list((out / "units").glob("0*"))) > 4
     return out
 
 
-def command(folder: Path, out: Path, workers: int) -> list[str]:
-    options = ["--unit-bytes", str(UNIT_BYTES), "--workers", str(workers), "--engine", "hf"]
+def command(folder: Path, out: Path, workers: int, unit_bytes: int = UNIT_BYTES) -> list[str]:
+    options = ["--unit-bytes", str(unit_bytes), "--workers", str(workers), "--engine", "hf"]
+    options += ["--drop-duplicates"] if out.name == "distinct" else []
     sources = ["prepare", str(folder / "in"), "--tokenizer", str(folder / "tok"), "--out", str(out)]
     return [sys.executable, "-m", "lt_data", *sources, *options]
 
 
-def test_the_documents_are_those_of_one_store(folder: Path, undisturbed: Path, tmp_path: Path) -> None:
-    reader = DocumentReader([folder / "in"]).divided(UNIT_BYTES)
-    assert reader.n_files > len(list((folder / "in").iterdir()))
-    flat = prepare_documents(reader, tokenizer=Tokenizer.load(folder / "tok"), out=tmp_path / "flat", engine="hf")
-    joined, one = TokenStore(undisturbed), TokenStore(tmp_path / "flat")
-    assert (joined.n_documents, joined.n_tokens) == (flat.documents, flat.tokens)
-    for number in range(joined.n_documents):
-        assert np.array_equal(joined[number], one[number])
-        assert joined.document_source(number) == one.document_source(number)
-    assert {path.name for path in (undisturbed / "units").iterdir() if not path.is_dir()} == {"plan.json"}
+def test_the_documents_are_those_of_one_unit(folder: Path, undisturbed: Path, run: dict[str, Any]) -> None:
+    chosen = Selection(drop_duplicates=undisturbed.name == "distinct")
+    flat = prepare([folder / "in"], selection=chosen, **{**run, "unit_bytes": 2**30, "workers": 2})
+    units, one = TokenStore(undisturbed), TokenStore(run["out"])
+    assert (units.n_documents, units.n_tokens) == (flat.documents, flat.tokens)
+    assert units.manifest.is_consistent
+    for number in range(units.n_documents):
+        assert np.array_equal(units[number], one[number])
+    units.verify()
+    assert not (run["out"] / "units").exists()
+    assert {path.name for path in (undisturbed / "units").iterdir() if not path.is_dir()} == set()
+    before = {path: path.stat().st_mtime_ns for path in run["out"].rglob("*")}
+    assert prepare([folder / "in"], selection=chosen, **{**run, "unit_bytes": 2**30}) == flat
+    assert before == {path: path.stat().st_mtime_ns for path in run["out"].rglob("*")}, "there is nothing to do"
 
 
-def test_one_unit_is_enough(folder: Path, tmp_path: Path) -> None:
-    options = {"tokenizer": folder / "tok", "engine": "hf"}
-    manifest = prepare([folder / "in"], out=tmp_path / "store", unit_bytes=2**30, workers=2, **options)
-    assert manifest.documents == prepare([folder / "in"], out=tmp_path / "flat", **options).documents
-    assert TokenStore(tmp_path / "store").n_tokens == TokenStore(tmp_path / "flat").n_tokens
-
-
-def test_a_file_system_without_locks(
-    folder: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, contents: Contents
-) -> None:
-    """Many shared file systems refuse `flock`, or do not tell other machines of it."""
-
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOSYS, "Function not implemented")
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    prepare([folder / "in"], tokenizer=folder / "tok", out=tmp_path / "store", unit_bytes=UNIT_BYTES, engine="hf")
-    assert contents(tmp_path / "store") == contents(undisturbed)
-
-
-@pytest.mark.parametrize(("workers", "commands"), [(3, 1), (1, 2)])
+@pytest.mark.parametrize(("workers", "commands", "unit_bytes"), [(3, 1, UNIT_BYTES), (1, 2, UNIT_BYTES), (1, 3, 2**30)])
 def test_any_number_of_processes_makes_the_same_store(
-    workers: int, commands: int, folder: Path, undisturbed: Path, tmp_path: Path, contents: Contents
+    workers: int, commands: int, unit_bytes: int, folder: Path, undisturbed: Path, tmp_path: Path, contents: Contents
 ) -> None:
-    jobs = [subprocess.Popen(command(folder, tmp_path / "store", workers)) for _ in range(commands)]
+    out, expected = tmp_path / undisturbed.name, undisturbed
+    if unit_bytes != UNIT_BYTES:
+        expected = tmp_path / "one" / out.name
+        subprocess.run(command(folder, expected, 1, unit_bytes), check=True, capture_output=True)
+    jobs = [subprocess.Popen(command(folder, out, workers, unit_bytes)) for _ in range(commands)]
     assert [job.wait(timeout=120) for job in jobs] == [0] * commands
-    assert contents(tmp_path / "store") == contents(undisturbed)
+    assert contents(out) == contents(expected)
+    assert not [path.name for path in tmp_path.iterdir() if "work-" in path.name]
 
 
-def kill_at_random(
-    folder: Path, out: Path, expected: dict[str, bytes], contents: Contents, *, workers: int, kills: int, seed: int
-) -> None:
-    """Keep `workers` processes at work on a job, again and again, and kill one of them at a time."""
-    rng = random.Random(seed)
+def kill_at_random(folder: Path, out: Path, expected: dict[str, bytes], contents: Contents, *, kills: int) -> None:
+    """Keep three commands at work on a job, one of them with two workers; kill one of them at a time."""
+    rng = random.Random(SEED)
     running: list[subprocess.Popen[bytes]] = []
     done = 0
     while done < kills:
         running = [job for job in running if job.poll() is None]
-        running += [subprocess.Popen(command(folder, out, 1)) for _ in range(workers - len(running))]
+        while len(running) < 3:
+            running.append(subprocess.Popen(command(folder, out, rng.choice([1, 1, 2])), start_new_session=True))
         time.sleep(rng.uniform(0.05, 0.5))
         if (out / "manifest.json").exists():  # begin anew, or nothing would be at work
             for job in running:
@@ -121,177 +109,160 @@ def kill_at_random(
             continue
         victim = rng.choice(running)
         if victim.poll() is None:
-            victim.send_signal(signal.SIGKILL)
+            os.killpg(victim.pid, signal.SIGKILL)
             victim.wait()
             done += 1
     for job in running:
-        job.kill()
+        job.send_signal(signal.SIGKILL)  # alone: its workers end by themselves
         job.wait()
     subprocess.run(command(folder, out, 1), check=True, capture_output=True)
     assert contents(out) == expected
 
 
-def test_what_a_process_left_that_was_killed_after_the_join_is_removed(
+@pytest.mark.parametrize("kills", [2, pytest.param(KILLS, marks=pytest.mark.slow)])
+def test_kills_of_local_processes(
+    kills: int, folder: Path, undisturbed: Path, tmp_path: Path, contents: Contents
+) -> None:
+    kill_at_random(folder, tmp_path / undisturbed.name, contents(undisturbed), contents, kills=kills)
+
+
+def test_a_worker_that_dies_is_an_error_and_the_units_stay(
+    folder: Path, run: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "lethal.py").write_text(
+        "import os\n"
+        "def spare(record):\n"
+        "    if record['text'].startswith('lethal') and os.path.exists('is-lethal'):\n"
+        "        os.kill(os.getpid(), 9)\n"
+        "    return record\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "is-lethal").touch()
+    (tmp_path / "lethal.jsonl").write_text('{"text": "lethal"}\n', encoding="utf-8")
+    sources = [folder / "in", tmp_path / "lethal.jsonl"]
+    run |= {"record_map": "lethal:spare", "unit_bytes": 8000}
+    with pytest.raises(DataError, match=r"a worker process died; if memory ran out .* run the same command again"):
+        prepare(sources, workers=2, **run)
+    (tmp_path / "is-lethal").unlink()
+    assert prepare(sources, workers=2, **run).documents == 227 + 36
+    assert not list(run["out"].rglob("work-*"))
+
+
+def test_what_killed_processes_left_is_removed(
     folder: Path, undisturbed: Path, tmp_path: Path, contents: Contents
 ) -> None:
-    out = tmp_path / "store"
+    out = tmp_path / undisturbed.name
     shutil.copytree(undisturbed, out)
     (out / "units" / "00001-of-00009.claim").write_text("process 1\n", encoding="utf-8")
     (out / "units" / "work-0123456789abcdef").mkdir()
-    for name in ("units/work-0123456789abcdef.json", "manifest.json.tmp-01234567", "joined.index.tmp-01234567"):
-        (out / name).write_text("{}", encoding="utf-8")
-    prepare([folder / "in"], tokenizer=folder / "tok", out=out, unit_bytes=UNIT_BYTES, engine="hf")
+    (out / "manifest.json.tmp-01234567").write_text("{}", encoding="utf-8")
+    subprocess.run(command(folder, out, 1), check=True, capture_output=True)
     assert contents(out) == contents(undisturbed)
-
-
-def test_a_slow_start_beside_a_process_that_ends_the_job(
-    folder: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, contents: Contents
-) -> None:
-    """Another process does the whole job, and removes what is left, before this one has put its plan in place."""
-    out, link = tmp_path / "store", os.link
-    run = {"tokenizer": folder / "tok", "out": out, "unit_bytes": UNIT_BYTES, "engine": "hf"}
-
-    def late_link(*paths: str) -> None:
-        monkeypatch.setattr(os, "link", link)
-        prepare([folder / "in"], **run)
-        link(*paths)
-
-    monkeypatch.setattr(os, "link", late_link)
-    assert prepare([folder / "in"], **run).documents == TokenStore(undisturbed).n_documents
-    assert contents(out) == contents(undisturbed)
-
-
-def test_some_kills(folder: Path, undisturbed: Path, tmp_path: Path, contents: Contents) -> None:
-    expected = contents(undisturbed)
-    kill_at_random(folder, tmp_path / "store", expected, contents, workers=3, kills=4, seed=SEED)
-
-
-@pytest.mark.slow
-def test_many_kills(folder: Path, undisturbed: Path, tmp_path: Path, contents: Contents) -> None:
-    expected = contents(undisturbed)
-    kill_at_random(folder, tmp_path / "store", expected, contents, workers=8, kills=KILLS, seed=SEED + 1)
+    single = tmp_path / "one" / "store"
+    (single.parent / "store.work-0123456789abcdef").mkdir(parents=True)
+    (single.parent / "other.work-0123456789abcdef").mkdir()
+    single.mkdir()  # an empty folder is free
+    subprocess.run(command(folder, single, 1, 2**30), check=True, capture_output=True)
+    assert sorted(path.name for path in single.parent.iterdir()) == ["other.work-0123456789abcdef", "store"]
 
 
 def test_a_unit_that_fails_is_named_and_the_others_finish(
-    folder: Path, undisturbed: Path, tmp_path: Path, contents: Contents
+    folder: Path, run: dict[str, Any], tmp_path: Path, contents: Contents
 ) -> None:
+    """The next call corrects or leaves out bad input; the units that were finished stay."""
     shutil.copytree(folder / "in", tmp_path / "in")
     bad = tmp_path / "in" / "05.jsonl"
     good = bad.read_bytes()
     bad.write_bytes(good[:-1] + b"}")
-    run = {"tokenizer": folder / "tok", "out": tmp_path / "store", "unit_bytes": UNIT_BYTES, "engine": "hf"}
     for workers in (2, 1):
         with pytest.raises(
             DataError, match=r"1 of \d+ units failed, the others are finished; 0000\d-of-0000\d: .*05\.jsonl"
         ):
             prepare([tmp_path / "in"], workers=workers, **run)
-    assert not (tmp_path / "store" / "manifest.json").exists()
-    finished = {path: path.stat().st_mtime_ns for path in (tmp_path / "store" / "units").glob("0*/manifest.json")}
-    assert len(finished) == len(list((undisturbed / "units").glob("0*"))) - 1
-    bad.write_bytes(good)
-    manifest = prepare([tmp_path / "in"], **run)
-    assert manifest.documents == TokenStore(undisturbed).n_documents
-    assert all(path.stat().st_mtime_ns == before for path, before in finished.items())
-    shards = {name: data for name, data in contents(undisturbed).items() if name.endswith(".bin")}
-    assert {n: d for n, d in contents(tmp_path / "store").items() if n.endswith(".bin")} == shards
-
-
-def test_bad_input_is_left_out_by_the_next_call(folder: Path, tmp_path: Path, contents: Contents) -> None:
-    """Units that were finished stay; the rest is that of a job which leaves bad input out from the beginning."""
-    shutil.copytree(folder / "in", tmp_path / "in")
-    bad = tmp_path / "in" / "05.jsonl"
-    bad.write_bytes(bad.read_bytes()[:-1] + b"}\n" + b'{"text": "' + b"x" * 5000 + b'"}\n')
-    options = {
-        "tokenizer": folder / "tok",
-        "engine": "hf",
-        "unit_bytes": UNIT_BYTES,
-        "options": SourceOptions(max_document_bytes=4000),
-    }
-    lenient = SourceOptions(max_document_bytes=4000, on_bad="skip")
-    prepare([tmp_path / "in"], **{**options, "out": tmp_path / "skip", "options": lenient})
-    run = {**options, "out": tmp_path / "store"}
-    with pytest.raises(DataError, match=r"[1-9] of \d units failed"):
-        prepare([tmp_path / "in"], **run)
     with pytest.raises(DataError, match=r"not all of its units are prepared and joined; run the same lt data prepare"):
-        TokenStore(tmp_path / "store")
-    finished = {path: path.stat().st_mtime_ns for path in (tmp_path / "store" / "units").glob("0*/manifest.json")}
-    with pytest.raises(DataError, match="max_document_bytes was 4000 and is 3000"):
-        prepare([tmp_path / "in"], **{**run, "options": SourceOptions(max_document_bytes=3000)})
-    assert sum(prepare([tmp_path / "in"], **{**run, "options": lenient}).skipped.values()) > 1
+        TokenStore(run["out"])
+    finished = {path: path.stat().st_mtime_ns for path in run["out"].glob("units/0*/manifest.json")}
+    assert len(finished) > 4
+    shutil.copytree(run["out"], tmp_path / "copy")
+    bad.write_bytes(good)
+    assert prepare([tmp_path / "in"], **run).documents == 226 + 36
     assert all(path.stat().st_mtime_ns == before for path, before in finished.items())
-    found, expected = contents(tmp_path / "store"), contents(tmp_path / "skip")
-    assert found.pop("units/plan.json") != expected.pop("units/plan.json")
+    bad.write_bytes(good[:-1] + b"}")
+    skipping = prepare([tmp_path / "in"], options=SKIP, **{**run, "out": tmp_path / "copy"})
+    assert skipping.skipped == {"broken JSON line": 1}
+    prepare([tmp_path / "in"], options=SKIP, **{**run, "out": tmp_path / "skip"})
+    found, expected = contents(tmp_path / "copy"), contents(tmp_path / "skip")
+    assert found.pop("plan.json") != expected.pop("plan.json")
     assert found == expected
-    with pytest.raises(DataError, match=r"on_bad was skip and is error; choose another folder$"):
+    with pytest.raises(DataError, match=r"on_bad was skip and is error; choose another folder, or remove this one$"):
         prepare([tmp_path / "in"], **{**run, "out": tmp_path / "skip"})
 
 
-def test_larger_documents_are_read_by_the_next_call(folder: Path, tmp_path: Path, contents: Contents) -> None:
-    options = {"tokenizer": folder / "tok", "engine": "hf", "unit_bytes": UNIT_BYTES}
-    run = {**options, "out": tmp_path / "store"}
-    with pytest.raises(DataError, match=r"units failed.*line of more than 1500 bytes"):
-        prepare([folder / "in"], options=SourceOptions(max_document_bytes=1500), **run)
-    prepare([folder / "in"], options=SourceOptions(max_document_bytes=3000), **run)
-    prepare([folder / "in"], options=SourceOptions(max_document_bytes=3000), out=tmp_path / "whole", **options)
-    found, expected = contents(tmp_path / "store"), contents(tmp_path / "whole")
-    assert found.pop("units/plan.json") != expected.pop("units/plan.json")
-    assert found == expected
+SKIP = SourceOptions(on_bad="skip")
 
 
-def test_units_without_any_document(folder: Path, tmp_path: Path) -> None:
+def test_larger_documents_are_read_by_the_next_call(folder: Path, run: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match=r"units failed.*line of more than 1000 bytes"):
+        prepare([folder / "in"], options=SourceOptions(max_document_bytes=1000), **run)
+    with pytest.raises(DataError, match="max_document_bytes was 1000 and is 900"):
+        prepare([folder / "in"], options=SourceOptions(max_document_bytes=900), **run)
+    assert prepare([folder / "in"], options=SourceOptions(max_document_bytes=3000), **run).documents == 227 + 35
+
+
+@pytest.mark.parametrize("unit_bytes", [5, 2**30])
+def test_units_without_any_document(tmp_path: Path, run: dict[str, Any], unit_bytes: int) -> None:
     (tmp_path / "in").mkdir()
     for number in range(3):
         (tmp_path / f"in/{number}.jsonl").write_text('{"text": ""}\n', encoding="utf-8")
-    run = {"tokenizer": folder / "tok", "out": tmp_path / "store", "engine": "hf", "unit_bytes": 5}
-    for selection in (Selection(), Selection(drop_duplicates=True)):
-        with pytest.raises(DataError, match=r"no text in any of the \d units \(3 empty\): check the sources"):
-            prepare([tmp_path / "in"], selection=selection, **{**run, "out": tmp_path / str(selection.drop_duplicates)})
+    with pytest.raises(DataError, match=r"no text in (any of the \d units|3 files .*) \(3 empty\): check the sources"):
+        prepare([tmp_path / "in"], **{**run, "unit_bytes": unit_bytes})
     assert not list(tmp_path.glob("*/manifest.json"))
+    (tmp_path / "in/1.jsonl").write_text('{"text": "something"}\n', encoding="utf-8")
+    run["out"] = tmp_path / "other"
+    assert prepare([tmp_path / "in"], **{**run, "unit_bytes": unit_bytes}).documents == 1
 
 
-def test_another_job_in_the_folder_is_refused(folder: Path, undisturbed: Path, tmp_path: Path) -> None:
-    out = tmp_path / "store"
-    shutil.copytree(undisturbed, out)
-    run = {"tokenizer": folder / "tok", "out": out, "engine": "hf"}
-    for changed in ({"unit_bytes": 20_000}, {"unit_bytes": UNIT_BYTES, "eos": False}):
-        with pytest.raises(DataError, match="units of a job with other settings"):
-            prepare([folder / "in"], **run, **changed)
+def test_another_job_in_the_folder_is_refused(folder: Path, run: dict[str, Any], tmp_path: Path) -> None:
     shutil.copytree(folder / "in", tmp_path / "in")
-    (tmp_path / "in" / "07.jsonl").write_text('{"text": "longer than it was before"}\n' * 5, encoding="utf-8")
-    with pytest.raises(DataError, match=r"units of a job with other settings: .*listing of the sources"):
-        prepare([tmp_path / "in"], **run, unit_bytes=UNIT_BYTES)
-    with pytest.raises(DataError, match="holds a token store already"):
-        prepare([folder / "in"], **run)
-    flat = tmp_path / "flat"
-    prepare([folder / "in" / "00.jsonl"], **{**run, "out": flat})
-    with pytest.raises(DataError, match="holds a token store already"):
-        prepare([folder / "in"], **{**run, "out": flat}, unit_bytes=UNIT_BYTES)
+    for unit_bytes in (UNIT_BYTES, 2**30):
+        run |= {"unit_bytes": unit_bytes, "out": tmp_path / str(unit_bytes)}
+        prepare([tmp_path / "in"], **run)
+        for changed in ({"unit_bytes": 20_000}, {"eos": False}, {"selection": Selection(min_tokens=3)}):
+            with pytest.raises(DataError, match=r"of a job with other settings: .* was .* and is .*; choose another"):
+                prepare([tmp_path / "in"], **{**run, **changed})
+        last = tmp_path / "in" / "07.jsonl"
+        content = last.read_bytes()
+        last.write_bytes(content * 2)
+        with pytest.raises(DataError, match=r"of a job with other settings: .*listing of the sources"):
+            prepare([tmp_path / "in"], **run)
+        last.write_bytes(content)
+        with pytest.raises(DataError, match="holds a token store already; choose another folder, or remove this one"):
+            prepare([{"text": "x"}], tokenizer=run["tokenizer"], out=run["out"])
+    assert DocumentReader([tmp_path / "in"]).n_files == 12
 
 
-@pytest.mark.parametrize("options", [{"overwrite": True}, {"num_parts": 2}, {"no_resume": True}])
-def test_options_without_effect_are_refused(options: dict[str, object], folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="has no effect together with"):
-        prepare([folder / "in"], tokenizer=folder / "tok", out=tmp_path / "store", unit_bytes=1000, **options)
-    with pytest.raises(DataError, match="unit_bytes = 0, workers = 1: at least 1 each"):
-        prepare([folder / "in"], tokenizer=folder / "tok", out=tmp_path / "store", unit_bytes=0)
-    assert not (tmp_path / "store").exists()
+def test_without_ray(folder: Path, run: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(DataError, match=r"ray is not installed: pip install \"lt-data\[ray\]\""):
+        prepare([folder / "in"], ray="local", **run)
 
 
-def test_a_link_in_the_folder_of_units_is_not_followed(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "victim").mkdir()
-    (tmp_path / "store").mkdir()
-    (tmp_path / "store" / "units").symlink_to(tmp_path / "victim")
-    with pytest.raises(DataError, match="a symbolic link"):
-        prepare([folder / "in"], tokenizer=folder / "tok", out=tmp_path / "store", unit_bytes=UNIT_BYTES)
-    assert not list((tmp_path / "victim").iterdir())
-
-
-def test_sources_without_documents_in_some_units(tmp_path: Path, folder: Path) -> None:
-    (tmp_path / "in").mkdir()
-    for number in range(4):
-        line = '{"text": "something to encode"}\n' if number == 2 else '{"text": ""}\n'
-        (tmp_path / f"in/{number}.jsonl").write_text(line * 20, encoding="utf-8")
-    run = {"tokenizer": folder / "tok", "out": tmp_path / "store", "engine": "hf", "unit_bytes": 200}
-    manifest = prepare([tmp_path / "in"], selection=Selection(min_characters=1), **run)
-    assert manifest.documents == 20
-    assert manifest.left_out.keys()
+@pytest.mark.slow
+def test_kills_of_workers_of_a_ray_cluster(folder: Path, undisturbed: Path, tmp_path: Path, contents: Contents) -> None:
+    """Ray is in no environment of ours: uv makes one in a temporary folder."""
+    if shutil.which("uv") is None:
+        pytest.skip("uv, which makes the environment with ray, is not installed")
+    python = tmp_path / "environment" / "bin" / "python"
+    subprocess.run(["uv", "venv", "-q", "--python", sys.executable, tmp_path / "environment"], check=True)
+    install = ["uv", "pip", "install", "-q", "--python", python, "psutil", "-e", f"{PACKAGE}[cli,ray]"]
+    subprocess.run(install, check=True)
+    job = [folder / "in", folder / "tok", tmp_path / undisturbed.name, KILLS, SEED]
+    script = list(map(str, [python, Path(__file__).with_name("ray_kills.py"), *job]))
+    # if `uv run` started pytest, Ray would repeat it for each worker, in another environment than that of this test
+    environment = {**os.environ, "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+    done = subprocess.run(script, capture_output=True, encoding="utf-8", timeout=900, check=False, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines()[-1] == str(KILLS)
+    assert contents(tmp_path / undisturbed.name) == contents(undisturbed)

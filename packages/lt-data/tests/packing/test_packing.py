@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lt_data import DataError, PackIndex, TokenStore, open_pack, pack, prepare_documents
+from lt_data import DataError, PackIndex, TokenStore, open_pack, pack, prepare
 from lt_data.packing.groups import PackMode
 from lt_data.packing.pack_index import build_index
 from lt_data.packing.packs import verify_packs
@@ -178,7 +178,7 @@ def test_missing_pack_names_the_command(store: TokenStore) -> None:
 
 def test_pack_of_another_store_is_refused(store: TokenStore, tmp_path: Path, documents: list) -> None:
     other_path = tmp_path / "other"
-    prepare_documents(documents[:5], tokenizer=store.tokenizer(), out=other_path)
+    prepare(documents[:5], tokenizer=store.tokenizer(), out=other_path)
     other = TokenStore(other_path)
     pack(other, seq_len=64)
     (other_path / "packs").rename(store.path / "packs")

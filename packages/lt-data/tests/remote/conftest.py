@@ -20,7 +20,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import numpy as np
 import pytest
 
-from lt_data import Document, Tokenizer, TokenStore, pack, prepare_documents
+from lt_data import Document, Tokenizer, TokenStore, pack, prepare
 from lt_data.remote import s3_folder
 
 PART = 5 * 2**20
@@ -215,7 +215,7 @@ class Bucket:
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory: pytest.TempPathFactory, documents: list[Document], tokenizer: Tokenizer) -> Path:
     folder = tmp_path_factory.mktemp("prepared") / "store"
-    prepare_documents(documents, tokenizer=tokenizer, out=folder, shard_tokens=9_000)
+    prepare(documents, tokenizer=tokenizer, out=folder, shard_tokens=9_000)
     pack(TokenStore(folder), seq_len=64)
     return folder
 

@@ -102,7 +102,7 @@ def test_ids_of_a_split_of_a_saved_dataset(tmp_path: Path, run: Run, tokenizer: 
     assert (code, "for the ids in 'input_ids' give" in err) == (64, True)
 
 
-def test_ranks_share_files_of_every_kind(tmp_path: Path, tokenizer: Tokenizer, texts: list[str]) -> None:
+def test_units_of_files_of_every_kind(tmp_path: Path, tokenizer: Tokenizer, texts: list[str]) -> None:
     pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
     import pyarrow.parquet
 
@@ -128,10 +128,6 @@ def test_ranks_share_files_of_every_kind(tmp_path: Path, tokenizer: Tokenizer, t
     whole = prepare(tmp_path / "whole")
     assert ids_of(tmp_path / "whole") == expected(tokenizer, texts)
     assert whole.skipped == {"broken JSON line": 1, "null": 1}
-    for rank in (2, 0, 1):
-        prepare(tmp_path / "parts", part_index=rank, num_parts=3)
-    merged = lt_data.merge(tmp_path / "parts")
-    assert (merged.fingerprint, merged.skipped, merged.sources) == (whole.fingerprint, whole.skipped, whole.sources)
-    for path in (tmp_path / "whole").rglob("*"):
-        if path.is_file() and path.name != "manifest.json":  # which says of how many parts the store was made
-            assert (tmp_path / "parts" / path.relative_to(tmp_path / "whole")).read_bytes() == path.read_bytes(), path
+    units = prepare(tmp_path / "units", unit_bytes=3000)
+    assert (units.documents, units.tokens, units.skipped) == (whole.documents, whole.tokens, whole.skipped)
+    assert ids_of(tmp_path / "units") == ids_of(tmp_path / "whole")

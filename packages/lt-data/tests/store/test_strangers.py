@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lt_data import DataError, ExportOptions, Tokenizer, TokenStore, export, merge, part_folder, prepare
+from lt_data import DataError, ExportOptions, TokenStore, export
 from lt_data.analysis.verification import verify
 from lt_data.store.manifest import read_manifest
 
@@ -130,66 +130,6 @@ def test_a_link_inside_a_store_is_followed(store: TokenStore) -> None:
     link = store.path.with_name("link")
     link.symlink_to(store.path)
     TokenStore(link).verify()
-
-
-@pytest.fixture
-def parts(tmp_path: Path, tokenizer: Tokenizer) -> Path:
-    """Two parts of a job beside a file that no merge may touch."""
-    for number in range(2):
-        (tmp_path / f"{number}.txt").write_text("a quick brown fox", encoding="utf-8")
-    for index in range(2):
-        sources = [tmp_path / "0.txt", tmp_path / "1.txt"]
-        prepare(sources, tokenizer=tokenizer, engine="hf", out=tmp_path / "deep/out", part_index=index, num_parts=2)
-    (tmp_path / "evil").write_bytes(b"untouched")
-    return tmp_path / "deep/out"
-
-
-def test_a_merge_writes_nothing_outside(parts: Path, contents_of: Contents) -> None:
-    for index in range(2):
-        folder = part_folder(parts, index, 2)
-        content = (folder / "tokenizer/tokenizer.json").read_bytes()
-        (folder.parent.parent / "evil").write_bytes(content)  # what the name reads must have the stated hash
-        rewrite(folder, rename_tokenizer_file("../../../evil"))
-    before = contents_of(parts.parent.parent)
-    with pytest.raises(DataError, match=r"tokenizer file '\.\./\.\./\.\./evil' is not the name of a file"):
-        merge(parts)
-    assert contents_of(parts.parent.parent) == before
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["tokenizer/tokenizer.json", "shards/00000.bin", "shards/00000.idx", "shards/00000.src", "part/sources"],
-)
-def test_a_merge_follows_no_link_out_of_a_part(parts: Path, name: str) -> None:
-    path = part_folder(parts, 0, 2) / name
-    path.rename(parts.parent / "secret")
-    path.symlink_to(parts.parent / "secret")
-    with pytest.raises(DataError, match=rf"{name}: a symbolic link leads out of"):
-        merge(parts)
-    assert not parts.exists()
-
-
-def test_a_part_names_only_its_own_files(parts: Path) -> None:
-    folder = part_folder(parts, 0, 2)
-    rewrite(folder, lambda values: values["part"]["files"].update({"../manifest.json": "0" * 64}))
-    with pytest.raises(DataError, match=r"file of the part '\.\./manifest\.json' is not the name of a file"):
-        merge(parts)
-
-
-def test_a_part_lists_all_that_a_merge_reads(parts: Path) -> None:
-    rewrite(part_folder(parts, 1, 2), lambda values: values["part"].update(files={}))
-    with pytest.raises(DataError, match=r"manifest\.json: part\.files lists no sources; prepare this part again"):
-        merge(parts)
-
-
-@pytest.mark.parametrize("line", [b"[1]", b'{"path": 1, "bytes": 2, "sha256": "' + b"0" * 64 + b'"}', b"[" * 9999])
-def test_the_sources_of_a_part_are_checked(parts: Path, line: bytes) -> None:
-    folder = part_folder(parts, 0, 2)
-    (folder / "part/sources").write_bytes(line + b"\n")
-    sha256 = hashlib.sha256(line + b"\n").hexdigest()
-    rewrite(folder, lambda values: values["part"]["files"].update(sources=sha256))
-    with pytest.raises(DataError, match=r"part/sources:1: .*; prepare this part again"):
-        merge(parts)
 
 
 @pytest.fixture

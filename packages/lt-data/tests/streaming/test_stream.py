@@ -24,7 +24,7 @@ from lt_data import (
     Tokenizer,
     TokenStore,
     pack,
-    prepare_documents,
+    prepare,
 )
 from lt_data.packing.pack_index import build_index
 from lt_data.streaming.stream import diff_fingerprints
@@ -268,7 +268,7 @@ def test_each_change_of_a_real_store_is_refused_by_its_name(
 ) -> None:
     def reader(name: str, texts: list[Document], seq_len: int = 64, mode: str = "bfd", **options: bool) -> RowReader:
         if not (tmp_path / name).exists():
-            prepare_documents(texts, tokenizer=tokenizer, out=tmp_path / name, **options)
+            prepare(texts, tokenizer=tokenizer, out=tmp_path / name, **options)
         store = TokenStore(tmp_path / name)
         return RowReader(store, pack(store, seq_len=seq_len, mode=mode))  # pyright: ignore[reportArgumentType]
 
@@ -299,7 +299,7 @@ def test_one_token_of_the_same_length_is_another_store(tmp_path: Path, tokenizer
     """Nothing but the tokens themselves differs: lengths, slices and rows are those of the store before."""
     readers: list[RowReader] = []
     for name, text in (("one", "~^~"), ("two", "~~~")):
-        prepare_documents([Document(text=text, source="")], tokenizer=tokenizer, out=tmp_path / name)
+        prepare([Document(text=text, source="")], tokenizer=tokenizer, out=tmp_path / name)
         store = TokenStore(tmp_path / name)
         readers.append(RowReader(store, pack(store, seq_len=4)))
     one, two = readers

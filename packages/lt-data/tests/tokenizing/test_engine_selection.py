@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lt_data import DataError, Document, Tokenizer, TokenStore, prepare_documents
+from lt_data import DataError, Document, Tokenizer, TokenStore, prepare
 from lt_data.tokenizing.encode import Encoder, encode_documents
 from lt_data.tokenizing.engine_selection import EngineChoice, HfEngine, choose_engine, make_engine
 from lt_data.tokenizing.gigatoken_engine import GigatokenEngine
@@ -234,7 +234,7 @@ def test_stores_of_both_engines_have_the_same_bytes(
     fingerprints: dict[str, str] = {}
     for engine in ("hf", "auto", "gigatoken"):
         out = tmp_path / engine
-        manifest = prepare_documents(
+        manifest = prepare(
             documents, tokenizer=tokenizer, out=out, workers=workers if engine == "auto" else 1, engine=engine
         )
         assert manifest.engine["name"] == ("hf" if engine == "hf" else "gigatoken")

@@ -86,7 +86,6 @@ def import_(
         bool | None, typer.Option("--eos/--no-eos", help="End each document with EOS.", show_default=False)
     ] = None,
     shard_tokens: Annotated[int, typer.Option(help="Target number of ids of a shard.")] = 2**27,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a token store at OUT.")] = False,
 ) -> None:
     """Import ids that another program prepared into a token store, in the formats of `export`."""
     from lt_data.display.progress_bars import progress_bar
@@ -110,7 +109,6 @@ def import_(
             tokenizer=tokenizer,
             out=out,
             shard_tokens=shard_tokens,
-            overwrite=overwrite,
             progress=report,
         )
     echo(f"{done.manifest.documents} documents, {done.manifest.tokens} tokens in {out}")

@@ -1,147 +1,104 @@
-"""Commands `prepare`, `merge`, `join` and `append`."""
+"""Commands `prepare`, `join` and `append`."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 if TYPE_CHECKING:
-    from lt_data.sources.options import OnBad
+    from lt_data.sources.options import SourceOptions
     from lt_data.store.manifest import StoreManifest
     from lt_data.tokenizing.engine_selection import EngineRequest
     from lt_data.tokenizing.tokenizer import SpecialTokensAs
 
-_SELECTION = "Document filter"
-_SOURCES = "Sources"
-_JOB = "Job"
-_Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a token store at OUT.")]
-_NoResume = Annotated[bool, typer.Option("--no-resume", help="Discard an interrupted run.", rich_help_panel=_JOB)]
+
+def _option(panel: str, help_text: str, *names: str, **settings: Any) -> Any:
+    return typer.Option(*names, help=help_text, rich_help_panel=panel, **settings)
+
+
+_SELECTION, _SOURCES, _JOB = "Document filter", "Sources", "Job"
+_Sources = Annotated[list[str], typer.Argument(metavar="SOURCE...", help="Files, folders, fsspec URLs or datasets.")]
+_Engine = Annotated[str, typer.Option(help="auto, hf or gigatoken; auto selects the faster one if its ids are equal.")]
+_Workers = Annotated[int, _option(_JOB, "Worker processes; the result is the same.")]
+_Suffix = Annotated[
+    list[str] | None,
+    _option(_SOURCES, "Suffix of the files to read in a folder; repeatable.", "--suffix", show_default=False),
+]
+_TextField = Annotated[str, _option(_SOURCES, "Field or column of the text.")]
+_TokensField = Annotated[str | None, _option(_SOURCES, "Field or column of ids, instead of text.")]
+_OnBad = Annotated[str, _option(_SOURCES, "Bad input: error, or skip (left out and counted).")]
+_MaxBytes = Annotated[int, _option(_SOURCES, "Bytes of the largest document; others are bad input.")]
+_Config = Annotated[str | None, _option(_SOURCES, "Configuration of a hub dataset.")]
+_Split = Annotated[str | None, _option(_SOURCES, "Split of a dataset, such as train[:10%].")]
+_Revision = Annotated[str | None, _option(_SOURCES, "Commit, branch or tag of a hub dataset.")]
+_Streaming = Annotated[bool, _option(_SOURCES, "Read a hub dataset without storing it on disk.", "--streaming")]
 
 
 def prepare(
-    sources: Annotated[list[str], typer.Argument(metavar="SOURCE...", help="Files, folders, fsspec URLs or datasets.")],
+    sources: _Sources,
     tokenizer: Annotated[
         str,
         typer.Option(help="Folder with tokenizer.json, a model of the hub (org/name@revision), or a URL (s3://)."),
     ],
     out: Annotated[Path, typer.Option(help="Folder of the new store.")],
-    workers: Annotated[int, typer.Option(help="Worker processes; the result is the same.")] = 1,
     bos: Annotated[bool, typer.Option(help="Begin each document with the BOS id.")] = True,
     eos: Annotated[bool, typer.Option(help="End each document with the EOS id.")] = True,
-    engine: Annotated[
-        str, typer.Option(help="auto, hf or gigatoken; auto selects the faster one if its ids are equal.")
-    ] = "auto",
+    engine: _Engine = "auto",
     special_tokens_as: Annotated[str, typer.Option(help="Encode special token strings as text or ids.")] = "text",
     shard_tokens: Annotated[int, typer.Option(help="Target number of ids of a shard.")] = 2**27,
-    overwrite: _Overwrite = False,
-    suffix: Annotated[
+    suffix: _Suffix = None,
+    text_field: _TextField = "text",
+    tokens_field: _TokensField = None,
+    on_bad: _OnBad = "error",
+    max_document_bytes: _MaxBytes = 2**28,
+    config: _Config = None,
+    split: _Split = None,
+    revision: _Revision = None,
+    streaming: _Streaming = False,
+    keep: Annotated[
         list[str] | None,
-        typer.Option(
-            "--suffix",
-            help="Suffix of the files to read in a folder; repeatable.",
+        _option(
+            _SOURCES,
+            "Fields or columns to keep beside each document; string, int, float or bool.",
+            metavar="FIELD[:TYPE],...",
             show_default=False,
-            rich_help_panel=_SOURCES,
         ),
     ] = None,
-    text_field: Annotated[str, typer.Option(help="Field or column of the text.", rich_help_panel=_SOURCES)] = "text",
-    tokens_field: Annotated[
-        str | None, typer.Option(help="Field or column of ids, instead of text.", rich_help_panel=_SOURCES)
-    ] = None,
-    on_bad: Annotated[
-        str,
-        typer.Option(help="Bad input: error, or skip (left out and counted).", rich_help_panel=_SOURCES),
-    ] = "error",
-    max_document_bytes: Annotated[
-        int,
-        typer.Option(help="Bytes of the largest document; others are bad input.", rich_help_panel=_SOURCES),
-    ] = 2**28,
-    config: Annotated[
-        str | None, typer.Option(help="Configuration of a hub dataset.", rich_help_panel=_SOURCES)
-    ] = None,
-    split: Annotated[
-        str | None, typer.Option(help="Split of a dataset, such as train[:10%].", rich_help_panel=_SOURCES)
-    ] = None,
-    revision: Annotated[
-        str | None, typer.Option(help="Commit, branch or tag of a hub dataset.", rich_help_panel=_SOURCES)
-    ] = None,
-    streaming: Annotated[
-        bool,
-        typer.Option("--streaming", help="Read a hub dataset without storing it on disk.", rich_help_panel=_SOURCES),
-    ] = False,
-    min_chars: Annotated[
-        int | None, typer.Option(help="Leave out texts of fewer characters.", rich_help_panel=_SELECTION)
-    ] = None,
-    max_chars: Annotated[
-        int | None, typer.Option(help="Leave out texts of more characters.", rich_help_panel=_SELECTION)
-    ] = None,
+    min_chars: Annotated[int | None, _option(_SELECTION, "Leave out texts of fewer characters.")] = None,
+    max_chars: Annotated[int | None, _option(_SELECTION, "Leave out texts of more characters.")] = None,
     min_tokens: Annotated[
-        int | None,
-        typer.Option(help="Leave out documents of fewer ids, BOS and EOS included.", rich_help_panel=_SELECTION),
+        int | None, _option(_SELECTION, "Leave out documents of fewer ids, BOS and EOS included.")
     ] = None,
     max_tokens: Annotated[
-        int | None,
-        typer.Option(help="Leave out documents of more ids, BOS and EOS included.", rich_help_panel=_SELECTION),
+        int | None, _option(_SELECTION, "Leave out documents of more ids, BOS and EOS included.")
     ] = None,
     drop_duplicates: Annotated[
-        bool,
-        typer.Option("--drop-duplicates", help="Keep only the first of equal documents.", rich_help_panel=_SELECTION),
+        bool, _option(_SELECTION, "Keep only the first of equal documents.", "--drop-duplicates")
     ] = False,
     map_: Annotated[
         str | None,
-        typer.Option(
+        _option(
+            _SELECTION,
+            "Function that gets each record (a dict) and returns a record, None or LeftOut.",
             "--map",
             metavar="MODULE:FUNCTION",
-            help="Function that gets each record (a dict) and returns a record, None or LeftOut.",
-            rich_help_panel=_SELECTION,
         ),
     ] = None,
-    map_args: Annotated[
-        str | None,
-        typer.Option(help="Its other arguments, as a JSON object.", rich_help_panel=_SELECTION),
-    ] = None,
-    keep: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="FIELD[:TYPE],...",
-            help="Fields or columns to keep beside each document; string, int, float or bool.",
-            show_default=False,
-            rich_help_panel=_SOURCES,
-        ),
-    ] = None,
-    part: Annotated[
-        int,
-        typer.Option(help="Part of the job to prepare, from 0; lt data merge joins the parts.", rich_help_panel=_JOB),
-    ] = 0,
-    num_parts: Annotated[
-        int, typer.Option(help="Number of parts; each may be prepared on another machine.", rich_help_panel=_JOB)
-    ] = 1,
+    map_args: Annotated[str | None, _option(_SELECTION, "Its other arguments, as a JSON object.")] = None,
+    workers: _Workers = 1,
     unit_bytes: Annotated[
-        int | None,
-        typer.Option(
-            help="Prepare units of about so many source bytes and join them in OUT; the same command on other machines "
-            "that see OUT helps.",
-            show_default=False,
-            rich_help_panel=_JOB,
-        ),
-    ] = None,
-    ray: Annotated[
-        str,
-        typer.Option(
-            help="With --unit-bytes: run the workers on a Ray cluster: auto, local or its address.",
-            rich_help_panel=_JOB,
-        ),
-    ] = "",
-    no_resume: _NoResume = False,
+        int, _option(_JOB, "Source bytes that one process prepares at a time; a kill costs no more.")
+    ] = 2**30,
+    ray: Annotated[str, _option(_JOB, "Run the workers on a Ray cluster: auto, local or its address.")] = "",
 ) -> None:
     """Read text, encode it and write a token store.
 
-    Rerun the same command to resume after an interruption: it continues after the last finished shard.
+    Rerun the same command to resume after an interruption; on other machines that see OUT it helps.
     """
     import lt_data
     from lt_data import strict_json
     from lt_data.display.progress_bars import progress_bar
-    from lt_data.display.terminal import echo, echo_error
-    from lt_data.sources.options import SUFFIXES
+    from lt_data.display.terminal import echo_error
 
     selection = lt_data.Selection(
         min_characters=min_chars,
@@ -155,83 +112,40 @@ def prepare(
             sources,
             tokenizer=tokenizer,
             out=out,
+            options=_source_options(
+                suffix, text_field, tokens_field, on_bad, max_document_bytes, config, split, revision, streaming
+            ),
             bos=bos,
             eos=eos,
             engine=cast("EngineRequest", engine),
             special_tokens_as=cast("SpecialTokensAs", special_tokens_as),
-            workers=workers,
             shard_tokens=shard_tokens,
             selection=selection,
             record_map=map_,
             map_args=None if map_args is None else strict_json.load_object(map_args, "--map-args", "give an object"),
             keep=[field for fields in keep or () for field in fields.split(",")],
-            options=lt_data.SourceOptions(
-                suffixes=suffix or SUFFIXES,
-                text_field=text_field,
-                tokens_field=tokens_field,
-                on_bad=cast("OnBad", on_bad),
-                max_document_bytes=max_document_bytes,
-                config=config,
-                split=split,
-                revision=revision,
-                streaming=streaming,
-            ),
-            part_index=part,
-            num_parts=num_parts,
+            workers=workers,
             unit_bytes=unit_bytes,
             ray=ray,
-            overwrite=overwrite,
-            no_resume=no_resume,
             progress=report,
             notify=echo_error,
         )
-    folder = lt_data.part_folder(out, part, num_parts) if num_parts > 1 else out
-    for line in _summary_lines(manifest, folder):
-        echo(line)
-
-
-def merge(
-    out: Annotated[Path, typer.Argument(help="Folder of the store; the parts are OUT.part-...")],
-    units: Annotated[
-        Path | None, typer.Option(help="Store that was made in units (--unit-bytes), to merge instead.")
-    ] = None,
-    overwrite: _Overwrite = False,
-    no_resume: _NoResume = False,
-) -> None:
-    """Merge the parts of `prepare --part I --num-parts N`, or units, into one store; the parts are kept."""
-    import lt_data
-    from lt_data.display.progress_bars import progress_bar
-    from lt_data.display.terminal import echo, echo_error
-
-    with progress_bar("merge") as report:
-        manifest = lt_data.merge(
-            out, units=units, overwrite=overwrite, no_resume=no_resume, progress=report, notify=echo_error
-        )
-    for line in _summary_lines(manifest, out):
-        echo(line)
-    echo(f"merged from {manifest.merged_from} parts, which are no longer needed")
+    _print_summary(manifest, out)
 
 
 def append(
     store: Annotated[Path, typer.Argument(metavar="STORE", help="Folder of a token store.")],
-    sources: Annotated[list[str], typer.Argument(metavar="SOURCE...", help="Files, folders, fsspec URLs or datasets.")],
-    workers: Annotated[int, typer.Option(help="Worker processes; the result is the same.")] = 1,
-    engine: Annotated[str, typer.Option(help="auto, hf or gigatoken.")] = "auto",
-    suffix: Annotated[
-        list[str] | None,
-        typer.Option("--suffix", help="Suffix of the files to read in a folder; repeatable.", show_default=False),
-    ] = None,
-    text_field: Annotated[str, typer.Option(help="Field or column of the text.")] = "text",
-    tokens_field: Annotated[str | None, typer.Option(help="Field or column of ids, instead of text.")] = None,
-    on_bad: Annotated[str, typer.Option(help="Bad input: error, or skip (left out and counted).")] = "error",
-    max_document_bytes: Annotated[int, typer.Option(help="Bytes of the largest document.")] = 2**28,
-    config: Annotated[str | None, typer.Option(help="Configuration of a hub dataset.")] = None,
-    split: Annotated[str | None, typer.Option(help="Split of a dataset, such as train[:10%].")] = None,
-    revision: Annotated[str | None, typer.Option(help="Commit, branch or tag of a hub dataset.")] = None,
-    streaming: Annotated[
-        bool, typer.Option("--streaming", help="Read a hub dataset without storing it on disk.")
-    ] = False,
-    no_resume: _NoResume = False,
+    sources: _Sources,
+    engine: _Engine = "auto",
+    suffix: _Suffix = None,
+    text_field: _TextField = "text",
+    tokens_field: _TokensField = None,
+    on_bad: _OnBad = "error",
+    max_document_bytes: _MaxBytes = 2**28,
+    config: _Config = None,
+    split: _Split = None,
+    revision: _Revision = None,
+    streaming: _Streaming = False,
 ) -> None:
     """Append documents to a store as a new generation, with its tokenizer and options; older ones stay.
 
@@ -239,32 +153,20 @@ def append(
     """
     import lt_data
     from lt_data.display.progress_bars import progress_bar
-    from lt_data.display.terminal import echo, echo_error
-    from lt_data.sources.options import SUFFIXES
+    from lt_data.display.terminal import echo_error
 
     with progress_bar("append") as report:
         manifest = lt_data.append(
             store,
             sources,
-            workers=workers,
             engine=cast("EngineRequest", engine),
-            options=lt_data.SourceOptions(
-                suffixes=suffix or SUFFIXES,
-                text_field=text_field,
-                tokens_field=tokens_field,
-                on_bad=cast("OnBad", on_bad),
-                max_document_bytes=max_document_bytes,
-                config=config,
-                split=split,
-                revision=revision,
-                streaming=streaming,
+            options=_source_options(
+                suffix, text_field, tokens_field, on_bad, max_document_bytes, config, split, revision, streaming
             ),
-            no_resume=no_resume,
             progress=report,
             notify=echo_error,
         )
-    for line in _summary_lines(manifest, store):
-        echo(line)
+    _print_summary(manifest, store)
 
 
 def join(
@@ -273,15 +175,39 @@ def join(
 ) -> None:
     """Put stores together without copying: OUT gets a manifest that names them."""
     import lt_data
-    from lt_data.display.terminal import echo, echo_error
+    from lt_data.display.terminal import echo_error
 
-    manifest = lt_data.join(out, stores, notify=echo_error)
-    for line in _summary_lines(manifest, out):
-        echo(line)
+    _print_summary(lt_data.join(out, stores, notify=echo_error), out)
 
 
-def _summary_lines(manifest: "StoreManifest", folder: Path) -> list[str]:
-    from lt_data.display.terminal import escape_controls
+def _source_options(
+    suffixes: list[str] | None,
+    text_field: str,
+    tokens_field: str | None,
+    on_bad: str,
+    max_document_bytes: int,
+    config: str | None,
+    split: str | None,
+    revision: str | None,
+    streaming: bool,
+) -> "SourceOptions":
+    from lt_data.sources.options import SUFFIXES, OnBad, SourceOptions
+
+    return SourceOptions(
+        suffixes=suffixes or SUFFIXES,
+        text_field=text_field,
+        tokens_field=tokens_field,
+        on_bad=cast(OnBad, on_bad),
+        max_document_bytes=max_document_bytes,
+        config=config,
+        split=split,
+        revision=revision,
+        streaming=streaming,
+    )
+
+
+def _print_summary(manifest: "StoreManifest", folder: Path) -> None:
+    from lt_data.display.terminal import echo, escape_controls
 
     lines = [f"{manifest.documents} documents, {manifest.tokens} tokens of {manifest.text_bytes} bytes in {folder}"]
     for reason, amount in manifest.left_out.items():
@@ -291,4 +217,5 @@ def _summary_lines(manifest: "StoreManifest", folder: Path) -> list[str]:
     encoding = "as text" if manifest.special_tokens_as == "text" else "as its special id"
     for string, count in manifest.special_strings.items():
         lines.append(f"special string {string} occurs {count} times in the text, encoded {encoding}")
-    return [escape_controls(line, keep="") for line in lines]
+    for line in lines:
+        echo(escape_controls(line, keep=""))

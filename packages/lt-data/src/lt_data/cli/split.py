@@ -11,8 +11,6 @@ def split(
     holdout: Annotated[str, typer.Option(metavar="SHARE", help="Share of documents to hold out, such as 0.1%.")],
     train: Annotated[Path, typer.Option(help="Folder of the new store of the other documents.")],
     validation: Annotated[Path, typer.Option(help="Folder of the new store of the held-out documents.")],
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace token stores there.")] = False,
-    no_resume: Annotated[bool, typer.Option("--no-resume", help="Discard an interrupted run.")] = False,
 ) -> None:
     """Hold out documents of a store for validation, by the hash of each document."""
     import lt_data
@@ -25,8 +23,6 @@ def split(
             holdout=holdout,
             train=train,
             validation=validation,
-            overwrite=overwrite,
-            no_resume=no_resume,
             progress=report,
             notify=echo_error,
         )

@@ -3,7 +3,7 @@
 Documents keep their boundaries where the format has them: a sequence of Megatron, a sample of hf and smp. Litespark
 has none, so `boundaries` gives the rule. Padding that is marked (by an attention_mask or our
 export manifest) or given (`pad_id`) is left out and counted. No format records its tokenizer, so it must be given, and
-each id is checked against it. `prepare_documents` writes the store, atomically.
+each id is checked against it. `prepare` writes the store, atomically.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -19,7 +19,7 @@ from lt_data.exports.blocks import BoundaryKind, BoundaryRule, split_documents
 from lt_data.exports.export_manifest import EXPORT_MANIFEST_FILE, ExportManifest, read_export_manifest
 from lt_data.exports.input_files import check_input
 from lt_data.exports.options import FORMATS, Format
-from lt_data.preparation.prepare_documents import DEFAULT_SHARD_TOKENS, prepare_documents
+from lt_data.preparation.prepare import DEFAULT_SHARD_TOKENS, prepare
 from lt_data.progress import Progress, no_progress
 from lt_data.sources.document import Document
 from lt_data.store.manifest import StoreManifest
@@ -100,7 +100,6 @@ def import_tokens(
     tokenizer: Tokenizer | str | Path,
     out: str | Path,
     shard_tokens: int = DEFAULT_SHARD_TOKENS,
-    overwrite: bool = False,
     progress: Progress = no_progress,
 ) -> ImportReport:
     """Import ids that another program prepared into a token store.
@@ -111,7 +110,6 @@ def import_tokens(
         tokenizer: the tokenizer that made the ids, or its folder, model of the hub, or URL (`Tokenizer.load`).
         out: folder of the store, created when the import is complete.
         shard_tokens: target number of ids of a shard.
-        overwrite: replace `out` if it is a token store.
         progress: called with the tokens read.
 
     Returns:
@@ -130,9 +128,7 @@ def import_tokens(
     documents = _ImportedDocuments(path, options, tokenizer, exported, progress)
     bos = options.bos if options.bos is not None else _flag_from_manifest(exported, options, "bos")
     eos = options.eos if options.eos is not None else _flag_from_manifest(exported, options, "eos")
-    manifest = prepare_documents(
-        documents, tokenizer=tokenizer, out=out, bos=bos, eos=eos, shard_tokens=shard_tokens, overwrite=overwrite
-    )
+    manifest = prepare(documents, tokenizer=tokenizer, out=out, bos=bos, eos=eos, shard_tokens=shard_tokens)
     return ImportReport(manifest=manifest, padding=documents.padding)
 
 

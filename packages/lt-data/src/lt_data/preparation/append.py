@@ -15,9 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from lt_data.errors import DataError
-from lt_data.preparation.build_folder import SUFFIX, open_build_folder
-from lt_data.preparation.prepare_documents import prepare_documents
 from lt_data.preparation.record_map import load_record_map
+from lt_data.preparation.unit_writer import UnitOptions
+from lt_data.preparation.units import run_one_unit
 from lt_data.progress import NoticeCallback, Progress, no_notice, no_progress
 from lt_data.sources.options import SourceOptions
 from lt_data.sources.reader import DocumentReader
@@ -44,9 +44,7 @@ def append(
     sources: Sequence[str | Path],
     *,
     engine: EngineRequest = "auto",
-    workers: int = 1,
     options: SourceOptions | None = None,
-    no_resume: bool = False,
     progress: Progress = no_progress,
     notify: NoticeCallback = no_notice,
 ) -> StoreManifest:
@@ -58,9 +56,7 @@ def append(
         store: folder of the store.
         sources: files, folders, fsspec URLs and datasets; this and the other options are those of `prepare`.
         engine: tokenizer engine.
-        workers: worker processes.
         options: field of the text or ids, suffixes, bad input, hub datasets.
-        no_resume: discard an interrupted call.
         progress: called with the source bytes encoded.
         notify: called with notices for the user.
 
@@ -86,43 +82,41 @@ def append(
         sources,
         replace(options or SourceOptions(), keep_fields=True if base.map else [column.name for column in base.columns]),
     )
-    record_map = load_record_map(base.map.function, base.map.arguments, reader) if base.map else None
+    record_map = load_record_map(base.map.function, base.map.arguments, reader.options) if base.map else None
     if record_map is not None and record_map.info != base.map:
         raise DataError(
             f"map = {record_map.info.function!r}: its code is not that of {root}; prepare all sources again"
         )
     if (found := _find_appended(root, reader.fingerprint)) is not None:
         notify(f"{root} has these sources already ({GENERATION_FOLDER}/{found.name})")
-        _remove_rest(found)
         return load_store(found).manifest
     generations = list_generations(root)
     if not generations:
         _name_first(root, loaded)
     target = root / GENERATION_FOLDER / f"{max(len(generations), 1):05d}"
 
-    def generation_file(manifest: StoreManifest) -> dict[str, bytes]:
+    def add_generation(folder: Path, manifest: StoreManifest) -> None:
         parts = [*loaded.parts, new_part(root, target, manifest)]
-        return _encode_generation(parts, reader.fingerprint)
+        for name, content in _encode_generation(parts, reader.fingerprint).items():
+            write_file(folder / name, content)
 
-    prepare_documents(
-        reader,
+    unit_options = UnitOptions(
         tokenizer=opened.tokenizer(),
-        out=target,
         bos=base.bos,
         eos=base.eos,
         engine=engine,
         special_tokens_as=base.special_tokens_as,
-        workers=workers,
         shard_tokens=base.shard_tokens,
         selection=base.selection,
+        columns=base.columns,
         record_map=base.map.function if base.map else None,
         map_args=base.map.arguments if base.map else None,
-        keep=[f"{column.name}:{column.type}" for column in base.columns],
-        no_resume=no_resume,
-        extra_files=generation_file,
-        progress=progress,
-        notify=notify,
+        source_options=reader.options,
     )
+    plan = {"listing of the sources": reader.fingerprint, **unit_options.describe()}
+    run_one_unit(target, unit_options, reader, plan, progress, add_files=add_generation)
+    for notice in reader.notices():
+        notify(notice)
     return load_store(target).manifest
 
 
@@ -138,13 +132,6 @@ def _find_appended(root: Path, listing: str) -> Path | None:
         if read_joined(generation / GENERATION_FILE).appended == listing:
             return generation
     return None
-
-
-def _remove_rest(generation: Path) -> None:
-    """Remove the build folder of a generation whose job was killed just after it was published."""
-    if generation.with_name(generation.name + SUFFIX).exists():
-        with open_build_folder(generation, job={}, resumable=False):
-            pass  # it finds the job finished, or nothing left of it, and removes itself
 
 
 def _name_first(root: Path, loaded: LoadedStore) -> None:

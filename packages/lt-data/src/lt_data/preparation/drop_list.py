@@ -7,7 +7,6 @@ Cost: one read of each part's list of documents, and of the indexes of the shard
 """
 
 import hashlib
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,13 +14,11 @@ from pathlib import Path
 import numpy as np
 
 from lt_data.errors import DataError
-from lt_data.preparation.counts import DocumentCounts
-from lt_data.preparation.duplicates import read_duplicates
-from lt_data.preparation.part_documents import check_part_files, read_entries, recount_duplicates
+from lt_data.preparation.duplicates import read_duplicates, read_entries
 from lt_data.storage import create_file, fsync, read_file, translate_os_errors, write
 from lt_data.store.combined_manifest import LoadedPart, combine_manifests
 from lt_data.store.extents import COLUMNS, ShardExtents, extents_of_mask
-from lt_data.store.manifest import SHARD_FOLDER, DropList, ShardFile
+from lt_data.store.manifest import DUPLICATE, SHARD_FOLDER, DocumentTotals, DropList, ShardFile
 from lt_data.store.megatron import decode_index, index_size
 
 _COPIED_BYTES = 2**24
@@ -100,22 +97,20 @@ def write_drop_list(parts: Sequence[LoadedPart], duplicates: Sequence[Path], wor
         DataError: a list or an index of a part differs from its manifest.
     """
     flat = combine_manifests(parts)
-    has_text = flat.text_bytes > 0
-    counts = DocumentCounts(
-        text_bytes=flat.text_bytes,
-        read=flat.read,
-        left_out=dict(flat.left_out),
-        special_strings=Counter(flat.special_strings),
-    )
+    lost = DocumentTotals()
     first_shard = 0
     target = work / "extents"
     with _ExtentsWriter(work) as writer:
         for number, part in enumerate(parts):
-            check_part_files(part.folder, part.manifest)
             entries = read_entries(part.folder)
-            is_new = np.ones(entries.size, bool)
-            is_new[read_duplicates(duplicates, number)] = False
-            kept = recount_duplicates(counts, part.folder, part.manifest, entries, is_new, has_text=has_text)
+            kept = np.ones(entries.size, bool)
+            kept[read_duplicates(duplicates, number)] = False
+            sizes = entries["text_bytes"][~kept] if flat.text_bytes else np.zeros(0, np.uint64)
+            lost += DocumentTotals(
+                documents=int((~kept).sum()),
+                text_bytes=int(sizes.sum()),
+                tokens=int(entries["tokens"][~kept].sum(dtype=np.int64)),
+            )
             first = 0
             for place, shard in enumerate(part.manifest.shards):
                 of_shard = kept[first : first + shard.documents]
@@ -128,16 +123,19 @@ def write_drop_list(parts: Sequence[LoadedPart], duplicates: Sequence[Path], wor
                 first += shard.documents
             first_shard += len(part.manifest.shards)
         sha256 = writer.finish(first_shard, target)
+    left_out = dict(flat.left_out)
+    if lost.documents:
+        left_out[DUPLICATE] = left_out.get(DUPLICATE, DocumentTotals()) + lost
     return (
         DropList(
             sha256=sha256,
             extents=writer.n,
             documents=flat.documents - writer.documents,
             tokens=flat.tokens - writer.tokens,
-            text_bytes=counts.text_bytes,
-            read=counts.read,
-            left_out=dict(sorted(counts.left_out.items())),
-            special_strings=dict(sorted(counts.special_strings.items())),
+            text_bytes=flat.text_bytes - lost.text_bytes,
+            read=flat.read,
+            left_out=left_out,
+            special_strings=flat.special_strings,
         ),
         target,
     )

@@ -2,7 +2,7 @@
 
 Each part has dropped its own duplicates. Of the others the first in the order of the parts stays, whoever found it:
 
-    PART/part/by-hash         hashes of the part's documents in order (16 bytes each), then their numbers (u4)
+    UNIT/by-hash              hashes of the part's documents in order (16 bytes each), then their numbers (u4)
     duplicates-003-of-016     documents of range 3 that an earlier part has: part << 32 | document (u8), in order
 
 Range i of n has the hashes whose first 8 bytes, as a big-endian number, are from i/n to (i+1)/n of 2^64. The number of
@@ -18,12 +18,11 @@ from pathlib import Path
 import numpy as np
 
 from lt_data.errors import DataError
-from lt_data.preparation.deduplication import HASH_DTYPE
-from lt_data.preparation.part_documents import read_entries
-from lt_data.preparation.store_writer import PART_FOLDER
+from lt_data.preparation.unit_writer import DOCUMENTS_FILE, ENTRY_DTYPE
 from lt_data.storage import open_regular, translate_os_errors, write_file
 
 BY_HASH = "by-hash"
+HASH_DTYPE = ENTRY_DTYPE["hash"]
 RANGE_DOCUMENTS = 2**23
 """Documents of a range, on average: 0.7 GB of memory."""
 _NUMBER_DTYPE = np.dtype("<u4")
@@ -36,6 +35,13 @@ def count_ranges(n_documents: int) -> int:
     return max(1, -(-n_documents // RANGE_DOCUMENTS))
 
 
+def read_entries(part: Path) -> np.ndarray:
+    """Read the list of the documents of a part (`ENTRY_DTYPE`)."""
+    path = part / DOCUMENTS_FILE
+    with translate_os_errors("read", path):
+        return np.fromfile(path, ENTRY_DTYPE)
+
+
 def write_by_hash(part: Path) -> None:
     """Write the hashes of the documents of a part, in order.
 
@@ -45,12 +51,12 @@ def write_by_hash(part: Path) -> None:
     entries = read_entries(part)
     order = np.argsort(entries["hash"], kind="stable")
     hashes = np.ascontiguousarray(entries["hash"][order])
-    write_file(part / PART_FOLDER / BY_HASH, hashes.tobytes() + order.astype(_NUMBER_DTYPE).tobytes())
+    write_file(part / BY_HASH, hashes.tobytes() + order.astype(_NUMBER_DTYPE).tobytes())
 
 
 def count_documents(part: Path) -> int:
     """Return the number of documents of a part that has its hashes in order."""
-    path = part / PART_FOLDER / BY_HASH
+    path = part / BY_HASH
     with translate_os_errors("read", path):
         return path.stat().st_size // _ENTRY_BYTES
 
@@ -71,7 +77,7 @@ def find_duplicates(parts: Sequence[Path], index: int, n_ranges: int) -> np.ndar
     """
     hashes, ids = [np.zeros(0, HASH_DTYPE)], [np.zeros(0, _ID_DTYPE)]
     for number, part in enumerate(parts):
-        found, documents = _read_range(part / PART_FOLDER / BY_HASH, index, n_ranges)
+        found, documents = _read_range(part / BY_HASH, index, n_ranges)
         hashes.append(found)
         ids.append(documents.astype(_ID_DTYPE) | _ID_DTYPE.type(number << 32))
     high, low = np.concatenate(hashes).view(">u8").reshape(-1, 2).astype(np.uint64).T
@@ -87,7 +93,7 @@ def _read_range(path: Path, index: int, n_ranges: int) -> tuple[np.ndarray, np.n
         size = file.seek(0, 2)
         n = size // _ENTRY_BYTES
         if size != n * _ENTRY_BYTES:
-            raise DataError(f"{path}: broken; remove the folder {path.parent.parent} to prepare it again")
+            raise DataError(f"{path}: broken; remove the folder {path.parent} to prepare it again")
         if not n:
             return np.zeros(0, HASH_DTYPE), np.zeros(0, _NUMBER_DTYPE)
         hashes = np.memmap(file, HASH_DTYPE, mode="r", shape=(n,))

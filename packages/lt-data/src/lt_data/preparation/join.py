@@ -60,7 +60,7 @@ def join(
         if TokenStore(store).manifest.dropped is not None:
             raise DataError(
                 f"{store}: leaves out duplicates of its parts, so it cannot be a part itself; make one store of all "
-                "sources, use the stores as a mixture, or make a flat store of it (lt data merge --units)"
+                "sources, or use the stores as a mixture"
             )
         parts += [replace(part, path=_path_of(part.folder, out)) for part in load_store(Path(store)).parts]
     joined, manifest, index = join_parts(parts, dropped=dropped)

@@ -1,201 +1,197 @@
-"""Preparation of a token store from sources: in one piece, as one of several parts, or in units.
+"""Preparation of a token store from sources or from documents in memory.
 
-Several machines can share a job without communication: each prepares one part, and `merge` joins the parts
-(lt_data.preparation.merge); or they take one unit after the other (lt_data.preparation.units). Encoding and writing
-are those of lt_data.preparation.prepare_documents.
+Sources are divided into units of about `unit_bytes` (lt_data.preparation.units), each of which one process writes
+(lt_data.preparation.unit_writer); documents in memory are one unit. Cost: the tokenizer's time plus a few percent.
+Memory per worker: batches of the tokenizer; 100 bytes per distinct document of a unit if duplicates are dropped.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from lt_data.errors import DataError
-from lt_data.preparation.prepare_documents import (
-    DEFAULT_SHARD_TOKENS,
-    describe_job,
-    parse_kept_columns,
-    part_folder,
-    prepare_documents,
-)
-from lt_data.preparation.processes import build_with_processes
-from lt_data.preparation.ray_workers import build_on_ray
+from lt_data.preparation.processes import run_in_processes
+from lt_data.preparation.ray_workers import run_on_ray
 from lt_data.preparation.record_map import load_record_map
-from lt_data.preparation.tasks import BuildTasks
-from lt_data.preparation.units import UnitJob, run_units
+from lt_data.preparation.unit_writer import UnitOptions
+from lt_data.preparation.units import UnitJob, run_one_unit, run_units
 from lt_data.progress import NoticeCallback, Progress, no_notice, no_progress
-from lt_data.sources.options import SourceOptions
+from lt_data.sources.document import Document
+from lt_data.sources.fields import extract_value
+from lt_data.sources.options import SKIP_REMEDY, SourceOptions
 from lt_data.sources.reader import DocumentReader
+from lt_data.sources.record import BadRecord
 from lt_data.store.document_columns import parse_columns
-from lt_data.store.manifest import (
-    Selection,
-    StoreManifest,
-)
-from lt_data.tokenizing.encoder import Encoder
+from lt_data.store.document_sources import MAX_SOURCE_FILES
+from lt_data.store.manifest import Selection, StoreManifest
 from lt_data.tokenizing.engine_selection import EngineRequest
 from lt_data.tokenizing.tokenizer import SpecialTokensAs, Tokenizer
 
+DEFAULT_SHARD_TOKENS = 2**27
+DEFAULT_UNIT_BYTES = 2**30
+
 
 def prepare(
-    sources: Sequence[str | Path],
+    sources: Iterable[str | Path | Document | Mapping[str, Any]],
     *,
     tokenizer: Tokenizer | str | Path,
     out: str | Path,
+    options: SourceOptions | None = None,
     bos: bool = True,
     eos: bool = True,
     engine: EngineRequest = "auto",
     special_tokens_as: SpecialTokensAs = "text",
-    workers: int = 1,
-    shard_tokens: int = DEFAULT_SHARD_TOKENS,
     selection: Selection | None = None,
     record_map: str | None = None,
     map_args: Mapping[str, Any] | None = None,
     keep: Sequence[str] = (),
-    options: SourceOptions | None = None,
-    part_index: int = 0,
-    num_parts: int = 1,
-    unit_bytes: int | None = None,
+    shard_tokens: int = DEFAULT_SHARD_TOKENS,
+    unit_bytes: int = DEFAULT_UNIT_BYTES,
+    workers: int = 1,
     ray: str = "",
-    overwrite: bool = False,
-    no_resume: bool = False,
     progress: Progress = no_progress,
     notify: NoticeCallback = no_notice,
 ) -> StoreManifest:
-    """Read text, encode it and write a token store.
+    """Encode text and write a token store.
 
-    An interrupted job is kept in `<out>.building`; the same call resumes it after the last finished shard. Sources,
-    tokenizer and options must be the same.
+        prepare(["corpus.jsonl", "s3://bucket/more"], tokenizer="tokenizer", out="store")
+        prepare(({"text": text} for text in texts), tokenizer="tokenizer", out="store")
+
+    The same call resumes an interrupted job of sources: finished units stay. Any number of processes and machines may
+    make it at once, on one folder; the store is the same.
 
     Args:
-        sources: files, folders, fsspec URLs and datasets (see `lt_data.read_documents`, also for the next options).
-        tokenizer: a tokenizer, or its folder.
-        out: folder of the store, created when the job is complete.
+        sources: a list of files, folders, fsspec URLs and datasets; or the documents themselves: records (dicts),
+            `Document` objects, or an iterator over texts.
+        tokenizer: a tokenizer, its folder, or a model of the hub (`Tokenizer.load`).
+        out: folder of the store.
+        options: field of the text or ids, suffixes, bad input, hub datasets.
         bos: begin each document with the tokenizer's BOS id.
         eos: end each document with the tokenizer's EOS id.
         engine: tokenizer engine: "hf" (tokenizers), "gigatoken", or "auto", which uses gigatoken if its ids are equal
             for the beginning of the text.
         special_tokens_as: encode special token strings in a text as "text" or as the special "ids".
-        workers: worker processes. With 1 this process encodes, with the threads of `tokenizers`; otherwise each worker
-            uses one thread. The store is the same.
-        shard_tokens: target number of ids of a shard; a longer document has its own shard.
         selection: document filter: length limits, duplicates.
         record_map: function `module:function` that is called with each record (a dict) before the selection and returns
             a record, None or `LeftOut`. It must depend on nothing but the record and its arguments.
         map_args: further arguments of that function, by name: JSON values, which the manifest records.
         keep: fields or columns of each record, after the map, to keep beside the document: "url" as text, or "n:int",
             "score:float", "safe:bool".
-        options: field of the text or ids, suffixes, bad input, hub datasets.
-        part_index: part of the job to prepare, from 0. It is written to `part_folder(out, part_index, num_parts)`.
-        num_parts: number of parts, which several machines can prepare and `lt_data.merge` joins.
-        unit_bytes: prepare units of about so many bytes of the sources, files or ranges of large ones
-            (lt_data.sources.file_ranges), and join them where they lie, in `out`; `workers` processes take one after
-            the other, as do those of other machines that make the same call on the same folder. Any number of them
-            makes the same store. Duplicates in different units are listed, not rewritten
-            (lt_data.preparation.drop_list).
-        ray: with unit_bytes: address of a Ray cluster (`auto`, or `local` for a new one), on which the workers run.
-        overwrite: replace `out` if it is a token store.
-        no_resume: discard an interrupted job.
-        progress: called with the source bytes encoded; with unit_bytes, with the finished units.
+        shard_tokens: target number of ids of a shard; a longer document has its own shard.
+        unit_bytes: bytes of the sources that one process prepares at a time, about: files, or ranges of large ones
+            (lt_data.sources.file_ranges). It determines the files of the store.
+        workers: processes that take units.
+        ray: address of a Ray cluster (`auto`, or `local` for a new one), on which the workers run.
+        progress: called with the source bytes encoded, or with the finished units if there are several.
         notify: called with notices for the user.
 
     Returns:
-        The manifest of the new store.
+        The manifest of the store.
 
     Raises:
-        DataError: bad source, no document, tokenizer without the requested BOS or EOS, `out` in use or unwritable, or
-            an interrupted job that was a different one.
+        DataError: bad source, no document, tokenizer without the requested BOS or EOS, or `out` unwritable, or in use
+            by something else than the same job.
     """
-    if ray and unit_bytes is None:
-        raise DataError(f"ray = {ray!r}: has no effect without unit_bytes; give it, or leave ray out")
-    if unit_bytes is not None and (overwrite or no_resume or num_parts != 1 or part_index):
-        raise DataError(
-            f"unit_bytes = {unit_bytes}: has no effect together with part_index, num_parts, overwrite or no_resume; "
-            "leave them out"
-        )
-    reader = DocumentReader(
-        sources,
-        replace(
-            options or SourceOptions(),
-            keep_fields=True if record_map is not None else [column.name for column in parse_columns(keep)],
-        ),
-    )
-    tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer.load(tokenizer)  # once for all units
-    if unit_bytes is not None:
-        if unit_bytes < 1 or workers < 1:
-            raise DataError(f"unit_bytes = {unit_bytes}, workers = {workers}: at least 1 each")
-        reader = reader.divided(unit_bytes)
-    encode = partial(
-        prepare_documents,
-        reader,
-        tokenizer=tokenizer,
+    for name, value in (("workers", workers), ("shard_tokens", shard_tokens), ("unit_bytes", unit_bytes)):
+        if value < 1:
+            raise DataError(f"{name} = {value}: at least 1")
+    columns = parse_columns(keep)
+    fields = True if record_map is not None else [column.name for column in columns]
+    source_options = replace(options or SourceOptions(), keep_fields=fields)
+    unit_options = UnitOptions(
+        tokenizer=tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer.load(tokenizer),
         bos=bos,
         eos=eos,
         engine=engine,
         special_tokens_as=special_tokens_as,
         shard_tokens=shard_tokens,
-        selection=selection,
+        selection=selection or Selection(),
+        columns=columns,
         record_map=record_map,
         map_args=map_args,
-        keep=keep,
+        source_options=source_options,
     )
-    if unit_bytes is None:
-        return encode(
-            out=out,
-            workers=workers,
-            part_index=part_index,
-            num_parts=num_parts,
-            overwrite=overwrite,
-            no_resume=no_resume,
-            progress=progress,
-            notify=notify,
+    unit_options.make_encoder()  # errors before the sources are listed
+    load_record_map(record_map, map_args, source_options)
+    out = Path(out)
+    documents, paths = _divide_input(sources)
+    if documents is not None:
+        skipped = Counter[str]()
+        read = _read_memory(documents, source_options, skipped)
+        manifest = run_one_unit(out, unit_options, read, None, progress, skipped)
+        _notify_of_columns(manifest, notify)
+        return manifest
+    reader = DocumentReader(paths, source_options)
+    if not reader.n_files:
+        raise DataError(f"no text in {reader.description}: check the sources and the suffixes")
+    divided = reader.divided(unit_bytes)
+    if (n_files := divided.n_files) > MAX_SOURCE_FILES:
+        raise DataError(
+            f"sources: {n_files} files; a store has at most {MAX_SOURCE_FILES}: join small files into JSON lines"
         )
-    selection = selection or Selection()
-    settings = describe_job(
-        Encoder(tokenizer, bos=bos, eos=eos, engine=engine, special_tokens_as=special_tokens_as),
-        selection,
-        load_record_map(record_map, map_args, reader),
-        parse_kept_columns(keep, reader),
-        shard_tokens,
-        reader,
-        None,
-    )
-    build_tasks = (
-        partial(build_on_ray, workers=workers, address=ray) if ray else partial(build_with_processes, workers=workers)
-    )
-    drop_duplicates = selection.drop_duplicates
-    manifest = _prepare_units(
-        encode, reader, settings, Path(out), unit_bytes, build_tasks, progress, drop_duplicates=drop_duplicates
-    )
-    for notice in reader.notices():
+    n_units = min(max(1, -(-divided.total_bytes // unit_bytes)), divided.n_files)
+    units = tuple(unit for unit in range(n_units) if n_units == 1 or divided.part(unit, n_units).n_files)
+    job = UnitJob(out=out, options=unit_options, reader=divided, n_units=n_units, units=units)
+    if n_units == 1:
+        manifest = run_one_unit(out, unit_options, divided, job.plan, progress)
+    elif ray:
+        manifest = run_units(job, partial(run_on_ray, workers=workers, address=ray), progress=progress)
+    else:
+        manifest = run_units(job, partial(run_in_processes, workers=workers), progress=progress)
+    _notify_of_columns(manifest, notify)
+    for notice in divided.notices():
         notify(notice)
     return manifest
 
 
-def _prepare_units(
-    encode: Callable[..., StoreManifest],
-    reader: DocumentReader,
-    settings: Mapping[str, Any],
-    out: Path,
-    unit_bytes: int,
-    build_tasks: BuildTasks,
-    progress: Progress,
-    *,
-    drop_duplicates: bool,
-) -> StoreManifest:
-    if not reader.n_files:
-        raise DataError(f"no text in {reader.description}: check the sources and the suffixes")
-    n_units = min(max(1, -(-reader.total_bytes // unit_bytes)), reader.n_files)
-    job = UnitJob(
-        out=out,
-        n_units=n_units,
-        units=tuple(unit for unit in range(n_units) if reader.part(unit, n_units).n_files),
-        prepare=partial(_prepare_unit, encode),
-        drop_duplicates=drop_duplicates,
-    )
-    return run_units(job, {"unit_bytes": unit_bytes, **settings}, build_tasks, progress=progress)
+def _notify_of_columns(manifest: StoreManifest, notify: NoticeCallback) -> None:
+    for column in manifest.columns:
+        if column.nulls == manifest.documents:
+            notify(f"keep: no document has a field {column.name!r}; check the name")
 
 
-def _prepare_unit(encode: Callable[..., StoreManifest], unit: int, n_units: int, out: Path) -> Path:
-    encode(out=out, part_index=unit, num_parts=n_units, lock=False)  # only this process knows the path
-    return part_folder(out, unit, n_units) if n_units > 1 else out
+def _divide_input(given: Iterable[Any]) -> tuple[Iterable[Any] | None, list[str | Path]]:
+    """Return documents in memory, or else the sources: a list of strings, or paths."""
+    if isinstance(given, str | Path):
+        raise DataError(f"sources = {str(given)[:80]!r}: a single path or text; give a list of paths or {_IN_MEMORY}")
+    items = iter(given)
+    first = next(items, None)
+    if first is None:
+        return [], []
+    if isinstance(first, Path) or (isinstance(first, str) and isinstance(given, list | tuple)):
+        return None, [first, *items]
+    if isinstance(first, str) and os.path.exists(first):
+        raise DataError(f"sources: {first[:80]!r} is a path; give a list of paths, or {_IN_MEMORY}")
+    return chain([first], items), []
+
+
+_IN_MEMORY = 'texts as {"text": text} each'
+
+
+def _read_memory(items: Iterable[Any], options: SourceOptions, skipped: Counter[str]) -> Iterator[Document]:
+    """Yield the documents that were given in memory."""
+    for number, item in enumerate(items, start=1):
+        source = f"document {number}"
+        if isinstance(item, Document):
+            yield item
+        elif isinstance(item, str):
+            yield Document(text=item, source=source)
+        elif isinstance(item, Mapping):
+            record = dict(cast("Mapping[str, Any]", item))
+            value, _ = extract_value(record, options)
+            if not isinstance(value, BadRecord):
+                is_text = isinstance(value, str)
+                yield Document(
+                    text=value if is_text else None, ids=None if is_text else value, source=source, fields=record
+                )
+            elif options.on_bad == "error":
+                raise DataError(f"{source}: {value.message}{SKIP_REMEDY}")
+            else:
+                skipped[value.reason] += 1
+        else:
+            raise DataError(f"{source}: a {type(item).__name__}; give a text, a dict or a lt_data.Document")

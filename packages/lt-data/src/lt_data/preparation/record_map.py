@@ -1,10 +1,9 @@
 """Map of source records by a function of the user, `module:function`, before documents are selected.
 
 The function gets a record (a dict) and the arguments by name; it returns a record, None or `LeftOut` with a reason. It
-runs in the reading process, so that the store does not depend on the number of workers, and must depend on nothing but
-its arguments: a resumed job calls it again for records after the last finished shard. Its identity is the SHA-256 of
-its module's file, or of every Python file of the package that it is in: for each, in name order, the line `NAME SIZE`
-and the bytes. Cost: one call per record; hashing reads the package once.
+must depend on nothing but its arguments: any process calls it for any unit, again after a kill. Its identity is the
+SHA-256 of its module's file, or of every Python file of the package that it is in: for each, in name order, the line
+`NAME SIZE` and the bytes. Cost: one call per record; hashing reads the package once.
 """
 
 import hashlib
@@ -15,18 +14,16 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lt_data import strict_json
 from lt_data.errors import DataError
 from lt_data.sources.document import Document
 from lt_data.sources.fields import TOKEN_FIELDS, extract_value
 from lt_data.sources.options import SourceOptions
-from lt_data.sources.reader import DocumentReader
 from lt_data.sources.record import BadRecord
-from lt_data.storage import translate_os_errors
 from lt_data.store.manifest import RecordMapInfo
 
 LEFT_OUT_BY_MAP = "map"
@@ -46,20 +43,13 @@ class LeftOut:
 
 
 class RecordMap:
-    """Function of the user over records.
+    """Function of the user over records; made by `load_record_map`.
 
     Attributes:
         info: its name, arguments and hash, for the manifest.
     """
 
     def __init__(self, function: Callable[..., Any], info: RecordMapInfo, options: SourceOptions) -> None:
-        """Use a function; `load_record_map` imports one.
-
-        Args:
-            function: the function.
-            info: its identity.
-            options: options of the reader, which name the field of the text or ids.
-        """
         self.info = info
         self._function = function
         self._options = options
@@ -97,58 +87,47 @@ class RecordMap:
         value, _ = extract_value(result, options)
         if isinstance(value, BadRecord):
             raise DataError(f"{where} returned a record with {value.message}")
-        if isinstance(value, str):
-            return replace(document, text=value, ids=None, fields=result)
-        return replace(document, text=None, ids=value, fields=result)
+        text, ids = (value, None) if isinstance(value, str) else (None, value)
+        return replace(document, text=text, ids=ids, fields=result)
 
 
 def load_record_map(
-    function: str | None, arguments: Mapping[str, Any] | None, reader: DocumentReader | None
+    function: str | None, arguments: Mapping[str, Any] | None, options: SourceOptions
 ) -> RecordMap | None:
     """Import `module:function`, also from the working directory, and hash its code.
 
     Args:
         function: `module:function`; None for no map.
         arguments: arguments that the function gets by name: JSON values.
-        reader: reader of the documents, if there is one; it must keep all fields.
+        options: read options, which name the field of the text or ids.
 
     Raises:
-        DataError: no such module or function, no function, code that cannot be hashed or that changed since this
-            process imported it, arguments that are not JSON values or without a function, or a reader without fields.
+        DataError: no such function, code that cannot be hashed or that changed since this process imported it, or
+            arguments that are not JSON values or without a function.
     """
     if function is None:
         if arguments is not None:
             raise DataError("map_args (--map-args): only with record_map (--map)")
         return None
-    if reader is not None and reader.options.keep_fields is not True:
-        raise DataError("record_map: the DocumentReader keeps no fields; create it with keep_fields=True")
     at = f"map = {function!r}"
     name, _, attribute = function.partition(":")
     if not name or not attribute:
         raise DataError(f"{at}: write it as module:function")
-    info_arguments = _check_arguments(arguments or {}, at)
+    try:
+        values = json.loads(json.dumps(dict(arguments or {}), allow_nan=False))  # as they are read from the manifest
+    except (TypeError, ValueError) as exc:
+        raise DataError(f"{at}: map_args are not JSON values ({exc})") from exc
     module = _import(name, at)
-    value: Any = module
-    for part in attribute.split("."):
-        if not hasattr(value, part):
-            raise DataError(f"{at}: {name} has no {attribute}; write it as module:function")
-        value = getattr(value, part)
+    try:
+        value: Any = reduce(getattr, attribute.split("."), module)
+    except AttributeError as exc:
+        raise DataError(f"{at}: {name} has no {attribute}; write it as module:function") from exc
     if not callable(value):
         raise DataError(f"{at}: {type(value).__name__}, not a function; write it as module:function")
     sha256 = _hash_code(module, at)
     if _imported.setdefault(name, sha256) != sha256:
         raise DataError(f"{at}: its code was changed after it was imported; start Python again")
-    info = RecordMapInfo(function=function, arguments=info_arguments, sha256=sha256)
-    return RecordMap(value, info, reader.options if reader else SourceOptions())
-
-
-def _check_arguments(arguments: Mapping[str, Any], at: str) -> dict[str, Any]:
-    """Return the arguments as they are read from the manifest."""
-    try:
-        content = json.dumps(dict(arguments), allow_nan=False)
-    except (TypeError, ValueError) as exc:
-        raise DataError(f"{at}: map_args are not JSON values ({exc})") from exc
-    return strict_json.load_object(content, f"{at}: map_args", "give a JSON object")
+    return RecordMap(value, RecordMapInfo(function=function, arguments=values, sha256=sha256), options)
 
 
 def _import(name: str, at: str) -> ModuleType:
@@ -174,8 +153,7 @@ def _hash_code(module: ModuleType, at: str) -> str:
         raise DataError(f"{at}: has no file whose hash could be recorded; use a function of a Python file")
     digest = hashlib.sha256()
     for name, path in sorted(files.items()):
-        with translate_os_errors("read", path):
-            content = path.read_bytes()
+        content = path.read_bytes()
         digest.update(f"{name} {len(content)}\n".encode("utf-8", "surrogateescape"))
         digest.update(content)
     return digest.hexdigest()

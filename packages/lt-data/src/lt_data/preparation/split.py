@@ -4,7 +4,7 @@ A document is held out if the first 8 bytes of the SHA-256 of `lt-data split 1`,
 BOS and EOS), read as a big-endian number, are below the fraction times 2^64. So only its own ids decide: equal
 documents are on one side, and none changes sides when others are added, removed or reordered, or shards change.
 
-The store is verified; a second pass selects, and each side is written, resumably, in a third one. Text bytes are
+The store is verified; a second pass selects, and each side is written in a third one. Text bytes are
 counted from the ids of a byte-level tokenizer, and unknown (0) if they do not sum to those of the store; special
 strings are not counted again. Sources and kept columns stay with their documents. Memory: 13 bytes per document. Cost:
 every byte is read three times and hashed three times.
@@ -14,7 +14,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Literal
@@ -22,19 +22,18 @@ from typing import Literal
 import numpy as np
 
 from lt_data.errors import DataError
-from lt_data.preparation.build_folder import SUFFIX, ShardRecord, open_build_folder
-from lt_data.preparation.prepare_documents import check_output, publish_store
-from lt_data.preparation.store_writer import remove_unrecorded
+from lt_data.preparation.unit_writer import write_store_files
+from lt_data.preparation.units import check_free
 from lt_data.progress import NoticeCallback, Progress, no_notice, no_progress
 from lt_data.sources.reader import summarize_sources
-from lt_data.storage import make_folder_synced, translate_os_errors
+from lt_data.storage import atomic_folder, translate_os_errors
 from lt_data.store.document_columns import count_nulls
 from lt_data.store.document_metadata import DocumentMetadata
 from lt_data.store.manifest import (
     MANIFEST_FILE,
     SHARD_FOLDER,
+    TOKENIZER_FOLDER,
     DocumentTotals,
-    ShardFile,
     StoreManifest,
     StoreSplit,
     read_manifest,
@@ -62,8 +61,6 @@ def split(
     holdout: str | float | Fraction,
     train: str | Path,
     validation: str | Path,
-    overwrite: bool = False,
-    no_resume: bool = False,
     progress: Progress = no_progress,
     notify: NoticeCallback = no_notice,
 ) -> tuple[StoreManifest, StoreManifest]:
@@ -74,8 +71,6 @@ def split(
         holdout: expected share of documents to hold out: "0.1%" or 0.001.
         train: folder of the store of the other documents.
         validation: folder of the store of the held-out documents.
-        overwrite: replace token stores at these folders.
-        no_resume: discard an interrupted split.
         progress: called with the bytes read.
         notify: called with notices for the user.
 
@@ -91,15 +86,13 @@ def split(
     folders: dict[_Side, Path] = {"validation": Path(validation), "train": Path(train)}
     if len({path.resolve() for path in (*folders.values(), store.path)}) < 3:
         raise DataError(f"train = {train}, validation = {validation}, store = {store.path}: give three folders")
-    if manifest.part is not None:
-        raise DataError(f"{store.path}: part {manifest.part.index} of a job; merge the parts first (lt data merge)")
     origins: dict[_Side, StoreSplit] = {
         side: StoreSplit(fingerprint=manifest.fingerprint, holdout=str(share), side=side) for side in folders
     }
-    complete = {} if overwrite else _find_complete(folders, origins)
+    complete = _find_complete(folders, origins)
     for side, path in folders.items():
-        if side not in complete and not path.with_name(path.name + SUFFIX).exists():
-            check_output(path, overwrite=overwrite)
+        if side not in complete:
+            check_free(path)
     store.verify()
     selected = _select_documents(store, share, progress)
     if empty := [side for side, totals in selected.totals.items() if not totals.documents]:
@@ -113,7 +106,7 @@ def split(
         if side in complete:
             notify(f"{path} is complete already")
         else:
-            complete[side] = _write_side(store, selected, origins[side], path, overwrite=overwrite, no_resume=no_resume)
+            complete[side] = _write_side(store, selected, origins[side], path)
     return complete["train"], complete["validation"]
 
 
@@ -192,30 +185,16 @@ def _write_side(
     selected: _Selected,
     origin: StoreSplit,
     out: Path,
-    *,
-    overwrite: bool,
-    no_resume: bool,
 ) -> StoreManifest:
     base, side = store.manifest, origin.side
-    with open_build_folder(out, job=asdict(origin), resumable=True, no_resume=no_resume) as build_folder:
-        if build_folder.is_published:
-            return read_manifest(out)
-        overwrite = check_output(out, overwrite=overwrite)
-        folder = build_folder.store_path / SHARD_FOLDER
-        with translate_os_errors("write", folder):
-            make_folder_synced(folder)
-        finished = [record.shard for record in build_folder.parse_records(ShardRecord)]
-        remove_unrecorded(build_folder.store_path, [folder], finished, base.dtype)
-        skip = sum(shard.documents for shard in finished)
-
-        def on_shard_closed(shard: ShardFile, _: int) -> None:
-            build_folder.add_record({"shard": asdict(shard)}, [folder])
-
+    with atomic_folder(out) as building:
+        folder = building / SHARD_FOLDER
+        with translate_os_errors("write", building):
+            folder.mkdir()
+            (building / TOKENIZER_FOLDER).mkdir()
         wanted = selected.held_out if side == "validation" else ~selected.held_out
         first = 0
-        with ShardWriter(
-            folder, base.shard_tokens, base.dtype, on_shard_closed=on_shard_closed, finished=finished
-        ) as writer:
+        with ShardWriter(folder, base.shard_tokens, base.dtype) as writer:
             for number in range(len(base.shards)):
                 last = int(store.document_boundaries[number + 1])
                 if not wanted[first:last].any():
@@ -229,10 +208,8 @@ def _write_side(
                 for ids, lengths in _read_chunks(store, number, first):
                     keep = wanted[first : first + lengths.size]
                     kept_ids, kept = ids[np.repeat(keep, lengths)], lengths[keep]
-                    drop = min(skip, kept.size)
-                    skip -= drop
                     details = metadata.slice(first - begin, first - begin + lengths.size).select(keep)
-                    writer.append(kept_ids[int(kept[:drop].sum()) :], kept[drop:], details.slice(drop))
+                    writer.append(kept_ids, kept, details)
                     first += lengths.size
             shards = writer.finish()
         totals = selected.totals
@@ -253,7 +230,7 @@ def _write_side(
             split=origin,
             dropped=None,
         )
-        publish_store(build_folder, store.tokenizer().files, manifest, store.source_files, overwrite=overwrite)
+        write_store_files(building, manifest, store.tokenizer().files, store.source_files)
     return manifest
 
 

@@ -52,9 +52,7 @@ class SourceListing:
             DataError: it does not exist, cannot be listed, or is neither a file nor a folder.
         """
         if _LIKE_TEXT.match(source) and not os.path.lexists(source):
-            raise DataError(
-                f"cannot read {source[:80]!r}: no such file or folder (texts in memory go to prepare_documents)"
-            )
+            raise DataError(f"cannot read {source[:80]!r}: no such file or folder (a text in memory: {{'text': text}})")
         self._begins.append((len(self.units), source))
         self._list(source, options)
 

@@ -189,7 +189,7 @@ def load_store(folder: Path) -> LoadedStore:
         return _load_generation(folder)
     if generations := list_generations(folder):
         return _load_generation(generations[-1])
-    if not os.path.lexists(folder / MANIFEST_FILE) and (folder / UNIT_FOLDER / PLAN_FILE).is_file():
+    if not os.path.lexists(folder / MANIFEST_FILE) and (folder / PLAN_FILE).is_file():
         raise DataError(f"{folder}: not all of its units are prepared and joined; run the same lt data prepare again")
     content, values = _read(folder / MANIFEST_FILE)
     if values.get("format") != FORMAT:

@@ -1,12 +1,11 @@
 """Shard writer: ids, document lengths and metadata to files `.bin`, `.idx`, `.src` and `.arrow`.
 
 Documents are appended whole and in order; a shard is closed before the document that would exceed its size. Bytes are
-hashed as they are written, and each file is synced when it is closed; then a callback is called, so that the caller can
-resume after the closed shards. Memory: 16 bytes per document of the open shard, and its columns.
+hashed as they are written, and each file is synced when it is closed. Memory: 16 bytes per document of the open shard,
+and its columns.
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -31,25 +30,18 @@ class ShardWriter:
         folder: Path,
         shard_tokens: int,
         dtype: Literal["uint16", "uint32"],
-        *,
-        on_shard_closed: Callable[[ShardFile, int], None],
-        finished: Sequence[ShardFile] = (),
     ) -> None:
-        """Start after the finished shards.
+        """Start without a shard.
 
         Args:
             folder: folder of the files.
             shard_tokens: target number of ids of a shard; a longer document has its own shard.
             dtype: dtype of the ids.
-            on_shard_closed: called with each closed shard and the number of documents of the current `append` call that
-                are in closed shards.
-            finished: shards that are in the folder already.
         """
         self._folder = folder
         self._shard_tokens = shard_tokens
         self._dtype: Literal["uint16", "uint32"] = dtype
-        self._on_shard_closed = on_shard_closed
-        self._shards: list[ShardFile] = list(finished)
+        self._shards: list[ShardFile] = []
         self._file: BinaryIO | None = None
         self._digest = hashlib.sha256()
         self._lengths: list[np.ndarray] = []
@@ -86,7 +78,7 @@ class ShardWriter:
         while first < lengths.size:
             last = int(np.searchsorted(ends, begin + self._shard_tokens - self._tokens, side="right"))
             if last <= first and self._tokens:
-                self._close(first)
+                self._close()
                 continue
             last = max(last, first + 1)  # a document longer than a shard has its own
             end = int(ends[last - 1])
@@ -97,7 +89,7 @@ class ShardWriter:
 
     def finish(self) -> tuple[ShardFile, ...]:
         """Close the last shard and return all shards."""
-        self._close(0)
+        self._close()
         return tuple(self._shards)
 
     @property
@@ -114,7 +106,7 @@ class ShardWriter:
         self._lengths.append(lengths)
         self._tokens += tokens.size
 
-    def _close(self, appended: int) -> None:
+    def _close(self) -> None:
         if self._file is None:
             return
         with translate_os_errors("write", self._path):
@@ -151,4 +143,3 @@ class ShardWriter:
         self._digest = hashlib.sha256()
         self._lengths, self._metadata = [], []
         self._tokens = 0
-        self._on_shard_closed(shard, appended)

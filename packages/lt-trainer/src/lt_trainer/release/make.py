@@ -186,9 +186,7 @@ def _store_problems(store: TokenStore, read: str | None) -> list[str]:
     """Return what is wrong with a store of the run, which has read that of a fingerprint."""
     fingerprint = store.manifest.fingerprint
     if store.manifest.dropped is not None:
-        return [
-            "leaves out duplicates by a list, which has no place in a release; make it flat (lt data merge --units)"
-        ]
+        return ["leaves out duplicates by a list, which a release has not; prepare it as one unit (--unit-bytes)"]
     if read not in (None, fingerprint):
         return [f"the store has changed: the run has read {str(read)[:16]}, this is {fingerprint[:16]}"]
     return [f"{problem}; copy the store again" for problem in verify_store(store)]
