@@ -40,7 +40,6 @@ import numpy as np
 import xxhash
 
 from lt_ckpt import (
-    AsyncRankSaver,
     Checkpoint,
     CheckpointMetadata,
     ReadItem,
@@ -51,6 +50,7 @@ from lt_ckpt import (
     tensorfile,
     write_rank_files,
 )
+from lt_ckpt.async_save import AsyncRankSaver
 from lt_ckpt.readahead import READER_THREADS
 from lt_model import LlamaConfig, param_specs
 

@@ -1,7 +1,6 @@
 """Fixtures: a small state to save, a fast folder, and the file system calls of a save under control."""
 
 import errno
-import fcntl
 import json
 import os
 import shutil
@@ -9,13 +8,13 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from lt_ckpt import Checkpoint, CheckpointMetadata, Shard, begin_save, commit_save, direct_io, write_rank_files
+from lt_ckpt import Checkpoint, CheckpointMetadata, Shard, begin_save, commit_save, write_rank_files
 from lt_ckpt.dtypes import cast
 from lt_ckpt.formats import ConvertOptions, convert_checkpoint, open_source
 from lt_ckpt.nxd.options import NxdOptions
@@ -173,18 +172,10 @@ def fast_path(memory: Path) -> Path:
     return Path(tempfile.mkdtemp(dir=memory))
 
 
-def owner(name: str) -> ModuleType:
-    """The module of a system call."""
-    return fcntl if name == "fcntl" else os
-
-
 class FileSystemCalls:
-    """Every os call that a save makes: recorded in order, and one of them failing if asked for.
+    """Every os call that a save makes: recorded in order, and one of them failing if asked for."""
 
-    Big files are written by a thread, while the caller makes no such calls, so there is one order.
-    """
-
-    NAMES = ("open", "write", "pwrite", "fsync", "rename", "mkdir", "close", "preadv", "unlink", "rmdir", "fcntl")
+    NAMES = ("open", "write", "pwrite", "fsync", "rename", "mkdir", "close", "preadv", "unlink", "rmdir")
 
     def __init__(self) -> None:
         self.log: list[tuple[str, str]] = []
@@ -216,12 +207,12 @@ class FileSystemCalls:
     @contextmanager
     def recording(self, monkeypatch: pytest.MonkeyPatch, **settings: object) -> Iterator["FileSystemCalls"]:
         self.log = []
-        self._real = {name: getattr(owner(name), name) for name in self.NAMES}
+        self._real = {name: getattr(os, name) for name in self.NAMES}
         for key, value in settings.items():
             setattr(self, key, value)
         with monkeypatch.context() as patch:
             for name in self.NAMES:
-                patch.setattr(owner(name), name, lambda *args, _name=name, **kwargs: self._call(_name, *args, **kwargs))
+                patch.setattr(os, name, lambda *args, _name=name, **kwargs: self._call(_name, *args, **kwargs))
             yield self
 
 
@@ -230,21 +221,6 @@ def calls() -> FileSystemCalls:
     return FileSystemCalls()
 
 
-@pytest.fixture(params=["buffered", "direct"])
-def writing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways of writing a file, for the little state: blocks are smaller, and any file system takes them."""
-    if request.param == "direct":
-        real = fcntl.fcntl
-        monkeypatch.setattr(direct_io, "MIN_DIRECT_BYTES", 1)
-        monkeypatch.setattr(direct_io, "BLOCK_BYTES", 256)
-        monkeypatch.setattr(direct_io, "COALESCE_BYTES", 64)
-        monkeypatch.setattr(direct_io, "WRITER_THREADS", 1)  # one order of calls
-        monkeypatch.setattr(direct_io, "ALIGN", 32)
-        monkeypatch.setattr(os, "O_DIRECT", getattr(os, "O_DIRECT", 0x4000), raising=False)
-        monkeypatch.setattr(direct_io, "_unsupported_devices", {})
-
-        def accept(descriptor: int, command: int, value: int = 0) -> int:
-            return 0 if command == fcntl.F_SETFL else real(descriptor, command, value)
-
-        monkeypatch.setattr(fcntl, "fcntl", accept)
-    return request.param
+@pytest.fixture
+def writing() -> str:
+    return "buffered"

@@ -15,19 +15,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lt_ckpt import (
-    AsyncRankSaver,
-    Checkpoint,
-    CheckpointError,
-    CheckpointMetadata,
-    Shard,
-    begin_save,
-    commit_save,
-    discard_save,
-    find_latest_valid,
-)
-from lt_ckpt.async_save import allocate_host_memory
+from lt_ckpt import Checkpoint, CheckpointError, CheckpointMetadata, Shard, begin_save, commit_save, find_latest_valid
+from lt_ckpt.async_save import AsyncRankSaver, allocate_host_memory
 from lt_ckpt.errors import SaveCancelledError
+from lt_ckpt.save import discard_save
 
 SOON_S = 60
 
@@ -253,7 +244,8 @@ import sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from conftest import toy_shards, toy_state
-from lt_ckpt import AsyncRankSaver, CheckpointMetadata, begin_save, commit_save, prune_checkpoints
+from lt_ckpt import CheckpointMetadata, begin_save, commit_save, prune_checkpoints
+from lt_ckpt.async_save import AsyncRankSaver
 root, step, saver = Path({root!r}), {first}, AsyncRankSaver()
 print("ready", flush=True)
 while True:

@@ -179,32 +179,6 @@ def test_compare_across_dtypes_and_shapes(tmp_path: Path) -> None:
     assert sum(p.startswith("not in") for p in problems) == 9
 
 
-def test_logits_layer_by_layer_find_a_swapped_head_order(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    from lt_ckpt.logits import compare_logits, layer_outputs
-
-    a = make_hf(tmp_path / "a", dtype=torch.float32)
-    (a / "tokenizer.json").unlink()
-    tokens = [1, 17, 40, 95, 3]
-    theirs = AutoModelForCausalLM.from_pretrained(a, dtype=torch.float32)(torch.tensor([tokens])).logits[0]
-    ours = dict(layer_outputs(open_source(a), tokens))["logits"]
-    assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
-    weights = loaded(a)
-    name = "model.layers.1.self_attn.q_proj.weight"
-    weights[name] = torch.cat([weights[name][8:16], weights[name][:8], weights[name][16:]])
-    b = make_hf(tmp_path / "b", dtype=torch.float32)
-    save_file(weights, b / "model.safetensors")
-    found = {name: largest for name, largest, _ in compare_logits(open_source(a), open_source(b), tokens)}
-    assert found["embedding"] == found["layer 0"] == 0
-    assert found["layer 1"] > 1e-3
-    assert found["logits"] > 1e-3
-    assert torch.is_grad_enabled(), "for whoever comes next"
-    begun = layer_outputs(open_source(a), tokens)
-    next(begun)
-    assert torch.is_grad_enabled(), "and for whoever is between two layers"
-
-
 MEASURE = """
 import resource, sys
 from lt_ckpt.formats import ConvertOptions, convert_checkpoint, open_source

@@ -1,5 +1,7 @@
 import os
 import shutil
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -8,26 +10,19 @@ from hypothesis import strategies as st
 
 from lt_ckpt import (
     CheckpointError,
-    CheckpointMetadata,
     begin_save,
-    commit_save,
     find_latest_valid,
     list_steps,
     prune_checkpoints,
-    resolve_checkpoint,
     write_rank_files,
 )
-from lt_ckpt.folders import REMOTE_SAVE_TIMEOUT_S, remove_abandoned_saves
+from lt_ckpt.discovery import resolve_checkpoint
+from lt_ckpt.folders import ABANDONED_AFTER_S, remove_abandoned_saves
 
 
 def damage(path):
     file = path / "weights-00000.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1]))
-
-
-def test_an_empty_or_missing_root_has_none(tmp_path):
-    assert find_latest_valid(tmp_path) == (None, [])
-    assert find_latest_valid(tmp_path / "none") == (None, [])
 
 
 def test_a_root_that_cannot_be_read_is_an_error_and_not_empty(tmp_path):
@@ -175,21 +170,6 @@ def test_whatever_is_damaged_the_newest_good_one_and_those_asked_for_stay(ten, m
     assert (after and after.step) == (before and before.step)
 
 
-def test_a_folder_that_is_not_ours_stays(tmp_path, toy):
-    for step in (1, 2, 3, 4, 5):
-        toy.save(tmp_path, step)
-    (tmp_path / "step-00000001" / "notes.txt").write_text("mine", encoding="utf-8")
-    (tmp_path / "step-00000002" / "save.json").write_text("{}", encoding="utf-8")
-    (tmp_path / "step-00000003" / "tokenizer" / "link").symlink_to(tmp_path)
-    (tmp_path / "step-00000000").mkdir()
-    (tmp_path / "step-00000000" / "weights-00000.safetensors").write_text("theirs", encoding="utf-8")
-    os.rename(tmp_path / "step-00000004", tmp_path / "elsewhere")
-    (tmp_path / "step-00000004").symlink_to(tmp_path / "elsewhere")
-    before = sorted(str(path) for path in tmp_path.rglob("*"))
-    assert prune_checkpoints(tmp_path, keep_last=1) == []
-    assert sorted(str(path) for path in tmp_path.rglob("*")) == before
-
-
 def test_a_checkpoint_that_was_moved_aside_still_counts_when_nothing_better_is_there(tmp_path, toy):
     path = toy.save(tmp_path, 5, seed=1)
     aside = tmp_path / "step-00000005.aside-0123456789abcdef"
@@ -229,84 +209,46 @@ def test_a_removal_that_was_cut_off_is_finished_by_the_next_save(tmp_path, toy, 
     assert sorted(os.listdir(tmp_path)) == ["step-00000002", "step-00000003"]
 
 
-def test_a_removal_that_was_killed_before_its_last_call_is_finished_too(tmp_path, toy):
-    """Its mark is gone, and only the empty folder is left; one that is not empty and has no mark is not ours."""
-    (tmp_path / ".trash-0123456789abcdef").mkdir()
-    (tmp_path / ".trash-fedcba9876543210").mkdir()
-    (tmp_path / ".trash-fedcba9876543210" / "thesis.txt").write_text("mine", encoding="utf-8")
-    toy.save(tmp_path, 3)
-    assert sorted(os.listdir(tmp_path)) == [".trash-fedcba9876543210", "step-00000003"]
-
-
-def watched_for(root, monkeypatch, seconds):
-    """One look at the root, so many seconds by the monotonic clock after the beginning of the test."""
-    monkeypatch.setattr("lt_ckpt.folders.time.monotonic", lambda: 1e6 + seconds)
-    return remove_abandoned_saves(root)
-
-
-def test_saves_of_other_machines_are_swept_only_when_watched_for_long_without_a_change(tmp_path, monkeypatch):
-    tmp = begin_save(tmp_path, step=1, world_size=1)
-    monkeypatch.setattr("lt_ckpt.folders.machine_id", lambda: "another")
-    assert watched_for(tmp_path, monkeypatch, 0) == []
-    assert watched_for(tmp_path, monkeypatch, REMOTE_SAVE_TIMEOUT_S - 1) == []
-    write_rank_files(tmp, rank=0, shards=[])
-    assert watched_for(tmp_path, monkeypatch, REMOTE_SAVE_TIMEOUT_S + 1) == [], "it has just changed"
-    assert watched_for(tmp_path, monkeypatch, 2 * REMOTE_SAVE_TIMEOUT_S) == []
-    assert watched_for(tmp_path, monkeypatch, 2 * REMOTE_SAVE_TIMEOUT_S + 1) == [tmp]
-    assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.parametrize("seconds", [0, 1, 2**31, 4e9])
-def test_no_wall_clock_sweeps_the_save_of_another_machine(tmp_path, monkeypatch, seconds):
-    """Its files may be as old or as far in the future as the clocks of three machines make them."""
-    tmp = begin_save(tmp_path, step=1, world_size=1)
-    write_rank_files(tmp, rank=0, shards=[])
-    monkeypatch.setattr("lt_ckpt.folders.machine_id", lambda: "another")
-    for path in (tmp, *tmp.iterdir()):
-        os.utime(path, (seconds, seconds))
-    monkeypatch.setattr("time.time", lambda: 3e9)
-    assert watched_for(tmp_path, monkeypatch, 0) == []
-    assert watched_for(tmp_path, monkeypatch, REMOTE_SAVE_TIMEOUT_S - 1) == []
-    os.utime(tmp / "part-00000.json", (5, 5))  # another time is a change, in either direction
-    assert watched_for(tmp_path, monkeypatch, REMOTE_SAVE_TIMEOUT_S + 1) == []
-    assert tmp.exists()
-    assert watched_for(tmp_path, monkeypatch, 3 * REMOTE_SAVE_TIMEOUT_S) == [tmp]
-
-
-def test_no_wall_clock_sweeps_the_save_of_a_living_process_here(tmp_path, monkeypatch):
-    tmp = begin_save(tmp_path, step=1, world_size=1)
-    for path in (tmp, *tmp.iterdir()):
-        os.utime(path, (0, 0))
-    for seconds in (0, 10 * REMOTE_SAVE_TIMEOUT_S):
-        assert watched_for(tmp_path, monkeypatch, seconds) == []
-    assert tmp.exists()
-
-
-def test_the_wall_clock_decides_nothing_about_checkpoints(tmp_path, toy):
-    """The clock lies in 2077, goes backwards from save to save and jumps again; files have times as wrong."""
-    paths = {}
-    for step, now in ((1, 3.4e9), (2, 1.7e9), (3, 9e8), (4, 1e9)):
-        tmp = begin_save(tmp_path, step=step, world_size=1)
-        write_rank_files(tmp, rank=0, shards=toy.shards(toy.state(step), 0, 1))
-        paths[step] = commit_save(tmp, world_size=1, metadata=CheckpointMetadata(step=step, created_at=now))
-        for path in (*paths[step].rglob("*"), paths[step]):
-            os.utime(path, (now, now))
-    assert [step for step, _ in list_steps(tmp_path)] == [4, 3, 2, 1]
-    found, rejected = find_latest_valid(tmp_path)
-    assert found is not None
-    assert (found.step, rejected) == (4, [])
-    assert found.manifest.created_at == 1e9
-    assert prune_checkpoints(tmp_path, keep_last=2) == [paths[2], paths[1]]
-    damage(paths[4])
-    found, _ = find_latest_valid(tmp_path)
-    assert found is not None
-    assert found.step == 3
-
-
-def test_nothing_without_our_mark_is_swept(tmp_path):
-    names = [".tmp-step-00000001-0123456789abcdef", ".trash-0123456789abcdef", ".tmp-other", ".trash-x"]
-    for name in names:
+def test_abandoned_saves_are_swept_and_nothing_else(tmp_path, toy, monkeypatch):
+    """Of this machine those whose process is gone, of others those that do not change for an hour."""
+    kept = toy.save(tmp_path, 9)
+    own, other, begun = (begin_save(tmp_path, step=step, world_size=1) for step in (1, 2, 3))
+    write_rank_files(other, rank=0, shards=[])
+    marker = other / "save.json"
+    marker.write_bytes(marker.read_bytes().replace(b'"host":"', b'"host":"other-'))
+    (begun / "save.json").rename(begun / f"save.json.{'0' * 16}.tmp")
+    dead = begin_save(tmp_path, step=4, world_size=1)
+    finished = subprocess.Popen(["true"])
+    finished.wait()
+    (dead / "save.json").write_bytes(
+        (dead / "save.json").read_bytes().replace(f"{os.getpid()}".encode(), b"%d" % finished.pid)
+    )
+    trash = tmp_path / f".trash-{'0' * 16}"
+    trash.mkdir()
+    (trash / "part-00000.json").write_bytes(b"")
+    for name in (".tmp-step-00000001-xyz", ".trash-x", ".tmp-other"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "weights-00000.safetensors").write_text("theirs", encoding="utf-8")
+    theirs = tmp_path / f".tmp-step-00000001-{'1' * 16}"
+    theirs.mkdir()
+    (theirs / "notes.txt").write_text("theirs", encoding="utf-8")
+    assert remove_abandoned_saves(tmp_path) == [dead, trash]
+    real = time.time()
+    monkeypatch.setattr("lt_ckpt.folders.time.time", lambda: real + ABANDONED_AFTER_S - 60)
     assert remove_abandoned_saves(tmp_path) == []
-    assert sorted(os.listdir(tmp_path)) == sorted(names)
+    monkeypatch.setattr("lt_ckpt.folders.time.time", lambda: real + ABANDONED_AFTER_S + 60)
+    os.utime(own / "save.json", (real + 120, real + 120))
+    assert set(remove_abandoned_saves(tmp_path)) == {other, begun}
+    assert kept.exists()
+    assert own.exists()
+    assert (theirs / "notes.txt").exists()
+
+
+def test_a_folder_that_no_save_made_is_not_pruned(tmp_path, toy):
+    for step in (1, 2, 3):
+        toy.save(tmp_path, step)
+    (tmp_path / "step-00000001" / "save.json").unlink()
+    os.rename(tmp_path / "step-00000002", tmp_path / "elsewhere")
+    (tmp_path / "step-00000002").symlink_to(tmp_path / "elsewhere")
+    before = sorted(str(path) for path in tmp_path.rglob("*"))
+    assert prune_checkpoints(tmp_path, keep_last=1) == []
+    assert sorted(str(path) for path in tmp_path.rglob("*")) == before

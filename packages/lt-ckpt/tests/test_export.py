@@ -12,16 +12,14 @@ from lt_ckpt import (
     Checkpoint,
     CheckpointError,
     CheckpointMetadata,
-    HFFolder,
     Shard,
-    TensorSpec,
     begin_save,
     commit_save,
-    expected_state_specs,
-    export_hf,
     write_rank_files,
 )
 from lt_ckpt import conversion as convert_module
+from lt_ckpt.hf.export import export_hf
+from lt_ckpt.hf.folder import HFFolder
 from lt_model import LlamaConfig, param_specs
 
 TOKENIZER = {
@@ -263,14 +261,6 @@ def test_a_tied_head_that_is_not_the_embedding_is_refused(tmp_path, monkeypatch)
         with pytest.raises(CheckpointError, match=r"tie_word_embeddings is true, but lm_head\.weight and .* differ"):
             export_hf(checkpoint, tmp_path / "hf")
         assert not (tmp_path / "hf").exists()
-
-
-def test_expected_is_the_parameter_table(tmp_path):
-    specs = expected_state_specs(config(tie_word_embeddings=True), dtype="BF16", groups=["weights"])
-    assert list(specs) == ["weights"]
-    assert specs["weights"]["model.layers.1.mlp.down_proj.weight"] == TensorSpec("BF16", (32, 48))
-    assert "lm_head.weight" not in specs["weights"]
-    assert set(expected_state_specs(config())) == {"weights"}
 
 
 def hf_folder(tmp_path):

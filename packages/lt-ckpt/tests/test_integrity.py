@@ -133,12 +133,14 @@ def replace_in(path, old, new):
     ("old", "new", "message"),
     [
         (b'"file":"weights-00000.safetensors"', b'"file":"../weights-00000.safetensors"', "is not listed"),
-        (b'"weights-00000.safetensors":{', b'"/etc/passwd":{', "not a name that a checkpoint's file can have"),
-        (b'"version":1', b'"version":2', "install a newer lt-ckpt"),
+        (b'"weights-00000.safetensors":{', b'"/etc/passwd":{', "not the name of a file inside"),
+        (b'"version":2', b'"version":3', "use the version of lt-ckpt that wrote it"),
         (b'"offset":[0,0]', b'"offset":[3,0]', "overlap|does not lie"),
-        (b'"begin":', b'"begin":8', "do not add up"),
+        (b'"byte_offset":', b'"byte_offset":8', "do not add up"),
         (b'"step":4,', b'"step":5,', "says step 4, the manifest step 5"),
         (b'"dtype":"F32"', b'"dtype":"F31"', "not known"),
+        (b'"shape":[3]', b'"shape":[]', "does not lie"),
+        (b'"key":', b'"kez":', "is damaged or not of this version"),
     ],
 )
 def test_a_forged_manifest_is_refused_though_its_commit_matches(copy, old, new, message):
@@ -149,17 +151,6 @@ def test_a_forged_manifest_is_refused_though_its_commit_matches(copy, old, new, 
     with pytest.raises(CheckpointError, match=message):
         Checkpoint.open(copy)
     assert verify(copy).problems
-
-
-def test_a_manifest_that_calls_a_tensor_something_else_does_not_verify(copy):
-    from lt_ckpt.manifest import make_commit
-
-    replace_in(copy / "manifest.json", b'"dtype":"F32","shape":[3]', b'"dtype":"I32","shape":[3]')
-    (copy / "COMMIT").write_bytes(make_commit((copy / "manifest.json").read_bytes(), 4))
-    assert Checkpoint.open(copy).dtype("weights", "norm") == "I32"
-    problems = verify(copy).problems
-    assert len(problems) == 2
-    assert all("its header does not list the tensors that the manifest lists" in problem for problem in problems)
 
 
 def test_a_file_cut_after_opening_is_an_error_and_not_zeros(copy):

@@ -17,20 +17,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lt_ckpt import (
-    Checkpoint,
-    CheckpointError,
-    CheckpointMetadata,
-    ConvertOptions,
-    NxdOptions,
-    convert_checkpoint,
-    export_hf,
-    open_source,
-)
+from lt_ckpt import Checkpoint, CheckpointError, CheckpointMetadata, ConvertOptions, convert_checkpoint, open_source
 from lt_ckpt.checksums import iter_damages
 from lt_ckpt.folders import remove_checkpoint
+from lt_ckpt.hf.export import export_hf
 from lt_ckpt.integrity import verify
 from lt_ckpt.model_files import find_differences, with_architecture
+from lt_ckpt.nxd.options import NxdOptions
 from lt_model import config_from_hf, param_specs
 
 PUBLISHED = json.loads((Path(__file__).parent / "data" / "published_models.json").read_text(encoding="utf-8"))

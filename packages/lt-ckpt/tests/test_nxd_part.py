@@ -15,31 +15,31 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lt_ckpt import (
-    AsyncRankSaver,
     Checkpoint,
     CheckpointError,
     CheckpointMetadata,
     Shard,
     begin_save,
     commit_save,
-    compare,
     comparison,
-    discard_save,
-    export_hf,
     files,
     find_latest_valid,
     prune_checkpoints,
     verify,
     write_rank_files,
 )
+from lt_ckpt.async_save import AsyncRankSaver
+from lt_ckpt.comparison import compare
 from lt_ckpt.dtypes import cast
 from lt_ckpt.formats import ConvertOptions, convert_checkpoint, detect_format, open_source, read_config
+from lt_ckpt.hf.export import export_hf
 from lt_ckpt.llama_tensors import HEAD, stored_shapes
 from lt_ckpt.manifest import make_commit
 from lt_ckpt.nxd.format import open_nxd
 from lt_ckpt.nxd.options import NxdOptions
 from lt_ckpt.nxd.rank_writer import NxdRankWriter, optimizer_state_keys
 from lt_ckpt.nxd.zero1 import shard_rows
+from lt_ckpt.save import discard_save
 from lt_ckpt.source import Source, TensorReader
 from lt_model import LlamaConfig, config_from_hf
 
@@ -506,7 +506,7 @@ def test_a_killed_save_is_swept_with_its_folders(tmp_path, models, monkeypatch):
     tmp = begin_save(tmp_path / "run", step=1, world_size=1)
     write_rank_files(tmp, rank=0, shards=shards_of(part, state), writer=part)
     assert len(list(tmp.rglob("tensor_*.pt"))) > 50
-    monkeypatch.setattr("lt_ckpt.folders.process_identity", lambda pid: "")  # it is gone
+    monkeypatch.setattr("lt_ckpt.folders.time.time", lambda: 1e12)
     begin_save(tmp_path / "run", step=2, world_size=1)
     assert [name for name in os.listdir(tmp_path / "run") if "00000001" in name or "trash" in name] == []
 

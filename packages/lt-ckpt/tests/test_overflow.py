@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lt_ckpt import Checkpoint, CheckpointError, ConvertOptions, convert_checkpoint, export_hf, open_source
+from lt_ckpt import Checkpoint, CheckpointError, ConvertOptions, convert_checkpoint, open_source
 from lt_ckpt.dtypes import cast, count_overflows
+from lt_ckpt.hf.export import export_hf
 from lt_model import config_to_hf, param_specs
 
 NAME = "model.layers.2.mlp.up_proj.weight"

@@ -100,51 +100,35 @@ def entry(begin, end, dtype="U8", shape=None):
 @pytest.mark.parametrize(
     ("header", "data", "message"),
     [
-        ({"a": entry(0, 4), "b": entry(2, 6)}, b"123456", "overlaps"),
-        ({"a": entry(0, 2), "b": entry(4, 6)}, b"123456", "gap of 2 bytes"),
-        ({"a": entry(1, 3)}, b"123", "gap of 1 bytes"),
+        ({"a": entry(0, 4), "b": entry(2, 6)}, b"123456", "'b' .* does not follow"),
+        ({"a": entry(0, 2), "b": entry(4, 6)}, b"123456", "'b' .* does not follow"),
+        ({"a": entry(1, 3)}, b"123", "does not follow"),
         ({"a": entry(0, 8)}, b"1234", "truncated"),
         ({"a": entry(0, 2)}, b"1234", "trailing bytes"),
-        ({"a": entry(0, 4, "F32", [2])}, b"1234", "do not fit"),
-        ({"a": entry(0, 4, "U8", [-4])}, b"1234", "non-negative"),
-        ({"a": entry(0, 4, "U8", [True, 4])}, b"1234", "non-negative"),
-        ({"a": entry(4, 0, "U8", [4])}, b"1234", "do not fit"),
+        ({"a": entry(0, 4, "F32", [2])}, b"1234", "another size"),
+        ({"a": entry(0, 4, "U8", [-2, -2])}, b"1234", "another size"),
+        ({"a": entry(0, 4, "U8", [4.0])}, b"1234", "another size"),
         ({"a": entry(0, 4, "X9")}, b"1234", "not known"),
-        ({"a": {"dtype": "U8", "shape": [4]}}, b"1234", "must have dtype"),
-        ({"a": [1]}, b"", "must have dtype"),
-        ({"a": {**entry(0, 4), "more": 1}}, b"1234", "must have dtype"),
-        ({"a": {**entry(0, 4), "data_offsets": [0, 4, 4]}}, b"1234", "do not fit"),
-        ({"a": {**entry(0, 4), "data_offsets": [0, 4.0]}}, b"1234", "non-negative"),
-        ({"__metadata__": {"a": 1}}, b"", "must map names to text"),
-        ({"__metadata__": []}, b"", "must map names to text"),
-        (b'{"a":{},"a":{}}', b"", "duplicate key"),
-        (b'{"a":NaN}', b"", "NaN"),
-        (b"[1]", b"1234567", "object"),
-        (b"{nonsense", b"1234567", "not readable"),
-        (b"\xff\xfe{}", b"1234567", "not readable"),
-        (b"[" * 100_000, b"", "not readable"),
+        ({"a": {"dtype": "U8", "shape": [4]}}, b"1234", "data_offsets"),
+        ({"a": [1]}, b"", "is damaged"),
+        (b"[1]", b"1234567", "a JSON object"),
+        (b"{nonsense", b"1234567", "is damaged"),
+        (b"\xff\xfe{}", b"1234567", "is damaged"),
+        (b"[" * 100_000, b"", "is damaged"),
     ],
 )
-def test_a_hostile_header_is_refused(tmp_path, header, data, message):
+def test_a_damaged_header_is_refused(tmp_path, header, data, message):
     with pytest.raises(CheckpointError, match=message):
         read_header(craft(tmp_path / "x.safetensors", header, data))
 
 
-def test_a_hostile_length_is_refused_without_allocating_it(tmp_path):
+def test_a_length_that_exceeds_the_file_is_refused_without_allocating_it(tmp_path):
     for length in (2**63, 2**64 - 1, 100, 100_000_001):
-        with pytest.raises(CheckpointError, match="exceeds the file or the limit"):
+        with pytest.raises(CheckpointError, match="its header exceeds the file"):
             read_header(craft(tmp_path / "x.safetensors", b"{}" + b" " * 20, length=length))
-    big = tmp_path / "big.safetensors"
-    with big.open("wb") as file:
-        file.write((100_000_001).to_bytes(8, "little"))
-        file.truncate(200_000_000)
-    with pytest.raises(CheckpointError, match="exceeds the file or the limit"):
-        read_header(big)
     (tmp_path / "short").write_bytes(b"123")
-    with pytest.raises(CheckpointError, match="too short for a safetensors file"):
+    with pytest.raises(CheckpointError, match="is truncated"):
         read_header(tmp_path / "short")
-    with pytest.raises(CheckpointError, match="check that the path is right"):
-        read_header(tmp_path / "none")
 
 
 @settings(max_examples=200, deadline=None)

@@ -5,14 +5,17 @@ tensor. `read` plans which stored slices it needs and reads only their bytes. Th
 compared with their hashes; parts of slices, and files of NxD, must be verified before (see `lt_ckpt.verify`, and
 `find_latest_valid`, which verifies before a run resumes).
 
-Cost: open: the manifest and one stat per file; read: the requested bytes, their hashes, a staging buffer, and for large
-reads a few blocks (`lt_ckpt.readahead`).
+Rows of a slice are read straight into the target; where only some of its columns are wanted, whole rows are read into a
+buffer, block by block. Threads share the files.
+
+Cost: open: the manifest and one stat per file; read: the requested bytes (of cut rows all), their hashes, and per
+thread a block.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -20,19 +23,18 @@ import numpy as np
 import xxhash
 
 from lt_ckpt import files
-from lt_ckpt.copy_plan import StoredSlice, plan_copies, run_copies
 from lt_ckpt.dtypes import item_bytes
 from lt_ckpt.errors import CheckpointError, translate_os_errors
 from lt_ckpt.folders import COMMIT, HF, MANIFEST, TOKENIZER
 from lt_ckpt.manifest import MAX_MANIFEST_BYTES, CheckpointManifest, check_commit
-from lt_ckpt.readahead import MIN_READ_AHEAD_BYTES, ReadRange, read_ranges
-from lt_ckpt.records import TensorRecord
-from lt_ckpt.shards import Box, Ints, is_inside
-from lt_ckpt.slice_hashes import SliceHashes
+from lt_ckpt.records import SliceRecord, TensorRecord
+from lt_ckpt.shards import Box, Ints, intersect, is_inside
 from lt_ckpt.tensorfile import TensorSpec
 
-MIN_DEFERRED_READ_BYTES = 256 * 2**10
-"""Runs of at least this many bytes are deferred and may be read by the read-ahead threads."""
+READER_THREADS = 4
+
+READ_BYTES = 32 * 2**20
+"""Bytes that a thread reads of a file, front to back, before it takes the next."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,6 +91,47 @@ def spec_differences(
     return result
 
 
+@dataclass(frozen=True, slots=True)
+class _SliceRead:
+    """Part of a stored slice to read, and the part of a target that it fills.
+
+    Attributes:
+        piece: The stored slice.
+        begin: Offset of the part in the slice.
+        target: The elements to fill, as unsigned integers of their width; a view of at least one dimension.
+        where: The tensor, for messages.
+    """
+
+    piece: SliceRecord
+    begin: Ints
+    target: np.ndarray
+    where: str
+
+    def run(self, descriptor: int, path: Path) -> None:
+        """Read the part, and compare the slice with its hash if it is read as a whole."""
+        shape, rows = self.piece.shape or (1,), self.target.shape[0]
+        row_bytes = self.target.itemsize * prod(shape[1:])
+        step = max(1, files.BLOCK_BYTES // max(1, row_bytes))
+        columns = tuple(slice(b, b + n) for b, n in zip(self.begin[1:], self.target.shape[1:], strict=True))
+        is_whole = self.piece.xxh3_128 and self.target.shape == shape
+        digest, stage = xxhash.xxh3_128(), np.empty(0, np.uint8)
+        for start in range(0, rows, step):
+            part = self.target[start : start + step]
+            n_bytes = len(part) * row_bytes
+            is_direct = part.flags.c_contiguous and part.shape[1:] == shape[1:]
+            if not is_direct and stage.size < n_bytes:
+                stage = np.empty(n_bytes, np.uint8)
+            block = part.reshape(-1).view(np.uint8) if is_direct else stage[:n_bytes]
+            position = self.piece.byte_offset + (self.begin[0] + start) * row_bytes
+            files.read_exactly(descriptor, position, block.data, path)
+            if not is_direct:
+                part[...] = block.view(part.dtype).reshape(len(part), *shape[1:])[(slice(None), *columns)]
+            if is_whole:
+                digest.update(block.data)
+        if is_whole and digest.hexdigest() != self.piece.xxh3_128:
+            raise CheckpointError(f"{path}: {self.where}: its bytes have changed since they were written")
+
+
 def read_slices_into(
     folder: Path, tensors: Sequence[tuple[TensorRecord, str, Box]], targets: Sequence[np.ndarray]
 ) -> None:
@@ -102,55 +145,41 @@ def read_slices_into(
     Raises:
         CheckpointError: A file cannot be read, or a slice that was read as a whole differs from its hash.
     """
-    wanted = [
-        (
-            box,
-            [
-                StoredSlice(file=s.file, byte_offset=s.byte_offset, offset=s.offset, shape=s.shape)
-                for s in record.slices
-            ],
-            item_bytes(record.dtype),
-            name,
-        )
-        for record, name, box in tensors
-    ]
-    copies, hashes = plan_copies(wanted), SliceHashes(folder, tensors)
-    descriptor, opened = -1, ""
-    deferred: list[tuple[str, int, memoryview]] = []
+    by_file: dict[str, list[_SliceRead]] = {}
+    for (record, where, box), target in zip(tensors, targets, strict=True):
+        values = target.view(f"<u{item_bytes(record.dtype)}").reshape(box[1] or (1,))
+        for piece in record.slices:
+            common = intersect(box, (piece.offset, piece.shape))
+            if common is not None:
+                at = tuple(slice(o - b, o - b + n) for o, b, n in zip(common[0], box[0], common[1], strict=True))
+                begin = tuple(o - b for o, b in zip(common[0], piece.offset, strict=True)) or (0,)
+                by_file.setdefault(piece.file, []).append(_SliceRead(piece, begin, values[at], where))
 
-    def read_at(file: str, position: int, buffer: memoryview) -> None:
-        nonlocal descriptor, opened
+    def run(file: str, reads: Sequence[_SliceRead]) -> None:
         path = folder / file
-        with translate_os_errors("reading", path):
-            if file != opened:  # the plan is sorted by file: one descriptor at a time is enough
-                if descriptor >= 0:
-                    os.close(descriptor)
-                    descriptor = -1
-                descriptor, opened = files.open_for_reading(path), file
-            files.read_exactly(descriptor, position, buffer, path)
+        with translate_os_errors("reading", path), open(path, "rb", buffering=0) as opened:
+            for read in reads:
+                read.run(opened.fileno(), path)
 
-    def defer(file: str, position: int, buffer: memoryview) -> None:
-        if len(buffer) >= MIN_DEFERRED_READ_BYTES:
-            deferred.append((file, position, buffer))
-        else:
-            read_at(file, position, buffer)
+    with ThreadPoolExecutor(READER_THREADS, "lt-ckpt-read") as pool:
+        futures = [pool.submit(run, file, part) for file, reads in by_file.items() for part in _split(reads)]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
 
-    try:
-        run_copies(copies, targets, read_at, deferred_read_at=defer)
-        if sum(len(buffer) for _, _, buffer in deferred) >= MIN_READ_AHEAD_BYTES:
-            read_ranges(
-                [
-                    ReadRange(folder / file, position, buffer, partial(hashes.check_run, file, position, buffer))
-                    for file, position, buffer in deferred
-                ]
-            )
-        else:
-            for read in deferred:
-                read_at(*read)
-    finally:
-        if descriptor >= 0:
-            os.close(descriptor)
-    hashes.check_rest(targets)
+
+def _split(reads: list[_SliceRead]) -> Iterator[list[_SliceRead]]:
+    """Yield a file's reads front to back, in groups of about `READ_BYTES`."""
+    reads.sort(key=lambda read: (read.piece.byte_offset, read.begin))
+    first = n_bytes = 0
+    for end, read in enumerate(reads, start=1):
+        n_bytes += read.target.nbytes
+        if n_bytes >= READ_BYTES or end == len(reads):
+            yield reads[first:end]
+            first, n_bytes = end, 0
 
 
 def read_slices(folder: Path, tensors: Sequence[tuple[TensorRecord, str, Box]]) -> list[np.ndarray]:

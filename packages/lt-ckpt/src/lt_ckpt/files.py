@@ -13,7 +13,7 @@ import re
 import secrets
 import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from lt_ckpt.errors import CheckpointError
@@ -89,7 +89,7 @@ def check_free_space(folder: Path, required_bytes: int) -> None:
 
 def create_file(path: Path) -> int:
     """Create a new file for writing and return its descriptor; an existing file or link is an error."""
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
 
 def temp_path(path: Path) -> Path:
@@ -156,23 +156,43 @@ def read_exactly(descriptor: int, position: int, buffer: memoryview, path: Path)
 
 
 def open_for_reading(path: str | os.PathLike[str]) -> int:
-    """Open a regular file and return its descriptor; a pipe, which nobody may ever write to, is an error."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise CheckpointError(f"{os.fspath(path)}: is no regular file; put the file itself there")
-    return descriptor
+    """Open a file and return its descriptor."""
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
 def read_bounded(path: Path, max_bytes: int) -> bytes:
-    """Return the bytes of a regular file of at most `max_bytes`."""
-    descriptor = open_for_reading(path)
-    try:
-        size = os.fstat(descriptor).st_size
-        if size > max_bytes:
-            raise CheckpointError(f"{path}: {size} bytes, more than the {max_bytes} allowed for such a file")
-        buffer = bytearray(size)
-        read_exactly(descriptor, 0, memoryview(buffer), path)
-        return bytes(buffer)
-    finally:
-        os.close(descriptor)
+    """Return the bytes of a file of at most `max_bytes`."""
+    size = os.stat(path).st_size
+    if size > max_bytes:
+        raise CheckpointError(f"{path}: {size} bytes, more than the {max_bytes} allowed for such a file")
+    return path.read_bytes()
+
+
+def check_name(name: str, source: str) -> str:
+    """Return the name of a file that a listing, index or manifest gives, if it stays inside its folder.
+
+    Raises:
+        CheckpointError: It is absolute, has a part that is empty, "." or "..", or does not print on one line.
+    """
+    if not name.isprintable() or "\\" in name or {"", ".", ".."} & set(name.split("/")):
+        raise CheckpointError(f"{source}: {name!r} is not the name of a file inside its folder")
+    return name
+
+
+def iter_blocks(path: Path, position: int, n_bytes: int) -> Iterator[memoryview]:
+    """Yield a range of a file in blocks, which share one buffer; a `CheckpointError` says that the file ends early."""
+    buffer = memoryview(bytearray(min(n_bytes, BLOCK_BYTES)))
+    with open(path, "rb", buffering=0) as file:
+        for start in range(0, n_bytes, BLOCK_BYTES):
+            block = buffer[: min(BLOCK_BYTES, n_bytes - start)]
+            read_exactly(file.fileno(), position + start, block, path)
+            yield block
+
+
+def start_writeback(descriptor: int, position: int = 0, n_bytes: int = 0) -> None:
+    """Let the system write a range of a file now, and forget those of its pages that are on the disk; by default all.
+
+    Otherwise nothing is written until the fsync, and a save takes the page cache that training needs.
+    """
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, position, n_bytes, os.POSIX_FADV_DONTNEED)

@@ -12,6 +12,7 @@ while writing; rank 0 also reads the rank manifests and the headers.
 """
 
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -21,7 +22,7 @@ from typing import Protocol
 
 import xxhash
 
-from lt_ckpt import files
+from lt_ckpt import files, json_objects
 from lt_ckpt.checkpoint import spec_differences
 from lt_ckpt.errors import AlreadySavedError, CheckpointError, SaveCancelledError, translate_os_errors
 from lt_ckpt.file_recorder import hash_file
@@ -32,13 +33,9 @@ from lt_ckpt.folders import (
     SAVE_MARKER,
     TOKENIZER,
     SaveMarker,
-    machine_id,
-    process_identity,
-    random_id,
     read_save_marker,
     remove_abandoned_saves,
     remove_checkpoint,
-    remove_unmarked,
     step_folder_name,
 )
 from lt_ckpt.integrity import verify
@@ -46,7 +43,6 @@ from lt_ckpt.manifest import CheckpointManifest, CheckpointMetadata, make_commit
 from lt_ckpt.records import (
     NXD_BEGIN_MARKER,
     NXD_DONE_MARKER,
-    NXD_FILE,
     FileRecord,
     FileRecords,
     RankManifest,
@@ -59,9 +55,6 @@ from lt_ckpt.records import (
 )
 from lt_ckpt.shards import Shard
 from lt_ckpt.tensorfile import HashingSafetensorsWriter, TensorSpec, file_order
-
-MAX_BEGIN_ATTEMPTS = 8
-"""Folders tried by `begin_save`; the sweep of another save can take one that has no marker yet."""
 
 
 def begin_save(root: str | os.PathLike[str], *, step: int, world_size: int) -> Path:
@@ -86,34 +79,14 @@ def begin_save(root: str | os.PathLike[str], *, step: int, world_size: int) -> P
     with translate_os_errors("beginning a save", folder):
         files.make_folders(folder)
         remove_abandoned_saves(folder)  # first: on a full disk what they hold makes the room
-        for attempt in range(1, MAX_BEGIN_ATTEMPTS + 1):
-            try:
-                return _make_save_folder(folder, step, world_size)
-            except FileNotFoundError:  # another save's sweep took the folder before it had its marker
-                if attempt == MAX_BEGIN_ATTEMPTS or not folder.is_dir():
-                    raise
-    raise AssertionError("the last attempt returns or raises")
-
-
-def _make_save_folder(root: Path, step: int, world_size: int) -> Path:
-    """Make a save's temporary folder with its marker."""
-    save_id = random_id()
-    tmp = root / f".tmp-{step_folder_name(step)}-{save_id}"
-    marker = SaveMarker(
-        save_id=save_id,
-        step=step,
-        world_size=world_size,
-        machine_id=machine_id(),
-        process_identity=process_identity(os.getpid()),
-    )
-    try:
-        files.make_folder(tmp)
-        files.write_file(tmp / SAVE_MARKER, marker.to_bytes())
-    except BaseException:
-        with suppress(OSError):
-            (tmp / SAVE_MARKER).unlink(missing_ok=True)
-            remove_unmarked(tmp)
-        raise
+        marker = SaveMarker(step=step, world_size=world_size)
+        tmp = folder / f".tmp-{step_folder_name(step)}-{marker.save_id}"
+        try:
+            files.make_folder(tmp)
+            files.write_file(tmp / SAVE_MARKER, marker.to_bytes())
+        except BaseException:
+            shutil.rmtree(tmp, ignore_errors=True)
+            raise
     return tmp
 
 
@@ -156,7 +129,7 @@ def write_rank_files(
             written, tensors = (writer or _SafetensorsRankWriter(rank, marker.step)).write(folder, shard_list)
             files.fsync_folder(folder)
             manifest = RankManifest(rank=rank, save_id=marker.save_id, files=written, tensors=tensors)
-            files.write_file(folder / f"part-{rank:05d}.json", manifest.to_bytes())
+            files.write_file(folder / f"part-{rank:05d}.json", json_objects.dumps(manifest, "the rank manifest"))
     except BaseException:
         with suppress(OSError):  # spares rank 0 its timeout; the error itself is raised
             os.close(files.create_file(folder / f"failed-{rank:05d}"))
@@ -290,7 +263,7 @@ def _write_subfolder(folder: Path, subfolder: str, contents: Mapping[str, bytes]
 
 def _write_nxd_markers(folder: Path, records: FileRecords) -> FileRecords:
     """Write the markers of NxD's loader if there are NxD files; before our own COMMIT."""
-    if not any(NXD_FILE.fullmatch(name) for name in records):
+    if not any(name.startswith(("model/", "optim/")) for name in records):
         return {}
     for name in (NXD_BEGIN_MARKER, NXD_DONE_MARKER):
         files.write_file(folder / name, b"1")
@@ -314,7 +287,7 @@ def commit_save(
         world_size: Number of ranks.
         metadata: Everything besides the tensors; its step must be that of `begin_save`.
         expected_specs: Group → name → dtype and global shape: if given, the groups named there must hold exactly these
-            tensors (`lt_ckpt.expected_state_specs` makes it from a model's configuration).
+            tensors.
         overwrite: Replace a valid checkpoint of the same step. Otherwise it is an `AlreadySavedError`. An invalid one
             is always moved aside, never written into.
         timeout_s: Time limit for the ranks' files, in seconds.
@@ -343,31 +316,20 @@ def commit_save(
         check_optimizer_slots(metadata.optimizer, tensors, str(folder))
         if expected_specs is not None:
             specs = {
-                group: {name: record.spec for name, record in tensors.get(group, {}).items()}
-                for group in expected_specs
+                group: {name: record.spec for name, record in members.items()} for group, members in tensors.items()
             }
             differences = spec_differences(expected_specs, specs)
             if differences:
                 raise CheckpointError(f"{folder}: does not hold the expected state: {'; '.join(differences)}")
-        manifest = CheckpointManifest(
-            step=metadata.step,
-            world_size=world_size,
-            created_at=float(metadata.created_at),
-            recipe=dict(metadata.recipe),
-            model=dict(metadata.model),
-            layout=dict(metadata.layout),
-            optimizer=metadata.optimizer,
-            scalars=dict(metadata.scalars),
-            data=None if metadata.data is None else dict(metadata.data),
-            files={
-                **written,
-                **own_files,
-                **_write_subfolder(folder, TOKENIZER, metadata.tokenizer_files),
-                **_write_subfolder(folder, HF, metadata.hf_files),
-                **_write_nxd_markers(folder, written),
-            },
-            tensors=tensors,
-        ).to_bytes()
+        saved = {name: value for name, value in vars(metadata).items() if name not in ("tokenizer_files", "hf_files")}
+        all_files = {
+            **written,
+            **own_files,
+            **_write_subfolder(folder, TOKENIZER, metadata.tokenizer_files),
+            **_write_subfolder(folder, HF, metadata.hf_files),
+            **_write_nxd_markers(folder, written),
+        }
+        manifest = CheckpointManifest(**saved, world_size=world_size, files=all_files, tensors=tensors).to_bytes()
         aside = _displaced_path(target, marker.save_id, overwrite=overwrite)
         files.write_file(folder / MANIFEST, manifest)
         files.write_file(folder / COMMIT, make_commit(manifest, marker.step))
@@ -397,5 +359,4 @@ def discard_save(tmp: str | os.PathLike[str]) -> None:
     """
     folder = Path(tmp)
     read_save_marker(folder)
-    if not remove_checkpoint(folder):
-        raise CheckpointError(f"{folder}: not removed: it contains files that no save of ours wrote")
+    remove_checkpoint(folder)

@@ -1,10 +1,10 @@
-"""Safetensors format: a streaming writer and a strict header reader.
+"""Safetensors format: a streaming writer and a header reader.
 
 A file is 8 bytes (the header's length, little-endian), the header (a JSON object of name → dtype, shape, data_offsets,
 padded with spaces) and the tensors' bytes without gaps. The writer lays out the header from shapes alone and then takes
 the bytes in blocks, hashing them (xxh3, 128 bits) while writing; wide elements come first so that every tensor is
-aligned. The reader trusts nothing: length limits, no duplicate key, sizes that match shape and dtype, and tensors that
-tile the data exactly, without overlap or gap.
+aligned. The reader checks that sizes match shapes and dtypes and that the tensors tile the data, without overlap or
+gap.
 
 Cost: one pass over the bytes; memory: the caller's blocks.
 """
@@ -19,9 +19,8 @@ from typing import Any, Self
 import numpy as np
 import xxhash
 
-from lt_ckpt import files, strict_json
-from lt_ckpt.direct_io import DirectFileWriter
-from lt_ckpt.dtypes import ITEM_BYTES, item_bytes
+from lt_ckpt import files, json_objects
+from lt_ckpt.dtypes import item_bytes
 from lt_ckpt.errors import CheckpointError, translate_os_errors
 from lt_ckpt.shards import Ints
 
@@ -30,6 +29,9 @@ MAX_HEADER_BYTES = 100_000_000
 
 HASH_BLOCK_BYTES = 2**20
 """Bytes hashed and written at a time: still in the processor's cache for the second pass."""
+
+WRITEBACK_BYTES = 32 * 2**20
+"""Bytes after which the system is told to write them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,7 @@ def make_header(
         end = position + spec.n_bytes
         header[name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [position, end]}
         position = end
-    text = strict_json.dumps(header, "the header").rstrip()
+    text = json_objects.dumps(header, "the header").rstrip()
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:
         raise CheckpointError(f"a header of {len(text)} bytes is more than the {MAX_HEADER_BYTES} that readers accept")
@@ -133,11 +135,12 @@ class HashingSafetensorsWriter:
             tensors=placed,
             metadata=dict(metadata),
         )
-        self._file = DirectFileWriter(path, self.header.n_bytes)
+        self._position = self._written_back = 0
+        self._descriptor = files.create_file(path)
         try:
-            self._file.write(raw)
+            self._write(memoryview(raw))
         except BaseException:
-            self._file.close()
+            os.close(self._descriptor)
             raise
 
     def __enter__(self) -> Self:
@@ -162,18 +165,26 @@ class HashingSafetensorsWriter:
             for start in range(0, len(view), HASH_BLOCK_BYTES):
                 part = view[start : start + HASH_BLOCK_BYTES]
                 digest.update(part)
-                self._file.write(part)
+                self._write(part)
         assert remaining == 0, name
         self._waiting.pop()
         return digest.hexdigest()
+
+    def _write(self, part: memoryview) -> None:
+        files.write_all(self._descriptor, part)
+        self._position += len(part)
+        if self._position - self._written_back >= WRITEBACK_BYTES:
+            files.start_writeback(self._descriptor, self._written_back, self._position - self._written_back)
+            self._written_back = self._position
 
     def __exit__(self, kind: object, value: object, trace: object) -> None:
         try:
             if kind is None:
                 assert not self._waiting, self._waiting
-                self._file.sync()
+                files.fsync(self._descriptor)
+                files.start_writeback(self._descriptor)
         finally:
-            self._file.close()
+            os.close(self._descriptor)
 
 
 def read_header(path: Path) -> SafetensorsHeader:
@@ -182,63 +193,42 @@ def read_header(path: Path) -> SafetensorsHeader:
     Raises:
         CheckpointError: The file cannot be read, or violates the format.
     """
-    with translate_os_errors("reading", path):
-        descriptor = files.open_for_reading(path)
-        try:
-            n_bytes = os.fstat(descriptor).st_size
-            if n_bytes < 10:
-                raise CheckpointError(
-                    f"{path}: {n_bytes} bytes are too short for a safetensors file; it is truncated or not one"
-                )
-            length = bytearray(8)
-            files.read_exactly(descriptor, 0, memoryview(length), path)
-            header_bytes = 8 + int.from_bytes(length, "little")
-            if header_bytes > min(n_bytes, MAX_HEADER_BYTES + 8):
-                raise CheckpointError(
-                    f"{path}: header of {header_bytes - 8} bytes exceeds the file or the limit; the file is damaged"
-                )
-            raw = bytearray(header_bytes)
-            files.read_exactly(descriptor, 0, memoryview(raw), path)
-        finally:
-            os.close(descriptor)
-    header = strict_json.loads(bytes(raw[8:]), str(path))
-    metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
-        raise CheckpointError(f"{path}: __metadata__ must map names to text; the file is damaged")
-    return SafetensorsHeader(
-        path=path,
-        n_bytes=n_bytes,
-        header_bytes=header_bytes,
-        header_hash=xxhash.xxh3_128_hexdigest(bytes(raw)),
-        tensors=_parse_entries(header, header_bytes, n_bytes, str(path)),
-        metadata=metadata,
-    )
+    with translate_os_errors("reading", path), open(path, "rb") as file:
+        n_bytes = os.fstat(file.fileno()).st_size
+        prefix = file.read(8)
+        header_bytes = 8 + int.from_bytes(prefix, "little")
+        if n_bytes < 10 or header_bytes > min(n_bytes, MAX_HEADER_BYTES + 8):
+            raise CheckpointError(f"{path}: is no safetensors file, or is truncated: its header exceeds the file")
+        raw = prefix + file.read(header_bytes - 8)
+    header = json_objects.loads(raw[8:], str(path))
+    with json_objects.translate_format_errors(str(path)):
+        return SafetensorsHeader(
+            path=path,
+            n_bytes=n_bytes,
+            header_bytes=header_bytes,
+            header_hash=xxhash.xxh3_128_hexdigest(raw),
+            metadata=header.pop("__metadata__", {}),
+            tensors=_parse_entries(header, header_bytes, n_bytes, str(path)),
+        )
 
 
 def _parse_entries(header: dict[str, Any], header_bytes: int, n_bytes: int, source: str) -> dict[str, StoredTensor]:
     """Check the entries of a header and return them in file order."""
-    entries: list[tuple[int, int, str, StoredTensor]] = []
-    for name, entry in header.items():
-        where = f"{source}: tensor {name!r}"
-        if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-            raise CheckpointError(f"{where}: must have dtype, shape and data_offsets; the file is damaged")
-        dtype, shape = strict_json.get_field(entry, "dtype", str, where), strict_json.get_counts(entry, "shape", where)
-        offsets = strict_json.get_counts(entry, "data_offsets", where)
-        if dtype not in ITEM_BYTES:
-            raise CheckpointError(f"{where}: dtype {dtype!r} is not known")
-        if len(offsets) != 2 or offsets[1] - offsets[0] != prod(shape) * ITEM_BYTES[dtype]:
-            raise CheckpointError(f"{where}: data_offsets {list(offsets)} do not fit {dtype} {list(shape)}")
-        entries.append((offsets[0], offsets[1], name, StoredTensor(dtype, shape, header_bytes + offsets[0])))
-    entries.sort(key=lambda item: item[:2])
-    position = 0
-    for begin, end, name, _ in entries:
-        if begin != position:
-            error = "overlaps the one before" if begin < position else f"leaves a gap of {begin - position} bytes"
-            raise CheckpointError(f"{source}: tensor {name!r} at {begin} {error}; the file is damaged")
-        position = end
-    if header_bytes + position != n_bytes:
+    position = header_bytes
+    found: dict[str, StoredTensor] = {}
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        begin, end = entry["data_offsets"]
+        tensor = StoredTensor(entry["dtype"], tuple(entry["shape"]), header_bytes + begin)
+        are_sizes = all(type(size) is int and size >= 0 for size in tensor.shape)
+        if not are_sizes or tensor.byte_offset != position or end - begin != tensor.n_bytes:
+            raise CheckpointError(
+                f"{source}: tensor {name!r} of {tensor.dtype} {list(tensor.shape)} at {begin} to {end} does not follow "
+                "the one before it, or has another size; the file is damaged"
+            )
+        found[name] = tensor
+        position += tensor.n_bytes
+    if position != n_bytes:
         raise CheckpointError(
-            f"{source}: has {n_bytes} bytes, its header lists {header_bytes + position}; "
-            "the file is truncated or has trailing bytes"
+            f"{source}: has {n_bytes} bytes, its header lists {position}; the file is truncated or has trailing bytes"
         )
-    return {name: tensor for _, _, name, tensor in entries}
+    return found

@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from lt_ckpt import CheckpointError, fetch_model, load_model_config, upload_to_hub
+from lt_ckpt import CheckpointError
 from lt_ckpt.cli import app
+from lt_ckpt.formats import load_model_config
 from lt_ckpt.hub.address import Address
+from lt_ckpt.hub.model import fetch_model
+from lt_ckpt.hub.upload import upload_to_hub
 
 TOKEN = "hf_aVerySecretToken"
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")

@@ -56,7 +56,7 @@ def inspect(
     import json
 
     from lt_ckpt.formats import HUB, detect_format
-    from lt_ckpt.summary import summarize_checkpoint, summarize_source, tensor_lines
+    from lt_ckpt.summary import summarize_checkpoint, summarize_source, summary_lines, tensor_lines
 
     if not path.startswith(HUB) and detect_format(Path(path)) == "lt":
         checkpoint = _resolve_checkpoint(Path(path))
@@ -69,9 +69,9 @@ def inspect(
         summary, specs = summarize_source(source), {name: group.specs for name, group in source.groups.items()}
     if as_json:
         listed = {"tensors": {g: {n: [s.dtype, list(s.shape)] for n, s in t.items()} for g, t in specs.items()}}
-        echo(json.dumps({**summary.to_dict(), **(listed if tensors else {})}, indent=2))
+        echo(json.dumps({**summary, **(listed if tensors else {})}, indent=2))
         return
-    echo("\n".join([*summary.lines(), *(tensor_lines(specs) if tensors else [])]))
+    echo("\n".join([*summary_lines(summary), *(tensor_lines(specs) if tensors else [])]))
 
 
 @app.command()
@@ -84,21 +84,15 @@ def verify(
     optimizer: Annotated[
         bool, typer.Option("--optimizer", help="Require optimizer state; with --against, compare it too.")
     ] = False,
-    logits: Annotated[
-        bool, typer.Option("--logits", help="Also compare a forward pass layer by layer (with --against).")
-    ] = False,
 ) -> None:
     """Check every byte, with the optimizer's, against its checksum, or a conversion against its source."""
-    from lt_ckpt.errors import CheckpointError
     from lt_ckpt.formats import HUB, detect_format
 
-    if logits and not against:
-        raise CheckpointError("--logits has no effect without --against; name the model to compare with")
     ours = not path.startswith(HUB) and detect_format(Path(path)) == "lt"
     if ours:
         _verify_hashes(Path(path))
     if against or optimizer or not ours:
-        _verify_model(path, against, config, optimizer=optimizer, logits=logits)
+        _verify_model(path, against, config, optimizer=optimizer)
 
 
 def _verify_hashes(path: Path) -> None:
@@ -123,7 +117,7 @@ def _verify_hashes(path: Path) -> None:
         raise CheckpointError(f"{path}: {bad} of {len(paths)} checkpoints did not verify")
 
 
-def _verify_model(path: str, against: str, config: Path | None, *, optimizer: bool, logits: bool) -> None:
+def _verify_model(path: str, against: str, config: Path | None, *, optimizer: bool) -> None:
     """Check completeness (by opening), checksums, equal replicas, and equality with another model."""
     from lt_ckpt.checksums import describe_checksums, iter_damages
     from lt_ckpt.comparison import compare, config_differences, find_replica_mismatches
@@ -152,8 +146,6 @@ def _verify_model(path: str, against: str, config: Path | None, *, optimizer: bo
             for c in found
             if not c.is_equal
         ]
-        if logits:
-            problems += _compare_logits(source, other)
     for problem in problems:
         echo(f"broken: {problem}")
     if problems:
@@ -175,23 +167,6 @@ def _select_groups(source: "Source", other: "Source", *, optimizer: bool) -> "So
     if is_fp32 and MASTER_WEIGHTS in other.groups and MASTER_WEIGHTS not in source.groups:
         return replace(source, groups={**source.groups, MASTER_WEIGHTS: source.weights})
     return source
-
-
-def _compare_logits(a: "Source", b: "Source") -> list[str]:
-    from lt_ckpt.errors import CheckpointError
-
-    try:
-        from lt_ckpt.logits import compare_logits
-    except ModuleNotFoundError as exc:
-        raise CheckpointError("--logits needs torch: pip install 'lt-ckpt[torch]'") from exc
-    vocabulary = a.weights.specs["model.embed_tokens.weight"].shape[0]
-    tokens = [(i * 7919 + 1) % vocabulary for i in range(32)]
-    problems: list[str] = []
-    for name, largest, relative in compare_logits(a, b, tokens):
-        echo(f"{name}: largest difference {largest:.3g} ({relative:.3g} of the largest value)")
-        if largest:
-            problems.append(f"{name} differs by {largest:.3g}")
-    return problems[:1]  # later differences follow from the first
 
 
 @app.command()

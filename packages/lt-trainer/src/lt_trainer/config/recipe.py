@@ -183,7 +183,7 @@ def _from_checkpoint(out: Path) -> LlamaConfig | None:
 
 def _from_pretrained(address: str, config: str) -> LlamaConfig:
     """Return the architecture of a pretrained model."""
-    from lt_ckpt import load_model_config
+    from lt_ckpt.formats import load_model_config
     from lt_model import config_from_hf
 
     with as_recipe_error(address):

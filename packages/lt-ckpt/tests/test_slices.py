@@ -1,0 +1,139 @@
+import math
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lt_ckpt import (
+    Checkpoint,
+    CheckpointError,
+    CheckpointMetadata,
+    ReadItem,
+    Shard,
+    begin_save,
+    commit_save,
+    files,
+    verify,
+    write_rank_files,
+)
+from lt_ckpt import checkpoint as checkpoint_module
+from lt_ckpt.dtypes import ITEM_BYTES
+
+
+def split(draw, box, depth):
+    """Cuts a box into random smaller ones, along any dimension, unevenly."""
+    offset, shape = box
+    dims = [d for d, n in enumerate(shape) if n > 1]
+    if not dims or depth == 0 or not draw(st.booleans()):
+        return [box]
+    dim = draw(st.sampled_from(dims))
+    cut = draw(st.integers(1, shape[dim] - 1))
+    left = (offset, (*shape[:dim], cut, *shape[dim + 1 :]))
+    right = (
+        (*offset[:dim], offset[dim] + cut, *offset[dim + 1 :]),
+        (*shape[:dim], shape[dim] - cut, *shape[dim + 1 :]),
+    )
+    return split(draw, left, depth - 1) + split(draw, right, depth - 1)
+
+
+@st.composite
+def cases(draw):
+    """Tensors with random shardings over ranks, and random slices to read."""
+    world = draw(st.integers(1, 4))
+    tensors = []
+    for i in range(draw(st.integers(1, 4))):
+        shape = tuple(draw(st.lists(st.integers(0, 7), max_size=3)))
+        dtype = draw(st.sampled_from(sorted(ITEM_BYTES)))
+        whole = ((0,) * len(shape), shape)
+        pieces = [(box, draw(st.integers(0, world - 1))) for box in split(draw, whole, 3)]
+        wants = []
+        for _ in range(draw(st.integers(0, 3))):
+            offset = tuple(draw(st.integers(0, n)) for n in shape)
+            wants.append((offset, tuple(draw(st.integers(0, n - o)) for n, o in zip(shape, offset, strict=True))))
+        tensors.append((f"t{i}", draw(st.sampled_from(["weights", "exp_avg"])), dtype, shape, pieces, [whole, *wants]))
+    return world, tensors, draw(st.integers(1, 64)), draw(st.integers(1, 64))
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases())
+def test_any_sharding_is_read_back_by_any_slicing(memory, case):
+    world, tensors, block_bytes, read_bytes = case
+    root = Path(tempfile.mkdtemp(dir=memory))
+    rng = np.random.default_rng(0)
+    arrays, per_rank = {}, {rank: [] for rank in range(world)}
+    for name, group, dtype, shape, pieces, _ in tensors:
+        array = rng.integers(0, 256, (*shape, ITEM_BYTES[dtype]), dtype=np.uint8)
+        arrays[group, name] = array
+        for (offset, size), rank in pieces:
+            part = array[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))]
+            data = np.ascontiguousarray(part).reshape(-1)
+            per_rank[rank].append(
+                Shard(group=group, name=name, dtype=dtype, global_shape=shape, offset=offset, shape=size, data=data)
+            )
+    wants = [
+        ReadItem(group=group, name=name, offset=offset, shape=shape)
+        for name, group, _, _, _, boxes in tensors
+        for offset, shape in boxes
+    ]
+    with pytest.MonkeyPatch.context() as patch:  # small limits, so that slices are read in many blocks, by many threads
+        patch.setattr(files, "BLOCK_BYTES", block_bytes)
+        patch.setattr(checkpoint_module, "READ_BYTES", read_bytes)
+        tmp = begin_save(root, step=1, world_size=world)
+        for rank in reversed(range(world)):
+            write_rank_files(tmp, rank=rank, shards=iter(per_rank[rank]))
+        checkpoint = Checkpoint.open(commit_save(tmp, world_size=world, metadata=CheckpointMetadata(step=1)))
+        assert verify(checkpoint.path).is_ok
+        got = checkpoint.read_many(wants)
+        into = [np.full_like(data, 255) for data in got]
+        checkpoint.read_into(wants, into)
+    assert all((a == b).all() for a, b in zip(got, into, strict=True))
+    for want, data in zip(wants, got, strict=True):
+        assert want.offset is not None
+        assert want.shape is not None
+        box = tuple(slice(o, o + n) for o, n in zip(want.offset, want.shape, strict=True))
+        assert data.tobytes() == arrays[want.group, want.name][box].tobytes()
+
+
+def test_columns_of_a_wide_tensor_match_numpy(tmp_path):
+    array = np.arange(300 * 400, dtype="<f4").reshape(300, 400)
+    shards = [
+        Shard(
+            group="weights",
+            name="w",
+            dtype="F32",
+            global_shape=(300, 400),
+            offset=(0, 100 * rank),
+            shape=(300, 100),
+            data=np.ascontiguousarray(array[:, 100 * rank : 100 * rank + 100]).reshape(-1).view(np.uint8),
+        )
+        for rank in range(4)
+    ]
+    tmp = begin_save(tmp_path, step=0, world_size=4)
+    for rank, shard in enumerate(shards):
+        write_rank_files(tmp, rank=rank, shards=[shard])
+    checkpoint = Checkpoint.open(commit_save(tmp, world_size=4, metadata=CheckpointMetadata(step=0)))
+    got = checkpoint.read("weights", "w", offset=(17, 50), shape=(200, 333)).view("<f4").reshape(200, 333)
+    assert (got == array[17:217, 50:383]).all()
+    assert checkpoint.read("weights", "w", offset=(299, 398)).size == math.prod((1, 2)) * 4
+    for bad in ({"offset": (0, 399), "shape": (1, 2)}, {"offset": (0,)}, {"shape": (300,)}, {"offset": (301, 0)}):
+        with pytest.raises(CheckpointError, match="does not lie"):
+            checkpoint.read("weights", "w", **bad)
+
+
+def test_targets_must_fit(tmp_path, toy):
+    checkpoint = Checkpoint.open(toy.save(tmp_path, 1))
+    want = ReadItem(group="weights", name="norm")
+    good = np.zeros(12, np.uint8)
+    checkpoint.read_into([want], [good])
+    assert good.tobytes() == toy.state(1)["weights", "norm"][1].tobytes()
+    for wrong in (
+        np.zeros(11, np.uint8),
+        np.zeros(3, np.float32),
+        np.zeros((2, 6), np.uint8),
+        np.zeros(24, np.uint8)[::2],
+    ):
+        with pytest.raises(CheckpointError, match=r"weights/norm: needs a target of 12 contiguous bytes"):
+            checkpoint.read_into([want], [wrong])
