@@ -33,9 +33,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lt_ckpt import Checkpoint, CheckpointError, Mirror, list_steps
+from lt_ckpt import Checkpoint, CheckpointError, list_steps
 from lt_ckpt.folders import COMMIT, random_id
-from lt_ckpt.s3.mirror import MirrorProblem, MirrorUpload
+from lt_ckpt.s3.mirror import Mirror, MirrorProblem, MirrorUpload
 from lt_ckpt.s3.owner import NotOwnerError, Owner, ensure_owner, read_owner
 from lt_ckpt.s3.transfer import check_upload_access, download_latest, find_latest_remote
 from lt_ckpt.summary import format_bytes
