@@ -133,7 +133,7 @@ def replace_in(path, old, new):
     ("old", "new", "message"),
     [
         (b'"file":"weights-00000.safetensors"', b'"file":"../weights-00000.safetensors"', "is not listed"),
-        (b'"weights-00000.safetensors":{', b'"/etc/passwd":{', "not the name of a file inside"),
+        (b'"weights-00000.safetensors":{', b'"/etc/passwd":{', "leads out of its folder"),
         (b'"version":2', b'"version":3', "use the version of lt-ckpt that wrote it"),
         (b'"offset":[0,0]', b'"offset":[3,0]', "overlap|does not lie"),
         (b'"byte_offset":', b'"byte_offset":8', "do not add up"),

@@ -168,17 +168,6 @@ def read_bounded(path: Path, max_bytes: int) -> bytes:
     return path.read_bytes()
 
 
-def check_name(name: str, source: str) -> str:
-    """Return the name of a file that a listing, index or manifest gives, if it stays inside its folder.
-
-    Raises:
-        CheckpointError: It is absolute, has a part that is empty, "." or "..", or does not print on one line.
-    """
-    if not name.isprintable() or "\\" in name or {"", ".", ".."} & set(name.split("/")):
-        raise CheckpointError(f"{source}: {name!r} is not the name of a file inside its folder")
-    return name
-
-
 def iter_blocks(path: Path, position: int, n_bytes: int) -> Iterator[memoryview]:
     """Yield a range of a file in blocks, which share one buffer; a `CheckpointError` says that the file ends early."""
     buffer = memoryview(bytearray(min(n_bytes, BLOCK_BYTES)))

@@ -14,7 +14,7 @@ import xxhash
 
 from lt_ckpt import json_objects
 from lt_ckpt.errors import CheckpointError
-from lt_ckpt.files import check_name
+from lt_ckpt.file_names import check_name
 from lt_ckpt.records import (
     FileRecords,
     OptimizerRecord,

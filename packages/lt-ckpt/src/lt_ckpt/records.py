@@ -19,7 +19,7 @@ from typing import Any
 from lt_ckpt import json_objects
 from lt_ckpt.dtypes import item_bytes
 from lt_ckpt.errors import CheckpointError
-from lt_ckpt.files import check_name
+from lt_ckpt.file_names import check_name
 from lt_ckpt.shards import Ints, find_tiling_error, is_inside
 from lt_ckpt.tensorfile import TensorSpec
 

@@ -14,6 +14,7 @@ while writing; rank 0 also reads the rank manifests and the headers.
 import os
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from math import prod
@@ -54,7 +55,7 @@ from lt_ckpt.records import (
     validate_records,
 )
 from lt_ckpt.shards import Shard
-from lt_ckpt.tensorfile import HashingSafetensorsWriter, TensorSpec, file_order
+from lt_ckpt.tensorfile import HashingSafetensorsWriter, TensorSpec
 
 
 def begin_save(root: str | os.PathLike[str], *, step: int, world_size: int) -> Path:
@@ -126,7 +127,11 @@ def write_rank_files(
     try:
         shard_list = list(shards)
         with translate_os_errors(f"writing the files of rank {rank}", folder):
-            written, tensors = (writer or _SafetensorsRankWriter(rank, marker.step)).write(folder, shard_list)
+            written, tensors = (
+                writer.write(folder, shard_list)
+                if writer is not None
+                else _write_safetensors(folder, rank, marker.step, shard_list)
+            )
             files.fsync_folder(folder)
             manifest = RankManifest(rank=rank, save_id=marker.save_id, files=written, tensors=tensors)
             files.write_file(folder / f"part-{rank:05d}.json", json_objects.dumps(manifest, "the rank manifest"))
@@ -136,62 +141,52 @@ def write_rank_files(
         raise
 
 
-class _SafetensorsRankWriter:
-    """Writer of our own files: one per group, of any slices."""
+def _write_safetensors(
+    folder: Path, rank: int, step: int, shards: Iterable[Shard]
+) -> tuple[FileRecords, TensorRecords]:
+    """Write shards as our own files, one per group.
 
-    def __init__(self, rank: int, step: int) -> None:
-        self._rank, self._step = rank, step
-
-    def write(self, folder: Path, shards: Iterable[Shard]) -> tuple[FileRecords, TensorRecords]:
-        groups: dict[str, list[Shard]] = {}
-        for shard in shards:
-            if prod(shard.shape) or not prod(shard.global_shape):
-                groups.setdefault(shard.group, []).append(shard)
-        written: FileRecords = {}
-        tensors: TensorRecords = {}
-        for group, members in groups.items():
-            name = f"{group}-{self._rank:05d}.safetensors"
-            metadata = {"format": "lt", "group": group, "rank": str(self._rank), "step": str(self._step)}
-            written[name], tensors[group] = _write_group(folder / name, members, metadata)
-        return written, tensors
-
-
-def _assign_keys(shards: Iterable[Shard]) -> dict[str, Shard]:
-    """Assign each shard its key in the file: its name, with `#1`, `#2`, ... from its second shard on."""
-    keyed: dict[str, Shard] = {}
-    seen: dict[str, int] = {}
+    In a file a shard's key is its name, with `#1`, `#2`, ... from the tensor's second shard on.
+    """
+    groups: dict[str, dict[str, Shard]] = {}
+    numbers: Counter[tuple[str, str]] = Counter()
     for shard in shards:
-        number = seen.get(shard.name, 0)
-        seen[shard.name] = number + 1
-        keyed[f"{shard.name}#{number}" if number else shard.name] = shard
-    return keyed
-
-
-def _write_group(
-    path: Path, shards: Iterable[Shard], metadata: Mapping[str, str]
-) -> tuple[FileRecord, dict[str, TensorRecord]]:
-    keyed = _assign_keys(shards)
-    entries = {key: TensorSpec(shard.dtype, shard.shape) for key, shard in keyed.items()}
-    records: dict[str, TensorRecord] = {}
-    with HashingSafetensorsWriter(path, entries, metadata) as writer:
-        for key in file_order(entries):
-            shard = keyed[key]
-            piece = SliceRecord(
-                file=path.name,
-                key=key,
-                byte_offset=writer.header.tensors[key].byte_offset,
-                offset=shard.offset,
-                shape=shard.shape,
-                xxh3_128=writer.write(key, [shard.bytes()]),
-            )
-            old = records.get(shard.name)
-            spec = TensorSpec(shard.dtype, shard.global_shape)
-            if old is not None and old.spec != spec:
-                raise CheckpointError(f"tensor {shard.group}/{shard.name}: two shards differ in dtype or global shape")
-            slices = (*(old.slices if old else ()), piece)
-            records[shard.name] = TensorRecord(dtype=spec.dtype, shape=spec.shape, slices=slices)
-    file = writer.header
-    return FileRecord(n_bytes=file.n_bytes, hashed_bytes=file.header_bytes, xxh3_128=file.header_hash), records
+        if prod(shard.shape) or not prod(shard.global_shape):
+            number = numbers[shard.group, shard.name]
+            numbers[shard.group, shard.name] += 1
+            groups.setdefault(shard.group, {})[f"{shard.name}#{number}" if number else shard.name] = shard
+    written: FileRecords = {}
+    tensors: TensorRecords = {}
+    for group, members in groups.items():
+        path = folder / f"{group}-{rank:05d}.safetensors"
+        metadata = {"format": "lt", "group": group, "rank": str(rank), "step": str(step)}
+        specs = {key: TensorSpec(shard.dtype, shard.shape) for key, shard in members.items()}
+        slices: dict[str, list[SliceRecord]] = {}
+        wholes: dict[str, TensorSpec] = {}
+        with HashingSafetensorsWriter(path, specs, metadata) as writer:
+            header = writer.header
+            for key, stored in header.tensors.items():
+                shard = members[key]
+                whole = TensorSpec(shard.dtype, shard.global_shape)
+                if wholes.setdefault(shard.name, whole) != whole:
+                    raise CheckpointError(f"tensor {group}/{shard.name}: two shards differ in dtype or global shape")
+                piece = SliceRecord(
+                    file=path.name,
+                    key=key,
+                    byte_offset=stored.byte_offset,
+                    offset=shard.offset,
+                    shape=shard.shape,
+                    xxh3_128=writer.write(key, [shard.bytes()]),
+                )
+                slices.setdefault(shard.name, []).append(piece)
+        written[path.name] = FileRecord(
+            n_bytes=header.n_bytes, hashed_bytes=header.header_bytes, xxh3_128=header.header_hash
+        )
+        tensors[group] = {
+            name: TensorRecord(dtype=spec.dtype, shape=spec.shape, slices=tuple(slices[name]))
+            for name, spec in wholes.items()
+        }
+    return written, tensors
 
 
 def _record_of_bytes(data: bytes) -> FileRecord:
@@ -330,7 +325,9 @@ def commit_save(
             **_write_nxd_markers(folder, written),
         }
         manifest = CheckpointManifest(**saved, world_size=world_size, files=all_files, tensors=tensors).to_bytes()
-        aside = _displaced_path(target, marker.save_id, overwrite=overwrite)
+        aside = target.with_name(f"{target.name}.aside-{marker.save_id}") if os.path.lexists(target) else None
+        if aside is not None and not overwrite and verify(target).is_loadable:
+            raise AlreadySavedError(target)
         files.write_file(folder / MANIFEST, manifest)
         files.write_file(folder / COMMIT, make_commit(manifest, marker.step))
         if aside is not None:
@@ -340,15 +337,6 @@ def commit_save(
         if aside is not None and overwrite:
             remove_checkpoint(aside)
     return target
-
-
-def _displaced_path(target: Path, save_id: str, *, overwrite: bool) -> Path | None:
-    """Return the path to which an existing folder of the same step is moved, or None without one."""
-    if not os.path.lexists(target):
-        return None
-    if not overwrite and verify(target).is_loadable:
-        raise AlreadySavedError(target)
-    return target.with_name(f"{target.name}.aside-{save_id}")
 
 
 def discard_save(tmp: str | os.PathLike[str]) -> None:
