@@ -306,8 +306,9 @@ def commit_save(
     with translate_os_errors("committing", folder):
         wait_for_rank_manifests(folder, world_size, timeout_s, is_cancelled)
         parts, own_files = read_rank_manifests(folder, marker)
-        written, tensors = merge_rank_manifests(parts)
-        validate_records(written, tensors, str(folder))
+        with json_objects.translate_format_errors(str(folder)):
+            written, tensors = merge_rank_manifests(parts)
+            validate_records(written, tensors, str(folder))
         check_optimizer_slots(metadata.optimizer, tensors, str(folder))
         if expected_specs is not None:
             specs = {

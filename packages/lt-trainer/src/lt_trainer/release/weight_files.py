@@ -15,8 +15,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from lt_ckpt import Checkpoint, Source, list_steps, open_source
-from lt_ckpt.errors import CheckpointError
+from lt_ckpt import Checkpoint, CheckpointError, Source, list_steps, open_source
 from lt_ckpt.hf.export import export_hf
 from lt_ckpt.integrity import verify as verify_checkpoint
 from lt_ckpt.source import TensorReader
