@@ -119,15 +119,6 @@ def test_tables_give_all_columns(fast_path: Path, module: str, tokenizer: Tokeni
     assert texts_of(fast_path / "store") == [f"TEXT {i}!" for i in range(290, 300)]
 
 
-def test_a_column_that_is_not_text_is_a_bad_row(fast_path: Path) -> None:
-    broken = pa.array([b"a", b"\xff"], pa.binary()).view(pa.string())
-    pyarrow.parquet.write_table(pa.table({"text": ["one", "two"], "url": broken}), fast_path / "rows.parquet")
-    assert len(list(DocumentReader([fast_path / "rows.parquet"]))) == 2
-    reader = DocumentReader([fast_path / "rows.parquet"], SourceOptions(keep_fields=True, on_bad="skip"))
-    assert [document.text for document in reader] == ["one"]
-    assert reader.skipped == {"unreadable column": 1}
-
-
 def test_ids_and_documents_of_the_caller(fast_path: Path, module: str, tokenizer: Tokenizer) -> None:
     lines = [json.dumps({"input_ids": [0, 5, 6, 7, 0], "attention_mask": [0, 1, 1, 1, 0]})]
     Path("ids.jsonl").write_text("\n".join(lines))
@@ -144,32 +135,31 @@ def test_ids_and_documents_of_the_caller(fast_path: Path, module: str, tokenizer
         prepare(["a.txt"], tokenizer=tokenizer, out="text", record_map=f"{module}:select")
 
 
-@pytest.mark.usefixtures("small_batches", "rows")
+@pytest.mark.usefixtures("rows")
 def test_a_changed_function_never_resumes(
     fast_path: Path, module: str, tokenizer: Tokenizer, contents: Contents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options: dict[str, Any] = {"tokenizer": tokenizer, "record_map": f"{module}:select", "unit_bytes": 3000}
-    prepare(["in"], out="whole", **options)
+    job: dict[str, Any] = {"tokenizer": tokenizer, "record_map": f"{module}:select", "unit_bytes": 3000}
+    prepare(["in"], out="whole", **job)
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        prepare(["in"], out="store", progress=interrupt, **options)
+        prepare(["in"], out="store", progress=interrupt, **job)
     with pytest.raises(DataError, match=r"map \(arguments\) was \{\} and is \{'least': 1\}"):
-        prepare(["in"], out="store", map_args={"least": 1}, **options)
+        prepare(["in"], out="store", map_args={"least": 1}, **job)
     with pytest.raises(DataError, match=r"map \(function\) was filter_.* and is None"):
-        prepare(["in"], out="store", **{**options, "record_map": None})
+        prepare(["in"], out="store", **{**job, "record_map": None})
     (fast_path / f"{module}.py").write_text(CODE + "# changed\n")
     with pytest.raises(DataError, match="its code was changed after it was imported; start Python again"):
-        prepare(["in"], out="store", **options)
-    monkeypatch.setattr("lt_data.preparation.record_map._imported", {})  # as a new process
-    with pytest.raises(DataError, match=r"other settings: map \(sha256\) was [0-9a-f]{64} and is"):
-        prepare(["in"], out="store", **options)
-    monkeypatch.undo()
+        prepare(["in"], out="store", **job)
+    with monkeypatch.context() as patch:
+        patch.setattr("lt_data.preparation.record_map._imported", {})  # as a new process
+        with pytest.raises(DataError, match=r"other settings: map \(sha256\) was [0-9a-f]{64} and is"):
+            prepare(["in"], out="store", **job)
     (fast_path / f"{module}.py").write_text(CODE)
-    monkeypatch.chdir(fast_path)
-    prepare(["in"], out="store", **options)
+    prepare(["in"], out="store", **job)
     assert contents(fast_path / "store") == contents(fast_path / "whole")
 
 
@@ -223,11 +213,13 @@ def test_errors_name_the_function(
 
 def test_reasons_are_categories(fast_path: Path, module: str, tokenizer: Tokenizer) -> None:
     Path("many.jsonl").write_text("\n".join(json.dumps({"text": "x", "score": i}) for i in range(101)))
-    with pytest.raises(DataError, match=r"many\.jsonl:101: .*more than 100 reasons; return categories"):
-        prepare(["many.jsonl"], tokenizer=tokenizer, out="store", record_map=f"{module}:counts")
     Path("broken.py").write_text("1 / 0")
-    with pytest.raises(DataError, match="importing it raised ZeroDivisionError"):
-        prepare(["many.jsonl"], tokenizer=tokenizer, out="store", record_map="broken:f")
+    for function, said in (
+        (f"{module}:counts", r"many\.jsonl:101: .*more than 100 reasons; return categories"),
+        ("broken:f", "importing it raised ZeroDivisionError"),
+    ):
+        with pytest.raises(DataError, match=said):
+            prepare(["many.jsonl"], tokenizer=tokenizer, out="store", record_map=function)
     assert not (fast_path / "store").exists()
 
 

@@ -15,7 +15,6 @@ from lt_data import (
     Document,
     DocumentTotals,
     Selection,
-    StoreManifest,
     Tokenizer,
     TokenStore,
     prepare,
@@ -143,19 +142,6 @@ def test_selections_that_cannot_be(options: dict[str, int], said: str) -> None:
         Selection(**options)
 
 
-def test_a_manifest_whose_counts_do_not_add_up_is_refused(whole: dict[str, bytes]) -> None:
-    values = json.loads(whole["manifest.json"])
-    assert StoreManifest.from_dict(values, "good").is_consistent
-    for path in (("read", "documents"), ("read", "tokens"), ("left_out", "duplicate", "documents"), ("text_bytes",)):
-        changed = json.loads(whole["manifest.json"])
-        place = changed
-        for name in path[:-1]:
-            place = place[name]
-        place[path[-1]] += 1
-        with pytest.raises(DataError, match="read does not match the other fields"):
-            StoreManifest.from_dict(changed, "bad")
-
-
 def test_limits_are_inclusive_and_count_bos_and_eos(memory: Path, tokenizer: Tokenizer) -> None:
     given = ["a", "ab 1", "the quick brown fox"]
     sizes = [ids.size + 2 for ids in tokenizer.encode_batch(given)]
@@ -183,24 +169,3 @@ def test_the_first_of_equal_documents_stays(memory: Path, tokenizer: Tokenizer) 
     store = TokenStore(out)
     found = [tokenizer.decode(store[i]) for i in range(store.n_documents)]
     assert found == ["b", "a", "b ", "\u00e9", "e\u0301"]  # byte for byte: nothing is normalized
-
-
-class _CountedText(str):
-    """Text that counts how often it is encoded."""
-
-    encoded = 0
-
-    def encode(self, *args: Any, **options: Any) -> bytes:
-        _CountedText.encoded += 1
-        return super().encode(*args, **options)
-
-
-@pytest.mark.parametrize("drop_duplicates", [False, True])
-def test_a_text_is_encoded_to_utf8_once(tmp_path: Path, tokenizer: Tokenizer, drop_duplicates: bool) -> None:
-    texts = [_CountedText(f"東京 {i} {'word ' * i}") for i in range(20)]
-    _CountedText.encoded = 0
-    selection = Selection(drop_duplicates=drop_duplicates, max_tokens=40)
-    documents = [Document(text=text, source="text") for text in texts]
-    manifest = prepare(documents, tokenizer=tokenizer, out=tmp_path / "store", selection=selection, engine="hf")
-    assert 0 < manifest.left_out["too many tokens"].documents < 20
-    assert _CountedText.encoded == 20
