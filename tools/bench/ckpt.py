@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import mmap
 import os
 import platform
 import random
@@ -46,12 +47,11 @@ from lt_ckpt import (
     Shard,
     begin_save,
     commit_save,
-    direct_io,
     tensorfile,
     write_rank_files,
 )
 from lt_ckpt.async_save import AsyncRankSaver
-from lt_ckpt.readahead import READER_THREADS
+from lt_ckpt.checkpoint import READER_THREADS
 from lt_model import LlamaConfig, param_specs
 
 CONFIG = LlamaConfig(
@@ -64,6 +64,7 @@ CONFIG = LlamaConfig(
     max_position_embeddings=4096,
 )
 ITEM_BYTES = 2
+BLOCK_BYTES = 8 * 2**20
 TENSORS = [(parameter.name, tuple(parameter.shape)) for parameter in param_specs(CONFIG)]
 N_BYTES = sum(prod(shape) for _, shape in TENSORS) * ITEM_BYTES
 
@@ -99,8 +100,8 @@ def record_time(times: dict[str, list[float]], name: str):
 
 
 def make_aligned_block() -> np.ndarray:
-    """Return an aligned block as the package uses it: of huge pages, if the system has them."""
-    block = direct_io.acquire_block(direct_io.BLOCK_BYTES)
+    """Return a block of whole pages, as O_DIRECT needs it."""
+    block = np.frombuffer(mmap.mmap(-1, BLOCK_BYTES), np.uint8)
     block[:] = np.frombuffer(os.urandom(len(block)), np.uint8)
     return block
 
@@ -113,10 +114,7 @@ def save_checkpoint(root: Path, step: int, state: list[Shard]) -> Path:
 
 def write_raw(path: Path, block: np.ndarray) -> None:
     """Write as many bytes as the state has, through one aligned block."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-    assert direct_io.enable_direct_io(descriptor), (
-        "--folder: its file system does not support O_DIRECT, so the limit cannot be measured"
-    )
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT)
     for position in range(0, N_BYTES - len(block) + 1, len(block)):
         os.pwrite(descriptor, block.data, position)
     os.fsync(descriptor)
@@ -125,8 +123,7 @@ def write_raw(path: Path, block: np.ndarray) -> None:
 
 def read_raw(path: Path, blocks: list[np.ndarray]) -> None:
     """Read the file into aligned blocks, one thread per block."""
-    descriptor = os.open(path, os.O_RDONLY)
-    assert direct_io.enable_direct_io(descriptor)
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
     positions, lock = iter(range(0, N_BYTES, len(blocks[0]))), threading.Lock()
 
     def work(block: np.ndarray) -> None:

@@ -80,7 +80,7 @@ def verify(path: str | os.PathLike[str], *, progress: files.ProgressCallback | N
 
     def check(name: str) -> list[str]:
         try:
-            return _check_file(folder / name, manifest.files[name], slices.get(name, {}), count_bytes)
+            return _check_file(folder / name, manifest.files[name], slices.get(name, []), count_bytes)
         except CheckpointError as exc:
             return [str(exc)]
 
@@ -95,22 +95,22 @@ def verify(path: str | os.PathLike[str], *, progress: files.ProgressCallback | N
     )
 
 
-def _slices_by_file(manifest: CheckpointManifest) -> dict[str, dict[str, tuple[int, int, str]]]:
-    """Return file → key → byte offset, bytes and hash of each slice, without files that are hashed as a whole."""
-    found: dict[str, dict[str, tuple[int, int, str]]] = {}
+def _slices_by_file(manifest: CheckpointManifest) -> dict[str, list[tuple[str, int, int, str]]]:
+    """Return file → key, byte offset, bytes and hash of each slice, without files that are hashed as a whole."""
+    found: dict[str, list[tuple[str, int, int, str]]] = {}
     for members in manifest.tensors.values():
         for record in members.values():
             for piece in record.slices:
                 if piece.xxh3_128:
-                    stored = piece.byte_offset, record.slice_bytes(piece), piece.xxh3_128
-                    found.setdefault(piece.file, {})[piece.key] = stored
+                    stored = piece.key, piece.byte_offset, record.slice_bytes(piece), piece.xxh3_128
+                    found.setdefault(piece.file, []).append(stored)
     return found
 
 
 def _check_file(
     path: Path,
     record: FileRecord,
-    slices: dict[str, tuple[int, int, str]],
+    slices: list[tuple[str, int, int, str]],
     count_bytes: Callable[[int], None],
 ) -> list[str]:
     """Return the problems of one file."""
@@ -130,6 +130,6 @@ def _check_file(
             return [f"{path}: its {'header has' if slices else 'bytes have'} changed since it was written"]
         return [
             f"{path}: the bytes of tensor {key} have changed since they were written"
-            for key, stored in slices.items()
-            if has_changed(*stored)
+            for key, position, n_bytes, expected in slices
+            if has_changed(position, n_bytes, expected)
         ]

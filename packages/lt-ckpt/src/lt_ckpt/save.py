@@ -305,8 +305,8 @@ def commit_save(
     target = folder.parent / step_folder_name(marker.step)
     with translate_os_errors("committing", folder):
         wait_for_rank_manifests(folder, world_size, timeout_s, is_cancelled)
-        parts, own_files = read_rank_manifests(folder, marker)
         with json_objects.translate_format_errors(str(folder)):
+            parts, own_files = read_rank_manifests(folder, marker)
             written, tensors = merge_rank_manifests(parts)
             validate_records(written, tensors, str(folder))
         check_optimizer_slots(metadata.optimizer, tensors, str(folder))
