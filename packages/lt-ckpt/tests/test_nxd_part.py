@@ -560,17 +560,17 @@ def test_a_manifest_that_lies_about_nxds_files_is_refused(saved):
 
     assert forged(saved, lambda m: None) == ""
     cases: list[tuple[str, Callable[[dict[str, Any]], object]]] = [
-        ("do not add up", lambda m: tensor(m, norm)["slices"][0].update(begin=10**9)),
-        ("a hash for its slice", lambda m: tensor(m, norm)["slices"][0].update(xxh3_128="0" * 32)),
+        ("do not add up", lambda m: tensor(m, norm)["slices"][0].update(byte_offset=10**9)),
+        ("needs one hash", lambda m: tensor(m, norm)["slices"][0].update(xxh3_128="0" * 32)),
         (
             "a replica matches none of its slices",
             lambda m: tensor(m, norm)["replicas"][0].update(shape=[3], offset=[1]),
         ),
-        ("does not lie in it", lambda m: tensor(m, norm)["replicas"][0].update(offset=[9])),
+        ("a replica matches none of its slices", lambda m: tensor(m, norm)["replicas"][0].update(offset=[9])),
         ("hold 256 of 512 elements", lambda m: tensor(m, embed)["slices"].pop()),
-        ("bytes are hashed", lambda m: m["files"][file].update(hashed_bytes=1)),
-        ("not a name that", lambda m: rename(m, "model/../../dp_rank_00_tp_rank_00_pp_rank_00.pt")),
-        ("not a name that", lambda m: rename(m, "model/dp_rank_00_tp_rank_00_pp_rank_00.pt.tensors/../x")),
+        ("needs one hash", lambda m: m["files"][file].update(hashed_bytes=1)),
+        ("leads out of its folder", lambda m: rename(m, "model/../../dp_rank_00_tp_rank_00_pp_rank_00.pt")),
+        ("leads out of its folder", lambda m: rename(m, "model/dp_rank_00_tp_rank_00_pp_rank_00.pt.tensors/../x")),
         ("is not listed", lambda m: tensor(m, norm)["slices"][0].update(file="optim/done")),
     ]
     for message, change in cases:

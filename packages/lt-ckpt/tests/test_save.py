@@ -252,6 +252,11 @@ def test_discard_removes_a_failed_save_only(tmp_path, toy):
     (tmp_path / "mine" / "file").write_text("x", encoding="utf-8")
     with pytest.raises(CheckpointError, match="reading failed"):
         discard_save(tmp_path / "mine")
+    tmp = begin_save(tmp_path, step=3, world_size=1)
+    (tmp / "notes.txt").write_text("mine", encoding="utf-8")
+    with pytest.raises(CheckpointError, match="not removed"):
+        discard_save(tmp)
+    assert (tmp / "notes.txt").read_text(encoding="utf-8") == "mine"
 
 
 def test_tensors_from_functions_are_asked_for_one_at_a_time(tmp_path):

@@ -6,9 +6,9 @@
     .trash-<id>                        a folder being removed
 
 Every folder of a save contains `save.json`: the save's id, step, world size and the process that began it. Only a
-folder with that marker is removed, and it is renamed to `.trash-` first, so that a half-removed checkpoint never has a
-checkpoint's name. The next save finishes a removal that was cut off. A save is abandoned if its process, on this
-machine, is gone, or if none of its files has changed for `ABANDONED_AFTER_S`.
+folder with that marker and without files of others is removed. It is renamed to `.trash-` first, so that a half-removed
+checkpoint never has a checkpoint's name; the next save finishes a removal that was cut off. A save is abandoned if its
+process, on this machine, is gone, or if none of its files has changed for `ABANDONED_AFTER_S`.
 """
 
 import os
@@ -22,6 +22,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import xxhash
+
 from lt_ckpt import files, json_objects
 from lt_ckpt.errors import CheckpointError, translate_os_errors
 
@@ -30,6 +32,13 @@ MANIFEST, COMMIT, TOKENIZER, HF = "manifest.json", "COMMIT", "tokenizer", "hf"
 STEP_FOLDER = re.compile(r"step-(\d{8,12})(\.aside-[0-9a-f]{16})?")
 TMP_FOLDER = re.compile(r"\.tmp-step-\d{8,12}-[0-9a-f]{16}")
 TRASH_FOLDER = re.compile(r"\.trash-[0-9a-f]{16}")
+CHECKPOINT_FILE = re.compile(
+    r"COMMIT|(manifest|save|part-\d{5,9})\.json|failed-\d{5,9}|[a-z][a-z0-9_]{0,63}-\d{5,9}\.safetensors|"
+    r"tokenizer/(additional_chat_templates/)?[^/]+|hf/(generation_)?config\.json|(scheduler|user_content)\.pt|"
+    r"(model|optim)/dp_rank_\d+_tp_rank_\d+_pp_rank_\d+\.pt(\.info\.pt|\.tensors/tensor_\d+\.pt)?|checkpoint|done"
+)
+"""Names of all files that saves write. A folder with any other is not removed."""
+
 ABANDONED_AFTER_S = 3600
 """The clocks of the machines and of their file server must agree better than this."""
 
@@ -37,6 +46,11 @@ ABANDONED_AFTER_S = 3600
 def random_id() -> str:
     """Return 16 random hex digits."""
     return secrets.token_hex(8)
+
+
+def _host_id() -> str:
+    """Return an anonymous id of this machine."""
+    return xxhash.xxh3_64_hexdigest(socket.gethostname())
 
 
 def step_folder_name(step: int) -> str:
@@ -51,7 +65,7 @@ class SaveMarker:
     save_id: str = field(default_factory=random_id)
     step: int
     world_size: int
-    host: str = field(default_factory=socket.gethostname)
+    host: str = field(default_factory=_host_id)
     pid: int = field(default_factory=os.getpid)
 
     def to_bytes(self) -> bytes:
@@ -79,7 +93,7 @@ def _is_abandoned(folder: Path) -> bool:
     """Return True if nobody writes the save in a temporary folder any more."""
     with suppress(CheckpointError):  # killed before it had its marker, or about to write it
         marker = read_save_marker(folder)
-        if marker.host == socket.gethostname():
+        if marker.host == _host_id():
             try:
                 os.kill(marker.pid, 0)
             except ProcessLookupError:
@@ -113,19 +127,19 @@ def remove_abandoned_saves(root: Path) -> list[Path]:
 
 
 def remove_checkpoint(folder: Path) -> bool:
-    """Remove a folder that a save made, with all that is in it.
+    """Remove a folder that a save made.
 
     Returns:
-        False, with nothing touched, if it has no save marker; a save that was killed before it had one is removed.
+        False, with nothing touched, if it has no save marker or a file that no save wrote. A save that was killed
+        before it had its marker is removed.
 
     Raises:
         CheckpointError: The system refuses.
     """
     with translate_os_errors("removing", folder):
-        begun = TMP_FOLDER.fullmatch(folder.name) and all(
-            files.finished_name(name) == SAVE_MARKER for name in os.listdir(folder)
-        )
-        if folder.is_symlink() or not (begun or (folder / SAVE_MARKER).is_file()):
+        names = [files.finished_name(name) for name in iter_files(folder)]
+        is_ours = TMP_FOLDER.fullmatch(folder.name) if set(names) <= {SAVE_MARKER} else SAVE_MARKER in names
+        if folder.is_symlink() or not is_ours or not all(map(CHECKPOINT_FILE.fullmatch, names)):
             return False
         trash = folder.with_name(f".trash-{random_id()}")
         files.rename(folder, trash)

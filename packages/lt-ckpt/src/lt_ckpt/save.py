@@ -348,4 +348,5 @@ def discard_save(tmp: str | os.PathLike[str]) -> None:
     """
     folder = Path(tmp)
     read_save_marker(folder)
-    remove_checkpoint(folder)
+    if not remove_checkpoint(folder):
+        raise CheckpointError(f"{folder}: not removed: it contains files that no save of ours wrote")

@@ -12,7 +12,6 @@ Cost: a listing of the folder every few seconds, a few requests per checkpoint, 
 """
 
 import os
-import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -23,7 +22,7 @@ from pathlib import Path
 from lt_ckpt import files
 from lt_ckpt.discovery import list_steps
 from lt_ckpt.errors import CheckpointError, translate_os_errors
-from lt_ckpt.folders import COMMIT, MANIFEST, STEP_FOLDER, step_folder_name
+from lt_ckpt.folders import CHECKPOINT_FILE, COMMIT, MANIFEST, STEP_FOLDER, step_folder_name
 from lt_ckpt.records import NXD_DONE_MARKER
 from lt_ckpt.s3.checkpoint_list import MAX_COMMIT_BYTES, list_checkpoint
 from lt_ckpt.s3.owner import NotOwnerError, Owner, ensure_owner
@@ -35,12 +34,6 @@ from lt_data.remote.upload import upload
 
 STOP_TIMEOUT_S = 60.0
 """How long `close` waits for a request in flight after its timeout."""
-
-
-_CHECKPOINT_FILE = re.compile(
-    r"COMMIT|(manifest|save|part-\d{5,9})\.json|[a-z][a-z0-9_]{0,63}-\d{5,9}\.safetensors|(tokenizer|hf|model|optim)/.+|"
-    r"(scheduler|user_content)\.pt|checkpoint|done"
-)
 
 
 class _StoppedError(Exception):
@@ -91,7 +84,7 @@ class MirrorUpload:
 
 def _is_checkpoint_file(name: str) -> bool:
     """Return True if an object's name is one of a checkpoint's file."""
-    return _CHECKPOINT_FILE.fullmatch(name) is not None
+    return CHECKPOINT_FILE.fullmatch(name) is not None
 
 
 def _is_in_checkpoint(name: str) -> bool:
