@@ -50,7 +50,7 @@ def random_id() -> str:
 
 def _host_id() -> str:
     """Return an anonymous id of this machine."""
-    return xxhash.xxh3_64_hexdigest(socket.gethostname())
+    return xxhash.xxh3_64_hexdigest(socket.gethostname().encode())
 
 
 def step_folder_name(step: int) -> str:
