@@ -568,7 +568,7 @@ def test_a_manifest_that_lies_about_nxds_files_is_refused(saved):
         ),
         ("a replica matches none of its slices", lambda m: tensor(m, norm)["replicas"][0].update(offset=[9])),
         ("hold 256 of 512 elements", lambda m: tensor(m, embed)["slices"].pop()),
-        ("needs one hash", lambda m: m["files"][file].update(hashed_bytes=1)),
+        ("1 are listed", lambda m: m["files"][file].update(hashed_bytes=1)),
         ("leads out of its folder", lambda m: rename(m, "model/../../dp_rank_00_tp_rank_00_pp_rank_00.pt")),
         ("leads out of its folder", lambda m: rename(m, "model/dp_rank_00_tp_rank_00_pp_rank_00.pt.tensors/../x")),
         ("is not listed", lambda m: tensor(m, norm)["slices"][0].update(file="optim/done")),
