@@ -90,26 +90,27 @@ def make_tokenizer(vocabulary: int) -> Any:
 
 def compare_imports(folder: Path, peer: str) -> list[str]:
     """Import the peer's files and compare stores and files with ours; return a line for each comparison."""
-    from lt_data import TokenStore
-    from lt_data.exports.import_tokens import ImportOptions, import_tokens
+    from lt_data import SourceOptions, TokenStore, prepare
+    from lt_data.exports.import_tokens import import_tokens
+    from lt_data.exports.options import ImportOptions
 
     same: list[str] = []
     for name, vocabulary in STORES.items():
         store = TokenStore(folder / name / "store")
-        import_tokens(
-            folder / name / "theirs",
-            options=ImportOptions(format=peer),  # pyright: ignore[reportArgumentType]
-            tokenizer=make_tokenizer(vocabulary),
-            out=folder / name / "back",
-        )
-        back = TokenStore(folder / name / "back")
+        theirs, tokenizer, back = folder / name / "theirs", make_tokenizer(vocabulary), folder / name / "back"
+        if peer == "hf":
+            source_options = SourceOptions(tokens_field="input_ids")
+            prepare([theirs], options=source_options, tokenizer=tokenizer, out=back, bos=False, eos=False)
+        else:
+            import_tokens(theirs, options=ImportOptions(format="megatron"), tokenizer=tokenizer, out=back)
+        back = TokenStore(back)
         assert np.array_equal(back.lengths, store.lengths), f"{name}: documents differ"
         assert np.array_equal(back.tokens(0, back.n_tokens), store.tokens(0, store.n_tokens)), f"{name}: ids differ"
         same.append(f"{name}: {back.n_documents} documents, {back.n_tokens} tokens of its writer imported")
         if peer == "hf":
             continue  # its files are split differently and have another version
         ours = folder / name / "documents"
-        theirs = sorted((folder / name / "theirs").iterdir())
+        theirs = sorted(theirs.iterdir())
         files = [path for path in sorted(ours.iterdir()) if path.suffix in (".bin", ".idx")]
         assert [path.name for path in files] == [path.name for path in theirs], f"{name}: file names differ"
         for ours_file, theirs_file in zip(files, theirs, strict=True):

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from lt_data.display.report import write_report
     from lt_data.errors import DataError
     from lt_data.exports.export import export
-    from lt_data.exports.import_tokens import ImportOptions, ImportReport, import_tokens
-    from lt_data.exports.options import ExportOptions, ExportReport
+    from lt_data.exports.import_tokens import import_tokens
+    from lt_data.exports.options import ExportOptions, ExportReport, ImportOptions, ImportReport
     from lt_data.packing.pack_index import PackIndex
     from lt_data.packing.packs import open_pack, pack
     from lt_data.preparation.append import append
@@ -54,8 +54,8 @@ _MODULES = {
     "EpochSteps": "analysis.steps",
     "ExportOptions": "exports.options",
     "ExportReport": "exports.options",
-    "ImportOptions": "exports.import_tokens",
-    "ImportReport": "exports.import_tokens",
+    "ImportOptions": "exports.options",
+    "ImportReport": "exports.options",
     "InspectedRow": "analysis.inspection",
     "KeyedPermutation": "streaming.permutation",
     "LeftOut": "preparation.record_map",

@@ -1,32 +1,52 @@
-"""Common behavior of all formats: options, disk space, atomic folders, synced files, manifest, refusals."""
+"""What all formats share: options, atomic and synced folders, totals; and what the readers of each format find."""
 
 import errno
-import hashlib
+import gzip
 import json
 import os
-import shutil
 import subprocess
 import sys
-from collections import namedtuple
+from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
+from transformers import default_data_collator
 
-from lt_data import DataError, Document, Tokenizer, TokenStore, prepare, storage, train_bpe
-from lt_data.exports import disk_space
+from lt_data import (
+    DataError,
+    Document,
+    RowReader,
+    SourceOptions,
+    Tokenizer,
+    TokenStore,
+    pack,
+    prepare,
+    storage,
+    train_bpe,
+)
+from lt_data.exports import job, smp
 from lt_data.exports.export import export
-from lt_data.exports.import_tokens import ImportOptions, import_tokens
 from lt_data.exports.options import ExportOptions
 
-SHAPES: list[dict[str, Any]] = [
-    {"to": "hf"},
-    {"to": "hf", "seq_len": 64},
-    {"to": "megatron"},
-    {"to": "smp"},
-    {"to": "litespark", "seq_len": 64},
-]
+SHAPES = pytest.mark.parametrize(
+    "shape",
+    [
+        {"to": "hf"},
+        {"to": "hf", "seq_len": 64},
+        {"to": "megatron"},
+        {"to": "smp"},
+        {"to": "litespark", "seq_len": 64},
+    ],
+    ids=str,
+)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize(
@@ -40,20 +60,9 @@ SHAPES: list[dict[str, Any]] = [
         ({"to": "hf", "packing": "bfd"}, "apply to rows; give seq_len"),
         ({"to": "smp", "last_row": "drop"}, "apply to rows; give seq_len"),
         ({"to": "litespark", "seq_len": 4, "packing": "bfd"}, "packing = bfd: litespark has no mask; choose concat"),
-        (
-            {"to": "smp", "seq_len": 4, "packing": "bfd", "last_row": "drop"},
-            "last_row = drop: any row of packing = bfd",
-        ),
+        ({"to": "smp", "seq_len": 4, "packing": "bfd", "last_row": "drop"}, "last_row = drop: any row of packing"),
         ({"to": "smp", "seq_len": 4, "labels": "copy"}, "labels = copy: smp has no labels"),
         ({"to": "hf", "seq_len": 4, "labels": "copy"}, "would train on padding"),
-        (
-            {"to": "smp", "seq_len": 4, "packing": "bfd", "document_boundaries": "seq_lengths"},
-            "document_boundaries: applies to to = hf with packing = bfd",
-        ),
-        (
-            {"to": "hf", "seq_len": 4, "document_boundaries": "seq_lengths"},
-            "document_boundaries: applies to to = hf with packing = bfd",
-        ),
         ({"to": "hf", "split": "dev"}, "split = 'dev': one of train, validation, test"),
         ({"to": "hf", "file_bytes": 0}, "file_bytes = 0: at least 1"),
     ],
@@ -63,182 +72,233 @@ def test_options_that_make_no_sense(options: dict[str, Any], message: str) -> No
         ExportOptions(**options)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"format": "parquet"}, "format = 'parquet': one of hf"),
-        ({"format": "litespark"}, "has no document boundaries; give boundaries"),
-        ({"format": "litespark", "boundaries": "lines"}, "boundaries = 'lines': one of bos, eos, rows, files"),
-        ({"format": "hf", "boundaries": "eos"}, "boundaries = 'eos': has no effect with format = hf"),
-        ({"format": "megatron", "field": "ids"}, "field = 'ids': has no effect with format = megatron"),
-        ({"format": "litespark", "boundaries": "eos", "seq_len": 4}, "seq_len = 4: has no effect"),
-        ({"format": "hf", "token_bytes": 2}, "token_bytes = 2: has no effect"),
-        ({"format": "smp", "pad_id": 0}, "pad_id = 0: has no effect"),
-        ({"format": "litespark", "boundaries": "rows", "seq_len": 0}, "seq_len = 0: at least 1"),
-    ],
-)
-def test_options_of_an_import_that_make_no_sense(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        ImportOptions(**options)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_room_is_asked_for_first(
+@SHAPES
+def test_a_folder_is_whole_and_synced_or_not_there(
     shape: dict[str, Any], store: TokenStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Just too little is refused and nothing is made; what is asked for is no more than what is written."""
-    report = export(store, out=tmp_path / "fits", options=ExportOptions(**shape))
-    usage = namedtuple("usage", "total used free")
-    free = 100
-    monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda path: usage(0, 0, free))
-    before = sorted(tmp_path.iterdir())
-    with pytest.raises(DataError, match=r"out = .*deep/out: needs .*B, but 100B are free at .*; free some space"):
-        export(store, out=tmp_path / "deep" / "out", options=ExportOptions(**shape))
-    assert sorted(tmp_path.iterdir()) == before
-    free = report.bytes
-    export(store, out=tmp_path / "deep" / "out", options=ExportOptions(**shape))
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_full_disk_leaves_nothing(
-    shape: dict[str, Any], store: TokenStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whichever write fails, from the first to the last."""
-    write, calls = storage.write, 0
-
-    def counting(file: Any, content: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == fail_at:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write(file, content)
-
-    fail_at = -1
-    monkeypatch.setattr("lt_data.exports.files.write", counting)
-    options = ExportOptions(**shape, file_bytes=20_000)
-    export(store, out=tmp_path / "whole", options=options)
-    total, before = calls, sorted(tmp_path.iterdir())
-    assert total >= 2
-    for number in {1, 2, total // 2, total}:
-        calls, fail_at = 0, number
-        with pytest.raises(DataError, match=r"cannot write .*: No space left on device; free some space"):
-            export(store, out=tmp_path / "out", options=options)
-        assert sorted(tmp_path.iterdir()) == before
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_every_file_is_synced_before_the_folder_has_its_name(
-    shape: dict[str, Any], store: TokenStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    """Whichever write fails, from the first to the last, nothing is left."""
+    options, out = ExportOptions(**shape, file_bytes=20_000), tmp_path / "out"
     synced: dict[int, int] = {}
 
     def watch(descriptor: int) -> None:
         found = os.fstat(descriptor)
-        assert not (tmp_path / "out").exists() or found.st_ino == tmp_path.stat().st_ino
+        assert not out.exists() or found.st_ino == tmp_path.stat().st_ino
         synced[found.st_ino] = found.st_size
 
-    monkeypatch.setattr(storage, "fsync", watch)
-    monkeypatch.setattr("lt_data.exports.files.fsync", watch)
-    export(store, out=tmp_path / "out", options=ExportOptions(**shape))
-    made = [tmp_path, tmp_path / "out", *(tmp_path / "out").rglob("*")]
-    for path in made:
-        assert path.stat().st_ino in synced, path
+    with monkeypatch.context() as patched:
+        for module in (storage, job):
+            patched.setattr(module, "fsync", watch)
+        report = export(store, out=out, options=options)
+    made = files_of(out)
+    assert (report.files, report.bytes) == (len(made), sum(map(len, made.values())))
+    for path in (tmp_path, out, *out.rglob("*")):
         assert path.is_dir() or synced[path.stat().st_ino] == path.stat().st_size, path
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_note_lists_every_file(shape: dict[str, Any], store: TokenStore, tmp_path: Path) -> None:
-    report = export(store, out=tmp_path / "out", options=ExportOptions(**shape))
-    found = sorted(path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*.*"))
-    assert report.files == len(found)
-    assert report.bytes == sum((tmp_path / "out" / name).stat().st_size for name in found)
-    if shape["to"] == "smp":
-        assert "lt-export.json" not in found
-        return
-    note = json.loads((tmp_path / "out" / "lt-export.json").read_text())
-    assert sorted([*(file["path"] for file in note["files"]), "lt-export.json"]) == found
-    for file in note["files"]:
-        content = (tmp_path / "out" / file["path"]).read_bytes()
-        assert (file["bytes"], file["sha256"]) == (len(content), hashlib.sha256(content).hexdigest())
-    assert note["store"] == store.manifest.fingerprint
-    assert (note["tokens"], note["padding"]) == (store.n_tokens, report.padding)
-
-
-@pytest.mark.parametrize("kind", ["file", "folder", "export"])
-def test_what_stands_there_is_not_touched(kind: str, store: TokenStore, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    if kind == "file":
-        out.write_text("mine")
-    elif kind == "folder":
-        out.mkdir()
-        (out / "mine").touch()
-    else:
-        export(store, out=out, options=ExportOptions(to="smp"))
-    before = {path: path.stat().st_mtime_ns for path in (out, *out.rglob("*"))}
+        assert path.stat().st_ino in synced, path
     with pytest.raises(DataError, match="exists and is not an empty folder"):
-        export(store, out=out, options=ExportOptions(to="smp"))
-    assert {path: path.stat().st_mtime_ns for path in (out, *out.rglob("*"))} == before
+        export(store, out=out, options=options)
+    assert files_of(out) == made
+
+    calls, fail_at = 0, -1
+    create_file = job.create_file
+
+    def failing(path: Path) -> Any:
+        file = create_file(path)
+        real = file.write
+
+        def write(content: bytes) -> int:
+            nonlocal calls
+            calls += 1
+            if calls >= fail_at > 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return real(content)
+
+        known = {name: getattr(file, name) for name in ("flush", "fileno", "close", "seek", "tell")}
+        broken = SimpleNamespace(write=write, closed=False, mode="wb", **known)
+
+        class Opened:
+            def __enter__(self) -> Any:
+                return broken
+
+            def __exit__(self, *_: object) -> None:
+                file.close()
+
+        return Opened()
+
+    monkeypatch.setattr(job, "create_file", failing)
+    export(store, out=tmp_path / "again", options=options)
+    assert files_of(tmp_path / "again") == made, "the same bytes"
+    total, before = calls, sorted(tmp_path.iterdir())
+    for number in {1, 2, total // 2, total}:
+        calls, fail_at = 0, number
+        with pytest.raises(DataError, match=r"cannot write .*: No space left on device; free some space"):
+            export(store, out=tmp_path / "full", options=options)
+        assert sorted(tmp_path.iterdir()) == before
 
 
-def test_an_empty_folder_is_taken_and_a_wrong_padding_is_not(store: TokenStore, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
+@pytest.mark.parametrize("shape", [{"to": "hf"}, {"to": "litespark", "seq_len": 64}], ids=str)
+def test_kill_9_leaves_no_export(shape: dict[str, Any], store: TokenStore, tmp_path: Path) -> None:
+    """Killed when all is written and only the name is missing."""
+    script = (
+        "import json, os, signal, sys\n"
+        "from lt_data import ExportOptions, export, storage\n"
+        "storage._replace_folder = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "export(sys.argv[1], out=sys.argv[2], options=ExportOptions(**json.loads(sys.argv[3])))\n"
+    )
+    command = [sys.executable, "-c", script, str(store.path), str(tmp_path / "out"), json.dumps(shape)]
+    assert subprocess.run(command, check=False).returncode == -9
+    assert not (tmp_path / "out").exists()
+    for name in ("out", "undisturbed"):
+        export(store, out=tmp_path / name, options=ExportOptions(**shape))
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "undisturbed")
+
+
+def test_padding(store: TokenStore, texts: list[str], tmp_path: Path) -> None:
+    options = {"to": "litespark", "seq_len": 8}
     with pytest.raises(DataError, match=r"pad_id = 300: the ids of this store are 0 to 299"):
-        export(store, out=tmp_path / "out", options=ExportOptions(to="litespark", seq_len=8, pad_id=300))
-    export(store, out=tmp_path / "out", options=ExportOptions(to="litespark", seq_len=8, pad_id=299))
-    assert (tmp_path / "out" / "metadata.json").is_file()
+        export(store, out=tmp_path / "out", options=ExportOptions(**options, pad_id=300))
     with pytest.raises(DataError, match=r"last_row = 'drop': \d+ tokens do not fill one row"):
-        export(store, out=tmp_path / "big", options=ExportOptions(to="hf", seq_len=10**6, last_row="drop"))
-    assert not (tmp_path / "big").exists()
+        export(store, out=tmp_path / "out", options=ExportOptions(to="hf", seq_len=10**6, last_row="drop"))
+    assert not (tmp_path / "out").exists()
+    bare = train_bpe(texts, vocab_size=300, special_tokens=())  # names no id for padding, nor EOS
+    documents = [Document(text=text, source="text") for text in texts[:3]]
+    prepare(documents, tokenizer=bare, out=tmp_path / "bare", bos=False, eos=False)
+    bare_store = TokenStore(tmp_path / "bare")
+    n = bare_store.n_tokens
+    (tmp_path / "out").mkdir()  # an empty folder is taken
+    export(bare_store, out=tmp_path / "out", options=ExportOptions(to="litespark", seq_len=n + 9))
+    found = np.fromfile(tmp_path / "out" / "train" / "tokens_shard_000000.ds", "<u2")
+    np.testing.assert_array_equal(found, [*bare_store.tokens(0, n), *[0] * 10])
 
 
-def test_an_import_asks_the_note(
-    store: TokenStore, tmp_path: Path, tokenizer: Tokenizer, wide_tokenizer: Tokenizer
+# datasets
+
+
+@pytest.fixture
+def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Exports a store and loads it with `datasets`; gives back the report too."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.disable_progress_bars()
+
+    def load(store: TokenStore, **options: Any) -> tuple[Any, Any]:
+        folder = tmp_path / f"hf{len([*tmp_path.iterdir()])}"
+        report = export(store, out=folder, options=ExportOptions(to="hf", **options))
+        return report, datasets.load_from_disk(str(folder))
+
+    return load
+
+
+@pytest.mark.parametrize("name", ["store", "wide_store"])
+def test_hf_documents(name: str, loaded: Any, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    store: TokenStore = request.getfixturevalue(name)
+    report, found = loaded(store, file_bytes=3000, split="test")
+    assert found.column_names == ["input_ids"]
+    assert len(found.cache_files) > 3
+    assert found["input_ids"][:] == [store[i].tolist() for i in range(store.n_documents)]
+    assert found.split == "test"
+    totals = (report.samples, report.tokens, report.padding, report.dropped_tokens)
+    assert totals == (store.n_documents, store.n_tokens, 0, 0)
+
+
+def test_hf_rows_as_the_neuron_examples_made_them(store: TokenStore, loaded: Any) -> None:
+    """`group_texts` over all texts at once: consecutive runs, and labels that repeat the ids."""
+    report, found = loaded(store, seq_len=100, last_row="drop", labels="copy", file_bytes=20_000)
+    n_rows, rest = divmod(store.n_tokens, 100)
+    assert rest > 0
+    assert found["input_ids"][:] == store.tokens(0, n_rows * 100).reshape(-1, 100).tolist()
+    assert found["labels"][:] == found["input_ids"][:]
+    assert set(np.ravel(found["attention_mask"][:])) == {1}
+    assert (report.samples, report.tokens, report.dropped_tokens) == (n_rows, n_rows * 100, rest)
+    assert report.dropped_labels == n_rows  # the last token of each row has a label in the store
+
+
+@pytest.mark.parametrize("mode", ["concat", "bfd"])
+@pytest.mark.parametrize("seq_len", [17, 300])
+def test_hf_rows_of_a_reader_that_shifts_predict_what_the_store_does(
+    store: TokenStore, loaded: Any, mode: Any, seq_len: int
 ) -> None:
-    export(store, out=tmp_path / "out", options=ExportOptions(to="litespark", seq_len=64))
-
-    def refused(message: str, format: str = "litespark", with_: Tokenizer = tokenizer) -> None:
-        boundaries = "eos" if format == "litespark" else None
-        options = ImportOptions(format=format, boundaries=boundaries)
-        with pytest.raises(DataError, match=message):
-            import_tokens(tmp_path / "out", options=options, tokenizer=with_, out=tmp_path / "back")
-        assert not (tmp_path / "back").exists()
-
-    refused("this is litespark, not megatron", format="megatron")
-    refused("made with another tokenizer than wide", with_=wide_tokenizer)
-    note = tmp_path / "out" / "lt-export.json"
-    content = note.read_text()
-    data = tmp_path / "out" / "train" / "tokens_shard_000000.ds"
-    whole = data.read_bytes()
-    for damaged in (whole[:-130], bytes(len(whole)), whole[:-1] + bytes([whole[-1] ^ 1])):
-        data.write_bytes(damaged)
-        refused(r"tokens_shard_000000\.ds: \d+ bytes that are not .* SHA-256 in lt-export\.json: copy it again")
-    data.unlink()
-    refused(r"cannot read the exported file .*tokens_shard_000000\.ds: No such file")
-    note.write_text(content.replace('"version": 1', '"version": 2'))
-    refused("another format version")
-    note.write_text("[]")
-    refused(r"lt-export\.json: holds a list, not an object; export again")
-
-
-def test_one_split_of_an_export_is_the_export(store: TokenStore, tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """The manifest is in the parent folder: the padding of the last row is still known."""
-    report = export(store, out=tmp_path / "out", options=ExportOptions(to="litespark", seq_len=64))
+    """Padding is one more document, so that its positions count from 0 again."""
+    report, found = loaded(store, seq_len=seq_len, packing=mode, pad_id=7)
+    reader = RowReader(store, pack(store, seq_len=seq_len, mode=mode))
+    rows = reader.read_rows(np.arange(reader.n_rows))
+    columns = {name: np.array(values) for name, values in found.with_format("numpy")[:].items()}
+    filled = rows.doc_ids >= 0
+    np.testing.assert_array_equal(columns["attention_mask"], filled)
+    np.testing.assert_array_equal(columns["input_ids"], np.where(filled, rows.input_ids, 7))
+    np.testing.assert_array_equal(columns["labels"][:, 1:], rows.labels[:, :-1])
+    assert report.dropped_labels == np.count_nonzero(rows.labels[:, -1] != -100)
+    assert (report.tokens, report.padding) == (store.n_tokens, np.count_nonzero(~filled))
     assert report.padding > 0
-    options = ImportOptions(format="litespark", boundaries="eos")
-    done = import_tokens(tmp_path / "out" / "train", options=options, tokenizer=tokenizer, out=tmp_path / "back")
-    assert (done.padding, TokenStore(tmp_path / "back").n_tokens) == (report.padding, store.n_tokens)
+    assert ("position_ids" in columns) == (mode == "bfd")
+    if mode == "bfd":
+        np.testing.assert_array_equal(columns["position_ids"][filled], rows.position_ids[filled])
+        np.testing.assert_array_equal(columns["position_ids"][~filled], (np.cumsum(~filled, axis=1) - 1)[~filled])
 
 
-@pytest.mark.parametrize("to", ["hf", "megatron"])
-def test_a_missing_sample_is_noticed(to: str, store: TokenStore, tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """Its files are complete, but its manifest counts one token more."""
-    export(store, out=tmp_path / "out", options=ExportOptions(to=to))
-    note = tmp_path / "out" / "lt-export.json"
-    values = json.loads(note.read_text())
-    note.write_text(json.dumps({**values, "tokens": values["tokens"] + 1}))
-    with pytest.raises(DataError, match=rf"{store.n_tokens} tokens and 0 of padding, lt-export\.json says"):
-        import_tokens(tmp_path / "out", options=ImportOptions(format=to), tokenizer=tokenizer, out=tmp_path / "back")
-    assert not (tmp_path / "back").exists()
+def test_hf_rows_in_the_flash_attention_of_transformers(store: TokenStore, loaded: Any) -> None:
+    """Its own functions, through its own collator, in a batch of one row, find the documents of each."""
+    from transformers import modeling_flash_attention_utils as flash
+
+    _, found = loaded(store, seq_len=64, packing="bfd")
+    reader, n_packed = RowReader(store, pack(store, seq_len=64, mode="bfd")), 0
+    for number, row in enumerate(found):
+        batch = default_data_collator([row])
+        assert {str(value.dtype) for value in batch.values()} == {"torch.int64"}
+        expected = reader.read_token_rows(np.array([number])).cu_seqlens()
+        (cu_seqlens, _), _ = flash.prepare_fa_kwargs_from_position_ids(batch["position_ids"])
+        assert cu_seqlens.tolist() == expected.tolist()
+        n_packed += expected.size > 2
+    assert n_packed > 3
+
+
+# JSON lines, in the steps of the recipe's GPTPretrainingDataset
+
+
+@pytest.mark.parametrize("gz", [True, False])
+@pytest.mark.parametrize("seq_len", [None, 77])
+def test_smp(
+    wide_store: TokenStore, tmp_path: Path, gz: bool, seq_len: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(smp, "_CHUNK_IDS", 100)  # long lines are written in parts
+    store = wide_store
+    options = ExportOptions(to="smp", gz=gz, seq_len=seq_len, file_bytes=5000)
+    report = export(store, out=tmp_path / "out", options=options)
+    paths = sorted((tmp_path / "out").iterdir())
+    assert [path.name for path in paths] == [f"part-{i:05d}.json{'.gz' * gz}" for i in range(len(paths))]
+    assert len(paths) > 3
+    texts = [gzip.decompress(path.read_bytes()) if gz else path.read_bytes() for path in paths]
+    assert all(len(text) < 2 * 5000 + 9 * 300 for text in texts)
+    if gz:
+        assert paths[0].read_bytes()[4:8] == bytes(4), "no time in the header"
+    records = [json.loads(line) for text in texts for line in text.splitlines()]
+    ids = [record["input_ids"] for record in records]
+    mask = [record["attention_mask"] for record in records]
+    if seq_len is None:
+        assert ids == [store[i].tolist() for i in range(store.n_documents)]
+        assert mask == [[1] * len(values) for values in ids]
+    else:
+        padding = -store.n_tokens % 77
+        assert [*chain(*ids)] == [*store.tokens(0, store.n_tokens).tolist(), *[69_999] * padding]  # EOS is the padding
+        assert [*chain(*mask)] == [1] * store.n_tokens + [0] * padding
+        assert {len(values) for values in ids} == {77}
+        assert (report.samples, report.padding) == (len(records), padding)
+        dropped = export(
+            store, out=tmp_path / "drop", options=ExportOptions(to="smp", seq_len=77, last_row="drop", gz=False)
+        )
+        assert len((tmp_path / "drop" / "part-00000.json").read_bytes().splitlines()) == len(records) - 1
+        assert (dropped.tokens, dropped.dropped_tokens) == (77 * (len(records) - 1), 77 - padding)
+
+
+@pytest.mark.parametrize("shape", [{"to": "hf"}, {"to": "smp"}, {"to": "smp", "seq_len": 50, "gz": False}], ids=str)
+def test_prepare_reads_what_was_exported(
+    shape: dict[str, Any], wide_store: TokenStore, wide_tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    export(wide_store, out=tmp_path / "out", options=ExportOptions(**shape, file_bytes=5000))
+    options = SourceOptions(tokens_field="input_ids")
+    prepare([tmp_path / "out"], options=options, tokenizer=wide_tokenizer, out=tmp_path / "back", bos=False, eos=False)
+    back = TokenStore(tmp_path / "back")
+    np.testing.assert_array_equal(back.tokens(0, back.n_tokens), wide_store.tokens(0, wide_store.n_tokens))
+    if "seq_len" not in shape:
+        np.testing.assert_array_equal(back.lengths, wide_store.lengths)
 
 
 @pytest.mark.slow
@@ -249,8 +309,7 @@ def test_a_long_document_is_exported_in_bounded_memory(tmp_path: Path, tokenizer
     prepare(documents, tokenizer=tokenizer, out=tmp_path / "store", bos=False, eos=False)
     script = (
         "import resource, sys\n"
-        "from lt_data.exports.export import export\n"
-        "from lt_data.exports.options import ExportOptions\n"
+        "from lt_data import ExportOptions, export\n"
         "def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "store, out = sys.argv[1:]\n"
         "export(store, out=out + '/a', options=ExportOptions(to='smp', seq_len=64, gz=False, file_bytes=1000000))\n"
@@ -258,93 +317,7 @@ def test_a_long_document_is_exported_in_bounded_memory(tmp_path: Path, tokenizer
         "export(store, out=out + '/b', options=ExportOptions(to='smp', gz=False))\n"
         "print(peak() - before)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path / "store"), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    # The ids of the long document as Python integers and text would be more than 300 MB.
-    assert int(done.stdout) < 60_000
+    command = [sys.executable, "-c", script, str(tmp_path / "store"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 60_000  # as Python integers and text they would be more than 300 MB
     assert (tmp_path / "b" / "part-00000.json").stat().st_size > 4 * ids.size
-    shutil.rmtree(tmp_path / "b")
-
-
-@pytest.mark.parametrize("shape", [{"to": "hf"}, {"to": "litespark", "seq_len": 64}])
-@pytest.mark.parametrize("at", [1, -1])
-def test_kill_9_leaves_no_export_and_the_next_run_makes_it(
-    shape: dict[str, Any], at: int, store: TokenStore, tmp_path: Path
-) -> None:
-    """Killed inside the first write, and when all is written and only the name is missing."""
-    options = {**shape, "file_bytes": 20_000}
-    script = (
-        "import json, os, signal, sys\n"
-        "from lt_data import storage\n"
-        "from lt_data.exports import files\n"
-        "from lt_data.exports.export import export\n"
-        "from lt_data.exports.options import ExportOptions\n"
-        "def die(*_, **__): os.kill(os.getpid(), signal.SIGKILL)\n"
-        "store, out, options, at = sys.argv[1:]\n"
-        "if at == '1': files.write = lambda file, content: (file.write(content[:3]), die())\n"
-        "else: storage._replace_folder = die\n"
-        "export(store, out=out, options=ExportOptions(**json.loads(options)))\n"
-    )
-    out = tmp_path / "out"
-    command = [sys.executable, "-c", script, str(store.path), str(out), json.dumps(options), str(at)]
-    assert subprocess.run(command, check=False).returncode == -9
-    assert not out.exists()
-    export(store, out=out, options=ExportOptions(**options))
-    export(store, out=tmp_path / "undisturbed", options=ExportOptions(**options))
-    files = sorted(path.relative_to(out) for path in out.rglob("*.*"))
-    assert files == sorted(
-        path.relative_to(tmp_path / "undisturbed") for path in (tmp_path / "undisturbed").rglob("*.*")
-    )
-    for file in files:
-        assert (out / file).read_bytes() == (tmp_path / "undisturbed" / file).read_bytes()
-
-
-def test_kill_9_of_an_import_and_an_error_leave_the_way_free(
-    store: TokenStore, tmp_path: Path, tokenizer: Tokenizer
-) -> None:
-    export(store, out=tmp_path / "out", options=ExportOptions(to="smp", gz=False))
-    script = (
-        "import os, signal, sys\n"
-        "from lt_data.exports import import_tokens as module, smp\n"
-        "def read(path, field):\n"
-        "    for i, found in enumerate(smp.read(path, field)):\n"
-        "        if i == 40: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "        yield found\n"
-        "module._READ_SAMPLES['smp'] = read\n"
-        "source, tokenizer, out = sys.argv[1:]\n"
-        "options = module.ImportOptions(format='smp')\n"
-        "module.import_tokens(source, options=options, tokenizer=tokenizer, out=out, shard_tokens=500)\n"
-    )
-    command = [sys.executable, "-c", script, tmp_path / "out", store.path / "tokenizer", tmp_path / "back"]
-    assert subprocess.run([*map(str, command)], check=False).returncode == -9
-    assert not (tmp_path / "back").exists()
-    data = tmp_path / "out" / "part-00000.json"
-    whole = data.read_text()
-    options = ImportOptions(format="smp")
-    data.write_text(whole + "{}\n")
-    with pytest.raises(DataError, match=f"part-00000.json:{store.n_documents + 1}: no field 'input_ids'"):
-        import_tokens(tmp_path / "out", options=options, tokenizer=tokenizer, out=tmp_path / "back", shard_tokens=500)
-    assert not (tmp_path / "back").exists()
-    data.write_text(whole)
-    for name in ("back", "undisturbed"):
-        import_tokens(tmp_path / "out", options=options, tokenizer=tokenizer, out=tmp_path / name, shard_tokens=500)
-    files = sorted(path.relative_to(tmp_path / "back") for path in (tmp_path / "back").rglob("*.*"))
-    assert len(files) > 20
-    for file in files:
-        assert (tmp_path / "back" / file).read_bytes() == (tmp_path / "undisturbed" / file).read_bytes()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "out", "store", "undisturbed"]
-
-
-def test_padding_of_a_tokenizer_that_names_no_id_for_it_is_0(texts: list[str], tmp_path: Path) -> None:
-    bare = train_bpe(texts, vocab_size=300, special_tokens=())
-    documents = [Document(text=text, source="text") for text in texts[:3]]
-    prepare(documents, tokenizer=bare, out=tmp_path / "store", bos=False, eos=False)
-    store = TokenStore(tmp_path / "store")
-    n = store.n_tokens
-    export(store, out=tmp_path / "out", options=ExportOptions(to="litespark", seq_len=n + 9))
-    found = np.fromfile(tmp_path / "out" / "train" / "tokens_shard_000000.ds", "<u2")
-    np.testing.assert_array_equal(found, [*store.tokens(0, n), *[0] * 10])

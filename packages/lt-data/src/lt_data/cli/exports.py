@@ -5,12 +5,10 @@ from typing import Annotated, Any, cast
 
 import typer
 
-_Format = Annotated[str, typer.Option(metavar="FORMAT", help="hf, megatron, smp or litespark.")]
-
 
 def export(
     store: Annotated[str, typer.Argument(metavar="STORE", help="Folder of a token store, or s3://bucket/folder.")],
-    to: _Format,
+    to: Annotated[str, typer.Option(metavar="FORMAT", help="hf, megatron, smp or litespark.")],
     out: Annotated[Path, typer.Option(help="New folder.")],
     seq_len: Annotated[
         int | None, typer.Option(help="Tokens in a row; without it whole documents, if the format allows.")
@@ -21,9 +19,6 @@ def export(
         int | None, typer.Option(help="Id of padding.", show_default="the tokenizer's PAD, else its EOS")
     ] = None,
     labels: Annotated[str, typer.Option(help="hf: masked (-100 without a label) or copy.")] = "masked",
-    document_boundaries: Annotated[
-        str, typer.Option(help="hf with bfd: position_ids (transformers, batches of one row) or seq_lengths (TRL).")
-    ] = "position_ids",
     gz: Annotated[bool, typer.Option("--gz/--no-gz", help="smp: .json.gz or .json.")] = True,
     split: Annotated[str, typer.Option(help="hf, litespark: train, validation or test.")] = "train",
     file_bytes: Annotated[
@@ -47,14 +42,13 @@ def export(
         last_row=cast(Any, last_row),
         pad_id=pad_id,
         labels=cast(Any, labels),
-        document_boundaries=cast(Any, document_boundaries),
         gz=gz,
         split=cast(Any, split),
         file_bytes=file_bytes,
     )
     with progress_bar("export") as report:
         done = write(store, out=out, options=options, progress=report)
-    samples = "documents" if seq_len is None else f"rows of {options.row_tokens} tokens"
+    samples = "documents" if seq_len is None else f"rows of {seq_len + (to == 'litespark')} tokens"
     echo(f"{done.samples} {samples}, {done.tokens} tokens, {done.padding} of padding in {out} ({done.bytes} bytes)")
     if done.dropped_tokens:
         echo(f"{done.dropped_tokens} tokens dropped with the last row")
@@ -64,7 +58,7 @@ def export(
 
 def import_(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="Folder or file that another program prepared.")],
-    format: Annotated[str, typer.Option("--from", metavar="FORMAT", help="hf, megatron, smp or litespark.")],
+    format: Annotated[str, typer.Option("--from", metavar="FORMAT", help="litespark or megatron.")],
     tokenizer: Annotated[str, typer.Option(help="Tokenizer that made the ids: folder, model of the hub, or URL.")],
     out: Annotated[Path, typer.Option(help="Folder of the new store.")],
     boundaries: Annotated[
@@ -72,7 +66,6 @@ def import_(
         typer.Option(help="litespark: a document begins at each bos, after each eos, at each of rows or files."),
     ] = None,
     seq_len: Annotated[int | None, typer.Option(help="With --boundaries rows: their length minus one.")] = None,
-    field: Annotated[str | None, typer.Option(help="hf, smp: column of the ids.", show_default="input_ids")] = None,
     token_bytes: Annotated[
         int | None, typer.Option(help="litespark: bytes of a token.", show_default="from metadata.json")
     ] = None,
@@ -87,16 +80,16 @@ def import_(
     ] = None,
     shard_tokens: Annotated[int, typer.Option(help="Target number of ids of a shard.")] = 2**27,
 ) -> None:
-    """Import ids that another program prepared into a token store, in the formats of `export`."""
+    """Import ids of Litespark or Megatron as a token store; hf and smp are sources of `prepare` (--tokens-field)."""
     from lt_data.display.progress_bars import progress_bar
     from lt_data.display.terminal import echo
-    from lt_data.exports.import_tokens import ImportOptions, import_tokens
+    from lt_data.exports.import_tokens import import_tokens
+    from lt_data.exports.options import ImportOptions
 
     options = ImportOptions(
         format=cast(Any, format),
         boundaries=cast(Any, boundaries),
         seq_len=seq_len,
-        field=field,
         token_bytes=token_bytes,
         pad_id=pad_id,
         bos=bos,

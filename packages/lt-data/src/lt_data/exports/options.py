@@ -1,17 +1,18 @@
-"""Export options, validated on construction, and the report of an export."""
+"""Options of exports and imports, checked when they are made, and their reports."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from lt_data.errors import DataError
+from lt_data.store.manifest import StoreManifest
 
 Format = Literal["hf", "megatron", "smp", "litespark"]
-FORMATS: tuple[Format, ...] = get_args(Format)
 PackingMode = Literal["concat", "bfd"]
 LastRow = Literal["pad", "drop"]
 Labels = Literal["masked", "copy"]
 Split = Literal["train", "validation", "test"]
-DocumentBoundaries = Literal["position_ids", "seq_lengths"]
+BoundaryKind = Literal["bos", "eos", "rows", "files"]
+_CHOICES = {"to": Format, "packing": PackingMode, "last_row": LastRow, "labels": Labels, "split": Split}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +28,6 @@ class ExportOptions:
         pad_id: id of padding. None: the tokenizer's PAD, else its EOS, else 0.
         labels: hf rows: `masked` has -100 at positions without a label; `copy` repeats the ids, for trainers that do
             not support -100 (requires `concat` and `last_row="drop"`).
-        document_boundaries: hf rows of `bfd`: the column that says where documents begin: `position_ids`, which the
-            flash attention of transformers reads, or `seq_lengths`, for TRL's collator.
         gz: smp: whether the files are `.json.gz`.
         split: hf, litespark: name of the split.
         file_bytes: target size of a file. None: the format's default.
@@ -43,61 +42,28 @@ class ExportOptions:
     last_row: LastRow = "pad"
     pad_id: int | None = None
     labels: Labels = "masked"
-    document_boundaries: DocumentBoundaries = "position_ids"
     gz: bool = True
     split: Split = "train"
     file_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        choices = {
-            "to": FORMATS,
-            "packing": PackingMode,
-            "last_row": LastRow,
-            "labels": Labels,
-            "document_boundaries": DocumentBoundaries,
-            "split": Split,
-        }
-        for name, kind in choices.items():
-            allowed = kind if isinstance(kind, tuple) else get_args(kind)
-            if getattr(self, name) not in allowed:
-                raise DataError(f"{name} = {getattr(self, name)!r}: one of {', '.join(allowed)}")
+        for name, kind in _CHOICES.items():
+            _check_choice(name, getattr(self, name), kind)
         if self.seq_len is not None and not 1 <= self.seq_len < 2**31 - 1:
             raise DataError(f"seq_len = {self.seq_len}: from 1 to {2**31 - 2}")
         if self.file_bytes is not None and self.file_bytes < 1:
             raise DataError(f"file_bytes = {self.file_bytes}: at least 1")
-        self._check_rows()
-
-    @property
-    def row_tokens(self) -> int:
-        """Tokens in a row of the files.
-
-        Raises:
-            DataError: whole documents are exported.
-        """
-        if self.seq_len is None:
-            raise DataError("seq_len = None: documents are exported, not rows; give seq_len")
-        return self.seq_len + (self.to == "litespark")
-
-    def _check_rows(self) -> None:
-        if self.to == "litespark" and self.seq_len is None:
-            raise DataError("to = litespark: its rows have a fixed length; give seq_len (--seq-len)")
-        if self.to == "megatron" and self.seq_len is not None:
-            raise DataError("seq_len: has no effect with to = megatron, which exports documents; leave it out")
-        if self.seq_len is None and (self.packing, self.last_row, self.labels) != ("concat", "pad", "masked"):
-            raise DataError("packing, last_row and labels apply to rows; give seq_len too (--seq-len)")
-        if self.document_boundaries != "position_ids" and (self.to, self.packing) != ("hf", "bfd"):
-            raise DataError("document_boundaries: applies to to = hf with packing = bfd; leave it out")
-        if self.packing == "bfd" and self.to == "litespark":
-            raise DataError("packing = bfd: litespark has no mask; choose concat")
-        if self.packing == "bfd" and self.last_row == "drop":
-            raise DataError("last_row = drop: any row of packing = bfd may have padding; choose pad")
-        if self.labels == "copy":
-            if self.to != "hf":
-                raise DataError(f"labels = copy: {self.to} has no labels; leave it out")
-            if (self.packing, self.last_row) != ("concat", "drop"):
-                raise DataError(
-                    "labels = copy: would train on padding; choose packing=concat and last_row=drop (--last-row drop)"
-                )
+        rows, concat, copy = self.seq_len is not None, self.packing == "concat", self.labels == "copy"
+        drop, plain = self.last_row == "drop", self.to == "litespark"
+        _refuse(
+            (plain and not rows, "to = litespark: its rows have a fixed length; give seq_len"),
+            (self.to == "megatron" and rows, "seq_len: has no effect with to = megatron, which exports documents"),
+            (not rows and (copy or drop or not concat), "packing, last_row and labels apply to rows; give seq_len too"),
+            (plain and not concat, "packing = bfd: litespark has no mask; choose concat"),
+            (drop and not concat, "last_row = drop: any row of packing = bfd may have padding; choose pad"),
+            (copy and self.to != "hf", f"labels = copy: {self.to} has no labels; leave it out"),
+            (copy and not drop, "labels = copy: would train on padding; choose last_row = drop"),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +71,6 @@ class ExportReport:
     """Totals of an export. `tokens` + `dropped_tokens` are the tokens of the store.
 
     Attributes:
-        to: the format.
         files: number of files.
         bytes: total bytes of the files.
         samples: documents or rows (of `seq_len` + 1 tokens in litespark).
@@ -116,11 +81,77 @@ class ExportReport:
             every row.
     """
 
-    to: Format
     files: int
     bytes: int
     samples: int
     tokens: int
-    padding: int = 0
-    dropped_tokens: int = 0
-    dropped_labels: int = 0
+    padding: int
+    dropped_tokens: int
+    dropped_labels: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportOptions:
+    """Options of an import.
+
+    Attributes:
+        format: the format.
+        boundaries: litespark: a document begins at each `bos`, after each `eos`, at each of the `rows`, or at
+            each of the `files`.
+        seq_len: for `rows`: their length minus one. None: from metadata.json.
+        token_bytes: litespark: bytes of a token. None: from metadata.json.
+        pad_id: litespark: a run of this id at the end of a file is padding. If it is the EOS id, one of the
+            run is kept.
+        bos: whether each document begins with the BOS id, which is added if missing. None: from the list of our export,
+            else no.
+        eos: likewise for EOS at the end.
+
+    Raises:
+        DataError: an unknown value or incompatible options.
+    """
+
+    format: Literal["litespark", "megatron"]
+    boundaries: BoundaryKind | None = None
+    seq_len: int | None = None
+    token_bytes: int | None = None
+    pad_id: int | None = None
+    bos: bool | None = None
+    eos: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.format in ("hf", "smp"):
+            raise DataError(f"format = {self.format!r}: a source of prepare, with tokens_field (--tokens-field)")
+        _check_choice("format", self.format, Literal["litespark", "megatron"])
+        unused = (self.boundaries, self.seq_len, self.token_bytes, self.pad_id) == (None, None, None, None)
+        _refuse(
+            (
+                self.format == "megatron" and not unused,
+                "format = megatron: only bos and eos apply; leave the others out",
+            )
+        )
+        if self.format == "litespark":
+            _check_choice("boundaries", self.boundaries, BoundaryKind)
+            _refuse(
+                (self.seq_len is not None and self.boundaries != "rows", "seq_len: applies to boundaries = rows"),
+                (self.seq_len is not None and self.seq_len < 1, f"seq_len = {self.seq_len}: at least 1"),
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportReport:
+    """Result of an import: the manifest of the store, and the number of padding positions left out."""
+
+    manifest: StoreManifest
+    padding: int
+
+
+def _check_choice(name: str, value: object, kind: Any) -> None:
+    if value not in get_args(kind):
+        raise DataError(f"{name} = {value!r}: one of {', '.join(get_args(kind))}")
+
+
+def _refuse(*problems: tuple[bool, str]) -> None:
+    """Raise DataError for the first problem that there is."""
+    for is_there, message in problems:
+        if is_there:
+            raise DataError(message)
