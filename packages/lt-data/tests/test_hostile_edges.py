@@ -197,22 +197,19 @@ def test_a_file_of_a_store_of_another_kind(name: str, places: dict[str, Path], t
         shutil.rmtree(store)
 
 
-@pytest.mark.parametrize("form", ["hf", "megatron", "smp", "litespark"])
+@pytest.mark.parametrize("form", ["megatron", "litespark"])
 def test_a_file_of_another_programs_folder(form: str, places: dict[str, Path], tmp_path: Path) -> None:
-    words = [] if form in ("hf", "megatron") else ["--pad-id", "0", "--seq-len", "16"]
+    words = [] if form == "megatron" else ["--pad-id", "0", "--seq-len", "16"]
     assert run_command(main, "export", places["store"], "--to", form, "--out", tmp_path / "made", *words).code == 0
     names = [path.relative_to(tmp_path / "made") for path in files_of(tmp_path / "made")]
-    more = {
-        "litespark": ["--seq-len", "16", "--token-bytes", "4", "--pad-id", "0"],
-        "smp": ["--pad-id", "0"],
-    }
+    more = ["--boundaries", "rows", "--pad-id", "0"] if form == "litespark" else []
     for name in names:
         for kind, make in {kind: FEW[kind] for kind in ("fifo", "link to a device", "binary", "nested lists")}.items():
             copy = tmp_path / "copy"
             shutil.copytree(tmp_path / "made", copy)
             replace(copy / name, make)
             words = ["import", copy, "--from", form, "--tokenizer", places["tokenizer"], "--out", places["out"]]
-            outcome = run_command(main, *words, *more.get(form, ()))
+            outcome = run_command(main, *words, *more)
             assert_harmless(outcome)
             assert outcome.code in (0, 64), (kind, name, outcome)
             shutil.rmtree(places["out"], ignore_errors=True)

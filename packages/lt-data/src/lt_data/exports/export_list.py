@@ -68,6 +68,7 @@ def read_export_list(folder: Path) -> ExportList | None:
         raise DataError(f"{path}: another format version; update lt-data")
     listed = strict_json.parse(ExportList, values, str(path), "export again")
     for name, sha256 in listed.files.items():
-        if sha256_of(folder / check_name(name, path)) != sha256:
-            raise DataError(f"{folder / name}: its SHA-256 is not the one in {EXPORT_LIST}: copy it again")
+        file = folder / check_name(name, path)
+        if not file.is_file() or sha256_of(file) != sha256:
+            raise DataError(f"{file}: its SHA-256 is not the one in {EXPORT_LIST}: copy it again")
     return listed
