@@ -58,10 +58,8 @@ COMMANDS: dict[str, list[str]] = {
     **{
         f"import {name}": ["import", "{bad}", "--from", name, "--tokenizer", "{tokenizer}", "--out", "{out}", *more]
         for name, more in {
-            "hf": (),
             "megatron": (),
-            "smp": ("--pad-id", "0"),
-            "litespark": ("--seq-len", "16", "--token-bytes", "4", "--pad-id", "0"),
+            "litespark": ("--boundaries", "bos", "--token-bytes", "4", "--pad-id", "0"),
         }.items()
     },
 }
