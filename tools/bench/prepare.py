@@ -184,11 +184,13 @@ def child_prepare(folder: Path, name: str, engine: Literal["hf", "gigatoken"], w
                 eos=False,
                 engine=engine,
                 workers=workers,
+                unit_bytes=2**30 if workers == 1 else 2**24,
             )
         ids = hashlib.sha256()
         cpu = cpu_seconds()  # before comparing the ids, which is not part of the work
-        for shard in manifest.shards:
-            ids.update((out / f"shards/{shard.name}.bin").read_bytes())
+        store = lt_data.TokenStore(out)
+        for first in range(0, store.n_tokens, 2**24):
+            ids.update(store.tokens(first, min(2**24, store.n_tokens - first)).tobytes())
     finally:
         shutil.rmtree(out, ignore_errors=True)
     return {
