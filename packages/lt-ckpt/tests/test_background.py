@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lt_ckpt import Checkpoint, CheckpointError, CheckpointMetadata, Shard, begin_save, commit_save, find_latest_valid
+from lt_ckpt import Checkpoint, CheckpointError, CheckpointMetadata, begin_save, commit_save, find_latest_valid
 from lt_ckpt.async_save import AsyncRankSaver, allocate_host_memory
 from lt_ckpt.errors import SaveCancelledError
 from lt_ckpt.save import discard_save
@@ -73,6 +73,34 @@ def test_the_checkpoint_is_that_of_a_save_in_the_foreground(fast_path, toy):
     toy.check(ours)
 
 
+def test_memory_is_taken_once_and_shards_may_know_a_quicker_way_into_it(fast_path, toy):
+    taken, ways = [], []
+
+    def allocate(n_bytes):
+        taken.append(n_bytes)
+        return allocate_host_memory(n_bytes)
+
+    def quick(shard):
+        def into(target):
+            assert target.ctypes.data % 64 == 0
+            ways.append(shard.name)
+            np.copyto(target, shard.data)
+
+        return replace(shard, data=lambda: pytest.fail("asked for"), copy_fn=into)
+
+    saver = AsyncRankSaver(allocate)
+    n_bytes = saver.reserve(toy.shards(toy.state(1), 0, 1))
+    start(saver, fast_path, toy, 1)
+    tmp = begin_save(fast_path, step=2, world_size=1)
+    shards = toy.shards(toy.state(2), 0, 1)
+    saver.start(tmp, rank=0, shards=(quick(shard) for shard in shards))
+    saver.wait()
+    assert taken == [n_bytes]
+    assert ways == [shard.name for shard in shards]
+    toy.check(Checkpoint.open(fast_path / "step-00000001"))
+    toy.check(Checkpoint.open(commit_save(tmp, world_size=1, metadata=CheckpointMetadata(step=2))))
+
+
 def test_it_is_the_state_of_the_moment(fast_path, toy, monkeypatch):
     state = toy.state(1)
     saver = AsyncRankSaver()
@@ -84,47 +112,6 @@ def test_it_is_the_state_of_the_moment(fast_path, toy, monkeypatch):
         assert find_latest_valid(fast_path) == (None, [])
     assert saver.wait()
     toy.check(Checkpoint.open(fast_path / "step-00000001"))
-
-
-def test_memory_is_taken_once(fast_path, toy):
-    taken = []
-
-    def allocate(n_bytes):
-        taken.append(n_bytes)
-        return allocate_host_memory(n_bytes)
-
-    saver = AsyncRankSaver(allocate)
-    n_bytes = saver.reserve(toy.shards(toy.state(1), 0, 1))
-    assert n_bytes >= sum(array.nbytes for _, array in toy.state(1).values())
-    for step in (1, 2, 3):
-        start(saver, fast_path, toy, step)
-    saver.wait()
-    assert taken == [n_bytes]
-    for step in (1, 2, 3):
-        toy.check(Checkpoint.open(fast_path / f"step-0000000{step}"))
-
-
-def test_shards_may_know_a_quicker_way_into_memory(fast_path, toy):
-    ways = []
-
-    def quick(shard):
-        def into(target):
-            assert target.ctypes.data % 64 == 0
-            ways.append(shard.name)
-            np.copyto(target, shard.data)
-
-        def slow():
-            raise AssertionError("not asked for")
-
-        return replace(shard, data=slow, copy_fn=into)
-
-    tmp = begin_save(fast_path, step=1, world_size=1)
-    saver = AsyncRankSaver()
-    shards = toy.shards(toy.state(1), 0, 1)
-    saver.start(tmp, rank=0, shards=(quick(shard) for shard in shards))
-    saver.wait()
-    assert ways == [shard.name for shard in shards]
-    toy.check(Checkpoint.open(commit_save(tmp, world_size=1, metadata=CheckpointMetadata(step=1))))
 
 
 def test_a_new_save_waits_for_the_old_one(fast_path, toy, monkeypatch):
@@ -166,32 +153,6 @@ def test_a_failure_is_told_once_by_the_next_call(fast_path, toy, call):
     toy.check(Checkpoint.open(fast_path / "step-00000003"))
 
 
-def test_a_failure_that_is_no_checkpoint_error_is_not_lost_either(fast_path):
-    saver = AsyncRankSaver()
-
-    def then(given_up):
-        raise RuntimeError("a bug")
-
-    saver.start(begin_save(fast_path, step=1, world_size=1), rank=0, shards=[], on_written=then)
-    assert saver.wait_until_written(SOON_S)
-    with pytest.raises(RuntimeError, match="a bug"):
-        saver.wait()
-
-
-def test_a_failed_rank_ends_the_commit_of_rank_0(fast_path, toy):
-    tmp = begin_save(fast_path, step=1, world_size=2)
-    savers = [AsyncRankSaver() for _ in range(2)]
-    (tmp / "rng-00001.safetensors").mkdir()
-    for rank in (0, 1):
-        start(savers[rank], None, toy, 1, tmp=tmp, rank=rank, world=2)
-    with pytest.raises(CheckpointError, match="rank 1 failed to write its files"):
-        savers[0].wait()
-    with pytest.raises(CheckpointError, match="File exists"):
-        savers[1].wait()
-    (tmp / "rng-00001.safetensors").rmdir()
-    discard_save(tmp)
-
-
 def test_a_save_can_be_given_up_while_its_part_is_written(fast_path, toy, monkeypatch):
     saver = AsyncRankSaver()
     with disk_stands_still(monkeypatch):
@@ -223,7 +184,7 @@ def test_an_os_error_at_any_call_leaves_the_last_checkpoint_and_is_told(fast_pat
     with calls.recording(monkeypatch):
         start(saver, None, toy, 2, tmp=tmp)
         saver.wait()
-    for index in range(0, len(calls.log), 3):
+    for index in range(0, len(calls.log), 7):
         root = fast_path / f"{index}"
         toy.save(root, 1)
         tmp = begin_save(root, step=2, world_size=1)
@@ -262,10 +223,9 @@ while True:
 """
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_kill_9_at_a_random_moment(tmp_path, toy, seed):
-    rng, last = random.Random(seed), 0
-    for _ in range(3):
+def test_kill_9_at_a_random_moment(tmp_path, toy):
+    rng, last = random.Random(0), 0
+    for _ in range(4):
         code = SAVER.format(tests=str(Path(__file__).parent), root=str(tmp_path), first=last + 1)
         child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
         assert child.stdout is not None
@@ -280,11 +240,3 @@ def test_kill_9_at_a_random_moment(tmp_path, toy, seed):
             toy.check(found)
         assert (found.step if found else 0) >= last, "a committed checkpoint was lost"
         last = found.step if found else 0
-
-
-def test_copying_checks_the_size():
-    shard = Shard(
-        group="weights", name="a", dtype="F32", global_shape=(2,), offset=(0,), shape=(2,), data=np.zeros(8, "u1")
-    )
-    with pytest.raises(CheckpointError, match="8 contiguous bytes"):
-        shard.copy_into(np.empty(7, np.uint8))

@@ -110,27 +110,6 @@ def test_crashed_and_broken_saves_never_push_out_a_good_one(tmp_path, toy):
     assert left(tmp_path) == [6, 7]
 
 
-def test_the_last_good_one_is_not_removed_for_damaged_ones(tmp_path, toy):
-    paths = {step: toy.save(tmp_path, step) for step in (1, 2, 3, 4)}
-    damage(paths[3])
-    damage(paths[4])
-    assert prune_checkpoints(tmp_path, keep_last=2) == [paths[1]]
-    found, _ = find_latest_valid(tmp_path)
-    assert found is not None
-    assert found.step == 2
-
-
-def test_an_old_kept_one_is_no_reason_to_remove_the_newest_good_one(tmp_path, toy):
-    paths = {step: toy.save(tmp_path, step) for step in (10, 11, 12, 13, 14)}
-    damage(paths[13])
-    damage(paths[14])
-    assert prune_checkpoints(tmp_path, keep_last=2, keep_every=10) == [paths[11]]
-    found, _ = find_latest_valid(tmp_path)
-    assert found is not None
-    assert found.step == 12
-    assert left(tmp_path) == [10, 12, 13, 14]
-
-
 @pytest.fixture(scope="module")
 def ten(memory, toy):
     """Checkpoints of the steps 0 to 9, to be copied and damaged."""

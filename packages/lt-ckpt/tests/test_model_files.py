@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lt_ckpt import Checkpoint, CheckpointError, CheckpointMetadata, ConvertOptions, convert_checkpoint, open_source
+from lt_ckpt import Checkpoint, CheckpointError, ConvertOptions, convert_checkpoint, open_source
 from lt_ckpt.checksums import iter_damages
 from lt_ckpt.folders import remove_checkpoint
 from lt_ckpt.hf.export import export_hf
@@ -33,9 +33,7 @@ CHAIN_STEPS = 4
 """Tokens from the prompt to an end-of-text id."""
 FORMATS = {
     "lt": ConvertOptions(format="lt"),
-    "nxd": ConvertOptions(format="nxd", nxd=NxdOptions(tp=2)),
     "nxd tag": ConvertOptions(format="nxd", nxd=NxdOptions(tp=2, pp=2, tag="step_3", xser=True)),
-    "nxd v1": ConvertOptions(format="nxd", nxd=NxdOptions(tp=2, layout="v1")),
     "dcp": ConvertOptions(format="dcp"),
     "pt": ConvertOptions(format="pt"),
 }
@@ -154,8 +152,8 @@ def test_every_file_of_a_published_model_comes_back(tmp_path: Path, published, n
         assert list(find_differences(open_source(path), open_source(start))) == []
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_generation_stops_at_each_end_of_text(tmp_path: Path, published, name: str) -> None:
+def test_generation_stops_at_each_end_of_text(tmp_path: Path, published) -> None:
+    name = "llama-3-8b-instruct"
     ids = eos_ids(PUBLISHED[name])
     back = convert_checkpoint(open_source(published(name)), tmp_path / "run", ConvertOptions(format="lt"))
     out = export_hf(Checkpoint.open(back), tmp_path / "hf")
@@ -171,10 +169,7 @@ def test_generation_stops_at_each_end_of_text(tmp_path: Path, published, name: s
 CHANGES: dict[str, tuple[str, dict[str, Any], str]] = {
     "bos": ("config.json", {"bos_token_id": 5}, "configuration: bos_token_id is 128000, in .* 5"),
     "eos": ("config.json", {"eos_token_id": [128001]}, "configuration: eos_token_id is 128009, in .* 128001"),
-    "pad": ("config.json", {"pad_token_id": 128004}, "configuration: pad_token_id is None, in .* 128004"),
-    "initializer": ("config.json", {"initializer_range": 0.01}, "initializer_range is 0.02, in .* 0.01"),
     "generation": ("generation_config.json", {"eos_token_id": [128001]}, r"eos_token_id is \[128001, 128009\]"),
-    "sampling": ("generation_config.json", {"temperature": 0.7}, "temperature is 0.6, in .* 0.7"),
     "template": ("tokenizer_config.json", {"chat_template": "{{ x }}"}, "chat_template is "),
     "vocabulary": ("tokenizer.json", {"version": "2.0"}, "version is '1.0', in .* '2.0'"),
 }
@@ -221,7 +216,7 @@ def test_values_that_mean_the_same_do_not_differ(tmp_path: Path, published) -> N
 
 def test_files_beside_a_given_configuration_belong_to_the_model(tmp_path: Path, published) -> None:
     start = published("llama-3-8b-instruct")
-    convert_checkpoint(open_source(start), tmp_path / "nxd", FORMATS["nxd"])
+    convert_checkpoint(open_source(start), tmp_path / "nxd", FORMATS["nxd tag"])
     for path in (tmp_path / "nxd").iterdir():
         if path.is_file():
             path.unlink()  # as NxD itself writes
@@ -236,7 +231,7 @@ def test_files_beside_a_given_configuration_belong_to_the_model(tmp_path: Path, 
 TEMPLATES = {"default": "{{ messages[0].content }}", "tool_use": "{{ tools }}", "rag-2.0_x": "{{ documents }}"}
 
 
-@pytest.mark.parametrize("through_format", ["lt", "nxd tag", "dcp", "pt"])
+@pytest.mark.parametrize("through_format", ["lt", "nxd tag"])
 def test_named_chat_templates_come_back(tmp_path: Path, published, through_format: str) -> None:
     from transformers import AutoTokenizer
 
@@ -260,33 +255,6 @@ def test_named_chat_templates_come_back(tmp_path: Path, published, through_forma
         assert not step.exists()
 
 
-def test_a_chat_template_that_no_checkpoint_can_store_is_refused(tmp_path: Path, published) -> None:
-    start = shutil.copytree(published("llama-2-7b"), tmp_path / "start")
-    folder = start / "additional_chat_templates"
-    folder.mkdir()
-    (folder / "notes.txt").write_text("not read by transformers either")
-    assert not any("additional" in name for name in open_source(start).aux_files)
-    (folder / "a b.jinja").write_text("{{ x }}")
-    with pytest.raises(CheckpointError, match=r"a b\.jinja: rename it"):
-        open_source(start)
-    shutil.rmtree(folder)
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "x.jinja").write_text("{{ x }}")
-    folder.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match=r"x\.jinja: is a link to"):
-        open_source(start)
-
-
-def test_torch_reads_a_file_that_carries_a_model(tmp_path: Path, published) -> None:
-    start = published("tinyllama-1.1b-chat")
-    convert_checkpoint(open_source(start), tmp_path / "model.pt", FORMATS["pt"])
-    expected = chain_weights(json.loads((start / "config.json").read_text()), [2])
-    for mmap in (False, True):
-        found = torch.load(tmp_path / "model.pt", weights_only=True, mmap=mmap)
-        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    assert found.keys() == expected.keys()
-
-
 def test_a_trained_architecture_keeps_the_rest_of_the_configuration() -> None:
     config = PUBLISHED["llama-3.2-1b-instruct"]["config.json"]
     model = config_from_hf({**config, "vocab_size": 128300, "rope_theta": 1e6, "rope_scaling": None})
@@ -300,18 +268,3 @@ def test_a_trained_architecture_keeps_the_rest_of_the_configuration() -> None:
         "rope_parameters",
     }
     assert with_architecture(config, config_from_hf(config)) == config
-
-
-def test_a_checkpoint_names_only_these_files() -> None:
-    for files in ({"x.json": b"{}"}, {"config.json": b"no JSON"}):
-        with pytest.raises(CheckpointError, match="metadata: hf_files"):
-            CheckpointMetadata(step=1, hf_files=files)
-
-
-def test_a_damaged_file_in_a_torch_file_is_refused(tmp_path: Path, published) -> None:
-    path = convert_checkpoint(open_source(published("llama-2-7b")), tmp_path / "model.pt", FORMATS["pt"])
-    data = bytearray(path.read_bytes())
-    data[data.index(b'"eos_token_id": 2') + 16] = ord("3")
-    path.write_bytes(data)
-    with pytest.raises(CheckpointError, match=r"extra/(generation_)?config\.json differ from their checksum"):
-        open_source(path)
