@@ -216,7 +216,7 @@ def test_values_that_mean_the_same_do_not_differ(tmp_path: Path, published) -> N
 
 def test_files_beside_a_given_configuration_belong_to_the_model(tmp_path: Path, published) -> None:
     start = published("llama-3-8b-instruct")
-    convert_checkpoint(open_source(start), tmp_path / "nxd", FORMATS["nxd tag"])
+    convert_checkpoint(open_source(start), tmp_path / "nxd", ConvertOptions(format="nxd", nxd=NxdOptions(tp=2)))
     for path in (tmp_path / "nxd").iterdir():
         if path.is_file():
             path.unlink()  # as NxD itself writes
