@@ -261,10 +261,10 @@ def test_checkpoints_that_turn_read_only_end_the_run_and_nothing_is_lost(
     cwd, checkpoints = small_disk.parent, small_disk / "run" / "checkpoints"
     fault = "checkpoints_become_read_only_after_step_10"
     said = run_to_end(prepared, cwd, "run.dir=disk/run", codes=[64], fault=fault)
-    assert "read-only: remount it" in said[0]
+    assert "Read-only file system" in said[0]
     assert newest_step(small_disk / "run") == 8
     said = run_to_end(prepared, cwd, "run.dir=disk/run", codes=[64])  # and is found at once when it is started again
-    assert "read-only: remount it" in said[0]
+    assert "Read-only file system" in said[0]
     subprocess.run(["umount", str(checkpoints)], check=True)
     run_to_end(prepared, cwd, "run.dir=disk/run", codes=[0])
     found = read_losses(small_disk / "run")

@@ -158,7 +158,7 @@ def test_a_failure_ends_the_run_at_the_next_step(recipe_base, fake_engine, monke
             threads_end()
 
     fake_engine.on_step = at_call(8, fill)
-    message = r"step-00000006-\w+: writing the files of rank 0 failed: No space left on device; free some space"
+    message = r"step-00000006-\w+: writing the files of rank 0 failed: No space left on device"
     with disk_that_waits(monkeypatch) as disk, pytest.raises(CheckpointError, match=message):
         start(recipe_base)
     assert max(losses(recipe_base)) == (8 if stops else 7)  # at once, the step under way is not read any more
