@@ -228,7 +228,8 @@ def store(prepared: Path, tmp_path: Path) -> TokenStore:
 
 @pytest.fixture
 def folder(store: TokenStore) -> Path:
-    """A store with an empty file and one of three parts in it, so that all kinds of requests are made."""
+    """A folder of another kind, with an empty file and one of three parts, so that all kinds of requests are made."""
+    (store.path / "manifest.json").write_text('{"format": "of another program"}')
     (store.path / "notes").mkdir()
     (store.path / "notes" / "größe 1.txt").touch()
     (store.path / "notes" / "large.bin").write_bytes(np.random.default_rng(5).bytes(2 * PART + 54321))

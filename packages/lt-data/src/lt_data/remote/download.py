@@ -109,7 +109,7 @@ def download(
     if os.path.lexists(target) and (target.is_symlink() or not target.is_dir() or any(target.iterdir())):
         if target.is_symlink() or _missing(listed, target):
             raise DataError(f"{target}: is there already and is not what lies at {source.url}; choose another folder")
-        fetched = ()
+        fetched = list[str]()
     else:
         check_whole(source, listed)
         building = target.with_name(f".{target.name}.{hashlib.sha256(listed.encode()).hexdigest()[:16]}.download")
@@ -123,7 +123,7 @@ def download(
                 fsync_tree(building)
                 building.rename(target)
                 fsync_folder(target.parent)
-    return Downloaded(path=target, files=len(listed.files), n_bytes=listed.n_bytes, fetched=fetched)
+    return Downloaded(path=target, files=len(listed.files), n_bytes=listed.n_bytes, fetched=tuple(fetched))
 
 
 @contextmanager
@@ -147,21 +147,18 @@ def _missing(listed: FileList, folder: Path) -> list[str]:
         return [name for name, is_there in zip(listed.files, found, strict=True) if not is_there]
 
 
-def _fill(source: S3Folder, listed: FileList, building: Path, progress: Progress) -> tuple[str, ...]:
+def _fill(source: S3Folder, listed: FileList, building: Path, progress: Progress) -> list[str]:
     """Fetch and verify what is missing; return the names of it."""
     missing = _missing(listed, building)
     need, free = sum(listed.files[name].n_bytes for name in missing), shutil.disk_usage(building).free
     if need > free:
         raise DataError(f"{building}: {need} bytes have to be fetched and {free} are free; free some space")
     meter = Meter(need, progress)
-
-    def fetch(name: str) -> None:
-        fetch_file(source, listed, name, building / name, meter)
-
     with pool_of(_FILES) as pool:
-        for done in as_completed([pool.submit(fetch, name) for name in missing]):
-            done.result()
-    return tuple(missing)
+        jobs = [pool.submit(fetch_file, source, listed, name, building / name, meter) for name in missing]
+        for job in as_completed(jobs):
+            job.result()
+    return missing
 
 
 def fetch_file(source: S3Folder, listed: FileList, name: str, path: Path, meter: Meter) -> None:

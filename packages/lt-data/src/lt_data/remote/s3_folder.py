@@ -12,7 +12,7 @@ Threads share a folder; another process, forked or sent it by pickle, makes a cl
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,6 +26,7 @@ _DIGEST = "lt-content"
 _BODY_TRIES = 4  # of a body that ends early: boto3 tries again only what fails before it
 _URL = re.compile(r"s3://([a-z0-9][a-z0-9.\-]{1,61}[a-z0-9])(?:/([!-~]+))?")
 _CREDENTIALS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or AWS_PROFILE, or give the machine a role"
+_CHECK = "check the address, the region and what the credentials allow"
 _BUSY = ("SlowDown", "ServiceUnavailable", "InternalError", "RequestTimeout", "500", "503")
 
 
@@ -58,20 +59,13 @@ def _translate_boto_errors(action: str, url: str) -> Iterator[None]:
         yield
     except known.ClientError as exc:
         code = str(exc.response.get("Error", {}).get("Code", "unknown"))
-        if code in _BUSY:
-            raise UnreachableError(f"{url}: {action} failed ({code}): S3 is busy: try again later", code) from None
-        remedy = "check the address, the region and what the credentials allow"
-        raise RemoteError(f"{url}: {action} failed ({code}): {remedy}", code) from None
+        kind, remedy = (UnreachableError, "S3 is busy: try again later") if code in _BUSY else (RemoteError, _CHECK)
+        raise kind(f"{url}: {action} failed ({code}): {remedy}", code) from None
     except (known.NoCredentialsError, known.PartialCredentialsError, known.CredentialRetrievalError):
         raise RemoteError(f"{url}: {action} failed: there are no credentials: {_CREDENTIALS}") from None
-    except (known.ProfileNotFound, known.NoRegionError, known.ConfigParseError, known.TokenRetrievalError) as exc:
-        raise RemoteError(
-            f"{url}: {action} failed: {type(exc).__name__}; check AWS_PROFILE, AWS_REGION and ~/.aws"
-        ) from None
     except (known.BotoCoreError, Boto3Error, RetriesExceededError) as exc:
-        raise UnreachableError(
-            f"{url}: {action} failed: {type(exc).__name__}; check the network, the proxy and AWS_ENDPOINT_URL_S3"
-        ) from None
+        kind = RemoteError if isinstance(exc, known.ProfileNotFound | known.NoRegionError) else UnreachableError
+        raise kind(f"{url}: {action} failed: {type(exc).__name__}; check the network and the AWS_ variables") from None
 
 
 def make_client() -> Any:
@@ -83,9 +77,7 @@ def make_client() -> Any:
     from boto3.session import Session
     from botocore.config import Config
 
-    retries: dict[str, Any] = {"mode": "standard"}
-    if "AWS_MAX_ATTEMPTS" not in os.environ:
-        retries["total_max_attempts"] = 5
+    retries: dict[str, Any] = {"mode": "standard", "total_max_attempts": int(os.environ.get("AWS_MAX_ATTEMPTS", 5))}
     config = Config(connect_timeout=10, read_timeout=30, retries=retries, max_pool_connections=4 * CONNECTIONS)
     with _translate_boto_errors("making a client", "s3://"):
         try:
@@ -156,15 +148,13 @@ class S3Folder:
 
     def digest(self, name: str) -> str:
         """Return the digest that an object was uploaded with; empty if none is there, or not by us."""
-        from botocore.exceptions import ClientError
-
-        with _translate_boto_errors("looking", f"{self.url}/{name}"):
-            try:
+        try:
+            with _translate_boto_errors("looking", f"{self.url}/{name}"):
                 return self.client.head_object(**self._at(name))["Metadata"].get(_DIGEST, "")
-            except ClientError as exc:
-                if exc.response.get("Error", {}).get("Code") == "404":
-                    return ""
-                raise
+        except RemoteError as exc:
+            if exc.code == "404":
+                return ""
+            raise
 
     def read(self, name: str, max_bytes: int) -> bytes | None:
         """Return the content of a small object; None if there is none.
@@ -194,17 +184,13 @@ class S3Folder:
     def _get(self, name: str, max_bytes: int, **more: str) -> bytes:
         from botocore.exceptions import HTTPClientError, IncompleteReadError
 
-        for left in reversed(range(_BODY_TRIES)):
-            with _translate_boto_errors("reading", f"{self.url}/{name}"):
+        with _translate_boto_errors("reading", f"{self.url}/{name}"):
+            for left in reversed(range(_BODY_TRIES)):
                 answer = self.client.get_object(**self._at(name), **more)
                 if answer["ContentLength"] > max_bytes:
-                    answer["Body"].close()
                     raise DataError(f"{self.url}/{name}: has more than the {max_bytes} bytes that it may have")
-                try:
+                with suppress(*((HTTPClientError, IncompleteReadError) if left else ())):
                     return answer["Body"].read()
-                except (HTTPClientError, IncompleteReadError):
-                    if not left:
-                        raise
         raise AssertionError("the last try returns or raises")
 
     def write(self, name: str, content: bytes, digest: str = "") -> None:
