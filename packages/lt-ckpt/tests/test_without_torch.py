@@ -27,7 +27,8 @@ toy_check(found)
 model = toy_model(root / "model")
 checkpoint = convert_checkpoint(open_source(model), root / "ck", ConvertOptions(format="lt", dtype="F32"))
 assert verify(checkpoint).is_ok
-convert_checkpoint(open_source(root / "ck"), root / "hf", ConvertOptions(format="hf", dtype="BF16", max_shard_bytes=2000))
+options = ConvertOptions(format="hf", dtype="BF16", max_shard_bytes=2000)
+convert_checkpoint(open_source(root / "ck"), root / "hf", options)
 for arguments in (["verify", root / "ck"], ["verify", root / "hf", "--against", model], ["diff", root / "hf", model],
                   ["inspect", root / "ck"], ["export", root / "ck", "--out", root / "exported"]):
     sys.argv = ["lt-ckpt", *map(str, arguments)]
