@@ -23,7 +23,7 @@ EXAMPLES = Path(__file__).parents[4] / "examples" / "launch"
 PIPELINE = {
     '"huggingface-cli"': '"{base}/bin/huggingface-cli"',
     '"hf://wikicorpus", "--config", "raw_en", "--split", "train"': '"{base}/text"',
-    "--seq-len 8192": "--seq-len 64",
+    '"--seq-len", "8192"': '"--seq-len", "64"',
     '"lt train precompile': '"PATH={base}/bin:$PATH lt train precompile',
     '"--tp", "32", "--pp", "8"': '"--tp", "4", "--pp", "2"',
     '"--kv-size-multiplier", "4"': '"--kv-size-multiplier", "2"',
