@@ -150,6 +150,15 @@ def test_a_worker_that_dies_is_an_error_and_the_units_stay(
     assert not list(run["out"].rglob("work-*"))
 
 
+def test_workers_end_with_their_command(folder: Path, tmp_path: Path, wait_for: Callable[..., None]) -> None:
+    out = tmp_path / "store"
+    job = subprocess.Popen(command(folder, out, 2, 9000), stderr=subprocess.PIPE)
+    wait_for(lambda: bool(list(out.glob("units/*-of-*/manifest.json"))) or job.poll() is not None)
+    job.kill()
+    job.communicate(timeout=60)  # until the last of them has closed it
+    assert job.returncode == -signal.SIGKILL
+
+
 def test_what_killed_processes_left_is_removed(
     folder: Path, undisturbed: Path, tmp_path: Path, contents: Contents
 ) -> None:
@@ -265,4 +274,6 @@ def test_kills_of_workers_of_a_ray_cluster(folder: Path, undisturbed: Path, tmp_
     done = subprocess.run(script, capture_output=True, encoding="utf-8", timeout=900, check=False, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.splitlines()[-1] == str(KILLS)
-    assert contents(tmp_path / undisturbed.name) == contents(undisturbed)
+    found, expected = contents(tmp_path / undisturbed.name), contents(undisturbed)
+    assert found.pop("plan.json") != expected.pop("plan.json"), "no gigatoken there"
+    assert found == expected

@@ -7,10 +7,11 @@ second, per worker.
 
 import os
 import signal
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 
 from lt_data.errors import DataError
 from lt_data.preparation.tasks import Tasks, run_here, run_tasks
@@ -49,10 +50,19 @@ def run_in_processes(tasks: Tasks, progress: Progress, workers: int) -> None:
 
 def _start_worker(tasks: Tasks) -> None:
     global _tasks
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # the parent reports it
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # the parent reports it
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
     _tasks = tasks
 
 
 def _work(function: Callable[..., dict[int, str] | None], *arguments: int) -> dict[int, str] | None:
     return function(_tasks, *arguments)
+
+
+def _exit_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)  # it was killed
