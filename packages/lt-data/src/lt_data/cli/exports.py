@@ -48,7 +48,7 @@ def export(
     )
     with progress_bar("export") as report:
         done = write(store, out=out, options=options, progress=report)
-    samples = "documents" if seq_len is None else f"rows of {seq_len + (to == 'litespark')} tokens"
+    samples = "documents" if seq_len is None else f"rows of {options.row_tokens} tokens"
     echo(f"{done.samples} {samples}, {done.tokens} tokens, {done.padding} of padding in {out} ({done.bytes} bytes)")
     if done.dropped_tokens:
         echo(f"{done.dropped_tokens} tokens dropped with the last row")

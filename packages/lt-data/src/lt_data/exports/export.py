@@ -9,10 +9,11 @@ from pathlib import Path
 
 from lt_data.errors import DataError
 from lt_data.exports import hf, litespark, megatron, smp
-from lt_data.exports.export_list import EXPORT_LIST, ExportList, hash_files
+from lt_data.exports.export_list import EXPORT_LIST, ExportList
 from lt_data.exports.job import ExportJob
 from lt_data.exports.options import ExportOptions, ExportReport
 from lt_data.progress import Progress, no_progress
+from lt_data.remote.file_list import sha256_of
 from lt_data.storage import atomic_folder, translate_os_errors, write_file
 from lt_data.store.token_store import TokenStore
 
@@ -49,28 +50,24 @@ def export(
     with atomic_folder(out) as folder:
         job = ExportJob(store=opened, options=options, folder=folder, progress=progress)
         _WRITERS[options.to](job)
-        dropped = opened.n_tokens - job.tokens
-        assert dropped == 0 or (dropped > 0 and options.last_row == "drop")
+        report, manifest = job.report, opened.manifest
+        report.dropped_tokens = opened.n_tokens - report.tokens
+        assert report.dropped_tokens == 0 or (report.dropped_tokens > 0 and options.last_row == "drop")
         if options.to in ("litespark", "megatron"):
-            manifest = opened.manifest
             listed = ExportList(
                 to=options.to,
-                store=manifest.fingerprint,
                 tokenizer=manifest.tokenizer.sha256,
                 bos=manifest.bos,
                 eos=manifest.eos,
-                tokens=job.tokens,
-                padding=job.padding,
-                files=hash_files(folder),
+                tokens=report.tokens,
+                padding=report.padding,
+                files={path.relative_to(folder).as_posix(): sha256_of(path) for path in _files_in(folder)},
             )
             write_file(folder / EXPORT_LIST, listed.encode())
-        sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
-    return ExportReport(
-        files=len(sizes),
-        bytes=sum(sizes),
-        samples=job.samples,
-        tokens=job.tokens,
-        padding=job.padding,
-        dropped_tokens=dropped,
-        dropped_labels=job.dropped_labels,
-    )
+        sizes = [path.stat().st_size for path in _files_in(folder)]
+        report.files, report.bytes = len(sizes), sum(sizes)
+    return report
+
+
+def _files_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())

@@ -24,7 +24,6 @@ class ExportList:
 
     Attributes:
         to: the format.
-        store: fingerprint of the store.
         tokenizer: SHA-256 of the tokenizer's files.
         bos: whether each document begins with the BOS id.
         eos: whether each document ends with the EOS id.
@@ -34,7 +33,6 @@ class ExportList:
     """
 
     to: str
-    store: str
     tokenizer: str
     bos: bool
     eos: bool
@@ -45,12 +43,6 @@ class ExportList:
     def encode(self) -> bytes:
         """Return the content of the file."""
         return (json.dumps(_FORMAT | asdict(self), indent=2) + "\n").encode()
-
-
-def hash_files(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of each file of a folder; all are read."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): sha256_of(path) for path in paths}
 
 
 def read_export_list(folder: Path) -> ExportList | None:

@@ -74,7 +74,7 @@ def _columns(job: ExportJob, batch: Samples) -> dict[str, Any]:
     labels = np.concatenate([rows.input_ids[:, :1], rows.labels[:, :-1]], axis=1)  # of a position at the next one
     padding_begin = batch.mask.reshape(rows.labels.shape).sum(axis=1, keepdims=True)
     at = np.arange(rows.labels.shape[1]) - padding_begin
-    job.dropped_labels += int((rows.labels[:, -1] != IGNORE_INDEX).sum())
+    job.report.dropped_labels += int((rows.labels[:, -1] != IGNORE_INDEX).sum())
     return {
         "input_ids": batch.ids,
         "attention_mask": batch.mask,

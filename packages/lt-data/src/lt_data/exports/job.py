@@ -6,7 +6,7 @@ one batch of about a million tokens; a longer document is a batch of its own.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import BinaryIO
 import numpy as np
 
 from lt_data.errors import DataError
-from lt_data.exports.options import ExportOptions
+from lt_data.exports.options import ExportOptions, ExportReport
 from lt_data.packing.pack_index import build_index
 from lt_data.progress import Progress, no_progress
 from lt_data.storage import create_file, fsync, translate_os_errors
@@ -51,20 +51,14 @@ class ExportJob:
         options: the export options.
         folder: where the files are made.
         progress: called with the tokens written.
-        samples: documents or rows so far.
-        tokens: tokens of the store so far.
-        padding: padding positions so far.
-        dropped_labels: hf: labels so far that its reader loses.
+        report: totals so far.
     """
 
     store: TokenStore
     options: ExportOptions
     folder: Path
     progress: Progress = no_progress
-    samples: int = 0
-    tokens: int = 0
-    padding: int = 0
-    dropped_labels: int = 0
+    report: ExportReport = field(default_factory=ExportReport)
 
     @cached_property
     def pad_id(self) -> int:
@@ -81,36 +75,26 @@ class ExportJob:
             raise DataError(f"pad_id = {pad_id}: the ids of this store are 0 to {self.store.vocab_size - 1}")
         return pad_id
 
-    def n_rows(self, row_tokens: int) -> int:
-        """Return the rows of so many tokens to write, concatenated.
+    def files(self, bytes_per_token: int, default_bytes: int) -> Iterator[tuple[int, Iterator[Samples]]]:
+        """Yield number and samples of each file, of about `file_bytes` or the default of a format.
 
         Raises:
             DataError: the only row is to be dropped.
         """
-        rows, rest = divmod(self.store.n_tokens, row_tokens)
-        if rest and self.options.last_row == "drop" and not rows:
-            raise DataError(f"last_row = 'drop': {rest} tokens do not fill one row; choose last_row = pad")
-        return rows + (rest > 0 and self.options.last_row == "pad")
-
-    def files(self, bytes_per_token: int, default_bytes: int) -> Iterator[tuple[int, Iterator[Samples]]]:
-        """Yield number and samples of each file, of about `file_bytes` or the default of a format."""
         tokens_per_file = max(1, (self.options.file_bytes or default_bytes) // bytes_per_token)
         batch_tokens = min(BATCH_TOKENS, tokens_per_file)
         batches = self._read_documents(batch_tokens) if self.options.seq_len is None else self._read_rows(batch_tokens)
-        groups = groupby(batches, key=lambda batch: (self.tokens + self.padding) // tokens_per_file)
+        groups = groupby(batches, key=lambda batch: (self.report.tokens + self.report.padding) // tokens_per_file)
         for number, (_, group) in enumerate(groups):
             yield number, map(self._count, group)
 
     def _count(self, batch: Samples) -> Samples:
         used = int(np.count_nonzero(batch.mask))
-        self.samples += batch.lengths.size
-        self.count(used, batch.mask.size - used)
+        self.report.samples += batch.lengths.size
+        self.report.tokens += used
+        self.report.padding += batch.mask.size - used
+        self.progress(self.report.tokens, self.store.n_tokens, "tokens")
         return batch
-
-    def count(self, tokens: int, padding: int) -> None:
-        """Add to the totals, and report progress."""
-        self.tokens, self.padding = self.tokens + tokens, self.padding + padding
-        self.progress(self.tokens, self.store.n_tokens, "tokens")
 
     def _read_documents(self, batch_tokens: int) -> Iterator[Samples]:
         offsets, first = self.store.offsets, 0
@@ -123,17 +107,18 @@ class ExportJob:
             first = last
 
     def _read_rows(self, batch_tokens: int) -> Iterator[Samples]:
-        seq_len, mode, store = self.options.seq_len, self.options.packing, self.store
-        assert seq_len is not None
+        mode, store, row_tokens = self.options.packing, self.store, self.options.row_tokens
         fingerprint = store.manifest.fingerprint
-        pack = build_index(store.lengths, seq_len=seq_len, mode=mode, store_fingerprint=fingerprint)
-        reader, step = RowReader(store, pack), max(1, batch_tokens // seq_len)
-        n_rows = self.n_rows(seq_len) if mode == "concat" else reader.n_rows
+        pack = build_index(store.lengths, seq_len=row_tokens, mode=mode, store_fingerprint=fingerprint)
+        reader, step = RowReader(store, pack), max(1, batch_tokens // row_tokens)
+        n_rows = reader.n_rows - (self.options.last_row == "drop" and store.n_tokens % row_tokens > 0)
+        if not n_rows:
+            raise DataError(f"last_row = 'drop': {store.n_tokens} tokens do not fill one row; choose last_row = pad")
         for first in range(0, n_rows, step):
             rows = reader.read_rows(np.arange(first, min(first + step, n_rows)))
             mask = rows.doc_ids >= 0
             ids = np.where(mask, rows.input_ids, np.int32(self.pad_id))
-            yield Samples(ids.reshape(-1), np.full(len(ids), seq_len), mask.reshape(-1), rows)
+            yield Samples(ids.reshape(-1), np.full(len(ids), row_tokens), mask.reshape(-1), rows)
 
     @contextmanager
     def create(self, name: str) -> Iterator[BinaryIO]:

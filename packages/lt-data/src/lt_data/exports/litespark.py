@@ -18,7 +18,6 @@ import numpy as np
 
 from lt_data import strict_json
 from lt_data.errors import DataError
-from lt_data.exports import job as jobs
 from lt_data.exports.job import ExportJob
 from lt_data.exports.options import ImportOptions
 from lt_data.storage import read_file, translate_os_errors, write_file
@@ -32,29 +31,19 @@ _DTYPES = {2: "<u2", 4: "<u4"}
 def write(job: ExportJob) -> None:
     """Write the folder."""
     store, options = job.store, job.options
-    assert options.seq_len is not None
-    row_tokens, itemsize = options.seq_len + 1, store.dtype.itemsize
-    rows = job.n_rows(row_tokens)
-    rows_per_file = max(1, (options.file_bytes or FILE_BYTES) // (row_tokens * itemsize))
-    for number, first in enumerate(range(0, rows, rows_per_file)):
-        end = min(first + rows_per_file, rows) * row_tokens
+    for number, batches in job.files(store.dtype.itemsize, FILE_BYTES):
         with job.create(f"{options.split}/tokens_shard_{number:06d}.ds") as file:
-            for begin in range(first * row_tokens, end, jobs.BATCH_TOKENS):
-                n = min(jobs.BATCH_TOKENS, end - begin)
-                used = max(0, min(n, store.n_tokens - begin))
-                file.write(np.ascontiguousarray(store.tokens(min(begin, store.n_tokens), used)).tobytes())
-                file.write(np.full(n - used, job.pad_id, store.dtype).tobytes())
-                job.count(used, n - used)
-    job.samples = rows
+            for batch in batches:
+                file.write(batch.ids.astype(store.dtype).tobytes())
     files = [path.stat().st_size for path in (job.folder / options.split).iterdir()]
     metadata = {
         "dataset": f"lt-data store {store.manifest.fingerprint[:16]}",
         "tokenizer": store.manifest.tokenizer.name,
         "vocab_size": store.manifest.tokenizer.vocab_size,
         "sequence_length": options.seq_len,
-        "token_size_bytes": itemsize,
-        "total_sequences": rows,
-        "total_tokens": rows * row_tokens,
+        "token_size_bytes": store.dtype.itemsize,
+        "total_sequences": job.report.samples,
+        "total_tokens": job.report.samples * options.row_tokens,
         "total_files_processed": store.manifest.sources.files,
         "subset_stats": {options.split: {"files": len(files), "total_size_bytes": sum(files)}},
         "add_bos": store.manifest.bos,

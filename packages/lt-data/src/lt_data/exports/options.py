@@ -65,29 +65,34 @@ class ExportOptions:
             (copy and not drop, "labels = copy: would train on padding; choose last_row = drop"),
         )
 
+    @property
+    def row_tokens(self) -> int:
+        """Tokens in a row of the files."""
+        return (self.seq_len or 0) + (self.to == "litespark")
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(kw_only=True)
 class ExportReport:
     """Totals of an export. `tokens` + `dropped_tokens` are the tokens of the store.
 
     Attributes:
-        files: number of files.
-        bytes: total bytes of the files.
         samples: documents or rows (of `seq_len` + 1 tokens in litespark).
         tokens: exported tokens of the store.
         padding: padding positions.
         dropped_tokens: tokens dropped with the last row, on request.
         dropped_labels: hf: labels that are lost because the reader shifts labels within a row: one at the end of nearly
             every row.
+        files: number of files.
+        bytes: total bytes of the files.
     """
 
-    files: int
-    bytes: int
-    samples: int
-    tokens: int
-    padding: int
-    dropped_tokens: int
-    dropped_labels: int
+    samples: int = 0
+    tokens: int = 0
+    padding: int = 0
+    dropped_tokens: int = 0
+    dropped_labels: int = 0
+    files: int = 0
+    bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
