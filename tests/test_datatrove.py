@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lt_data import TokenStore, prepare, train_bpe
+from lt_data import Tokenizer, TokenStore, prepare
 
 GUIDE = Path(__file__).parents[1] / "docs" / "guides" / "data.md"
 PACKAGES = ("datatrove[io,processing]==0.10.1", "spacy")
@@ -53,7 +53,7 @@ def test_the_pipeline_of_the_guide(tmp_path: Path) -> None:
     (tmp_path / "pipeline.py").write_text(block, encoding="utf-8")
     run = subprocess.run([python, "pipeline.py"], cwd=tmp_path, capture_output=True, text=True, timeout=500)
     assert run.returncode == 0, run.stderr[-2000:]
-    tokenizer = train_bpe(good, vocab_size=300)
+    tokenizer = Tokenizer.train(good, vocab_size=300)
     prepare([tmp_path / "clean"], tokenizer=tokenizer, out=tmp_path / "store", bos=False, eos=False)
     store = TokenStore(tmp_path / "store")
     texts = {tokenizer.decode(store[number].tolist()) for number in range(store.n_documents)}

@@ -20,7 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lt_ckpt import Checkpoint
-from lt_data import DataError, TokenStore, pack, prepare, read_documents, train_bpe
+from lt_data import DataError, Tokenizer, TokenStore, pack, prepare, read_documents
 from lt_test_helpers.harness_tasks import write_task
 from lt_test_helpers.runs import run
 from lt_trainer.config.recipe import load
@@ -208,7 +208,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for i in range(documents):
             text = " ".join(WORDS[(i * 5 + j * j + j // 7) % len(WORDS)] for j in range(4 + 11 * i % 60))
             (root / f"text-{name}" / f"{i:03}.txt").write_text(f"{name} {i}: {text}.")
-    tokenizer = train_bpe((document.text for document in read_documents([root / "text-train"])), vocab_size=300)
+    tokenizer = Tokenizer.train((document.text for document in read_documents([root / "text-train"])), vocab_size=300)
     for name in ("train", "validation"):
         prepare([root / f"text-{name}"], tokenizer=tokenizer, out=root / name)
         for seq_len in (16, 32):

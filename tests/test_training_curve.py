@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig as HFConfig
 from transformers import LlamaForCausalLM
 
-from lt_data import RowReader, Stream, TokenStore, open_pack, pack, prepare, read_documents, train_bpe
+from lt_data import RowReader, Stream, Tokenizer, TokenStore, open_pack, pack, prepare, read_documents
 from lt_test_helpers.runs import run
 from lt_trainer.config.recipe import load
 from lt_trainer.run_directory.jsonl import read_jsonl
@@ -40,7 +40,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
         text = (library / f"{name}.py").read_text(encoding="utf-8")
         (root / "text").mkdir(exist_ok=True)
         (root / "text" / f"{name}.txt").write_text(text, encoding="utf-8")
-    tokenizer = train_bpe((document.text for document in read_documents([root / "text"])), vocab_size=512)
+    tokenizer = Tokenizer.train((document.text for document in read_documents([root / "text"])), vocab_size=512)
     prepare([root / "text"], tokenizer=tokenizer, out=root / "store")
     pack(TokenStore(root / "store"), seq_len=SEQ_LEN, mode="concat")
     torch.manual_seed(0)

@@ -109,10 +109,10 @@ def test_lt_data_alone_prepares_packs_and_streams(install, tmp_path: Path) -> No
     script.write_text(
         textwrap.dedent(
             """
-            from lt_data import RowReader, Stream, TokenStore, pack, prepare, read_documents, train_bpe
+            from lt_data import RowReader, Stream, TokenStore, Tokenizer, pack, prepare, read_documents
 
             if __name__ == "__main__":
-                tokenizer = train_bpe((d.text for d in read_documents(["text"])), vocab_size=300)
+                tokenizer = Tokenizer.train((d.text for d in read_documents(["text"])), vocab_size=300)
                 prepare(["text"], tokenizer=tokenizer, out="store", workers=2)
                 store = TokenStore("store")
                 store.verify()

@@ -90,7 +90,7 @@ def read_text(path: Path) -> str | None:
 
 
 def collect_texts(folder: Path) -> None:
-    from lt_data import train_bpe
+    from lt_data import Tokenizer
 
     folder.mkdir(parents=True, exist_ok=True)
     files = list_files()
@@ -124,7 +124,7 @@ def collect_texts(folder: Path) -> None:
     facts["small"] = {"documents": documents, "bytes": dict(kinds), "sha256": digest.hexdigest()}
     facts["large"] = {"bytes": size, "different_bytes": min(once, size), "passes": passes}
     shutil.rmtree(folder / "tokenizer", ignore_errors=True)
-    train_bpe(first, vocab_size=VOCAB).save(folder / "tokenizer")
+    Tokenizer.train(first, vocab_size=VOCAB).save(folder / "tokenizer")
     (folder / "facts.json").write_text(json.dumps(facts, indent=2))
     print(json.dumps(facts, indent=2))
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
-from lt_data import Document, Tokenizer, TokenStore, prepare, train_bpe
+from lt_data import Document, Tokenizer, TokenStore, prepare
 from lt_data.store.manifest import DocumentTotals, ShardFile, StoreManifest, TokenizerInfo, encode_manifest
 from lt_data.store.megatron import encode_index
 
@@ -46,7 +46,7 @@ def texts() -> list[str]:
 
 @pytest.fixture(scope="session")
 def tokenizer(texts: list[str]) -> Tokenizer:
-    return train_bpe(texts, vocab_size=300)
+    return Tokenizer.train(texts, vocab_size=300)
 
 
 @pytest.fixture(scope="session")

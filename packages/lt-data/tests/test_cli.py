@@ -94,27 +94,27 @@ def test_help_and_no_arguments(run: Run) -> None:
 
 
 def test_our_errors_exit_with_70_and_a_traceback(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(_: object, **options: object) -> None:
+    def broken(*_: object, **options: object) -> None:
         raise ZeroDivisionError("a defect")
 
-    monkeypatch.setattr(TokenStore, "open", broken)
+    monkeypatch.setattr(TokenStore, "__init__", broken)
     code, _, err = run("stats", "store")
     assert code == 70
     assert "Traceback" in err
     assert "a defect" in err
 
-    def plain_value_error(_: object, **options: object) -> None:
+    def plain_value_error(*_: object, **options: object) -> None:
         raise ValueError("not meant for users")
 
-    monkeypatch.setattr(TokenStore, "open", plain_value_error)
+    monkeypatch.setattr(TokenStore, "__init__", plain_value_error)
     assert run("stats", "store")[0] == 70
 
 
 def test_interrupt_exits_with_130(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(_: object, **options: object) -> None:
+    def interrupted(*_: object, **options: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(TokenStore, "open", interrupted)
+    monkeypatch.setattr(TokenStore, "__init__", interrupted)
     assert run("stats", "store")[0] == 130
 
 

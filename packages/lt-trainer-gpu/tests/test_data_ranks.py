@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lt_data import Document, TokenStore, pack, prepare, train_bpe
+from lt_data import Document, Tokenizer, TokenStore, pack, prepare
 from lt_test_helpers.runs import run
 from lt_trainer.config.recipe import load
 from lt_trainer.run_directory.jsonl import read_jsonl
@@ -22,7 +22,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
         name: [" ".join(words[(i * 3 + j * j + k) % 8] for j in range(3 + 7 * i % 60)) for i in range(25)]
         for k, name in enumerate("ab")
     }
-    tokenizer = train_bpe((text for half in texts.values() for text in half), vocab_size=280)
+    tokenizer = Tokenizer.train((text for half in texts.values() for text in half), vocab_size=280)
     for name, half in texts.items():
         documents = (Document(text=text, source=str(i)) for i, text in enumerate(half))
         prepare(documents, tokenizer=tokenizer, out=root / name)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lt_data import Document, RowReader, TokenStore, open_pack, pack, prepare, train_bpe
+from lt_data import Document, RowReader, Tokenizer, TokenStore, open_pack, pack, prepare
 from lt_test_helpers.harness_tasks import write_task
 from lt_test_helpers.layouts import global_batches, open_engine, rank_batch
 from lt_test_helpers.runs import run
@@ -55,7 +55,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> str:
         Document(text=" ".join(rng.choice(words, int(rng.integers(1, 90)))), source=f"source {i % 2}")
         for i in range(15)
     ]
-    tokenizer = train_bpe((str(d.text) for d in documents), vocab_size=280)
+    tokenizer = Tokenizer.train((str(d.text) for d in documents), vocab_size=280)
     prepare(documents, tokenizer=tokenizer, out=folder)
     pack(TokenStore(folder), seq_len=SEQ_LEN)
     return str(folder)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lt_data import Document, Stream, TokenStore, pack, prepare, train_bpe
+from lt_data import Document, Stream, Tokenizer, TokenStore, pack, prepare
 from lt_test_helpers.layouts import NamedTensors, StateSlice, assemble, assert_near, copy_slices
 from lt_trainer.config.recipe import llama_config, load
 from lt_trainer.config.sections import Recipe
@@ -97,7 +97,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> str:
         return [Document(text=text, source="made up") for text in [*long, *["a"] * (60 * number)]]
 
     train = documents(12)
-    tokenizer = train_bpe((d.text for d in train), vocab_size=280)
+    tokenizer = Tokenizer.train((d.text for d in train), vocab_size=280)
     for name, texts in (("train", train), ("validation", documents(2))):
         prepare(texts, tokenizer=tokenizer, out=root / name, bos=False, eos=False)
         pack(TokenStore(root / name), seq_len=SEQ_LEN)

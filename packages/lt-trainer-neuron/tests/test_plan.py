@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lt_ckpt.nxd.layout import layers_per_stage, rank_tensors
-from lt_data import TokenStore, pack, prepare, read_documents, train_bpe
+from lt_data import Tokenizer, TokenStore, pack, prepare, read_documents
 from lt_model import PRESETS, flops_per_token, n_parameters, param_specs
 from lt_trainer.config.recipe import ResolvedRecipe, load
 from lt_trainer.engine import World
@@ -162,7 +162,7 @@ def test_an_epoch_is_counted_where_the_store_is(resolved, tmp_path: Path) -> Non
     for i in range(30):
         (folder / f"{i:02}.txt").write_text("alpha beta gamma delta " * (3 + i))
     store = tmp_path / "store"
-    prepare([folder], tokenizer=train_bpe((d.text for d in read_documents([folder])), vocab_size=264), out=store)
+    prepare([folder], tokenizer=Tokenizer.train((d.text for d in read_documents([folder])), vocab_size=264), out=store)
     pack(TokenStore(store), seq_len=32)
     rows = pack(TokenStore(store), seq_len=32).n_rows
     made = make_plan(

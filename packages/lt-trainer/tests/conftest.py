@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from lt_ckpt import Checkpoint, Shard
-from lt_data import TokenStore, pack, prepare, read_documents, train_bpe
+from lt_data import Tokenizer, TokenStore, pack, prepare, read_documents
 from lt_model import LlamaConfig, config_to_hf, param_specs
 from lt_trainer import engine as engine_module
 from lt_trainer.checkpointing.pretrained import PretrainedWeights
@@ -165,7 +165,7 @@ def little_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for i in range(documents):
             picked = [words[(i * 7 + j * j) % len(words)] for j in range(5 + 11 * i % 90)]
             (folder / f"{i:03}.txt").write_text(f"{half} {i}: " + " ".join(picked))
-    tokenizer = train_bpe((d.text for d in read_documents([root / "text-train"])), vocab_size=300)
+    tokenizer = Tokenizer.train((d.text for d in read_documents([root / "text-train"])), vocab_size=300)
     for half in ("train", "validation"):
         prepare([root / f"text-{half}"], tokenizer=tokenizer, out=root / half)
         pack(TokenStore(root / half), seq_len=32)

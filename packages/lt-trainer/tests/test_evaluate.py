@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 from lt_ckpt import open_source
 from lt_ckpt.formats import ConvertOptions, convert_checkpoint
-from lt_data import DataError, TokenStore, prepare, train_bpe
+from lt_data import DataError, Tokenizer, TokenStore, prepare
 from lt_trainer.errors import RunDirError
 from lt_trainer.evaluation.scorer import EvaluationError
 from lt_trainer.run_directory.evaluation_results import find_results
@@ -118,7 +118,7 @@ def test_results_of_a_checkpoint_are_in_its_run_directory(model: Path, little_da
 
 def test_what_cannot_be_evaluated_is_refused_with_a_remedy(model: Path, little_data: Path, tmp_path: Path) -> None:
     store = little_data / "validation"
-    other = train_bpe(["zeta eta theta iota kappa zeta theta"] * 20, vocab_size=280)
+    other = Tokenizer.train(["zeta eta theta iota kappa zeta theta"] * 20, vocab_size=280)
     prepare([little_data / "text-validation"], tokenizer=other, out=tmp_path / "other")
     for told, stores, options in (
         ("nothing to evaluate; pass --tasks NAMES or --store STORE", [], {}),

@@ -113,7 +113,7 @@ def test_a_set_of_ids_is_decoded_for_its_bytes_and_one_of_another_tokenizer_refu
     recipe_base["data"]["validation"] = str(tmp_path / "ids")
     (found,) = open_data(load(base=recipe_base).recipe).validation
     assert found.text_bytes == sum(len(text.encode()) for text in texts) > 0
-    lt_data.prepare([folder], tokenizer=lt_data.train_bpe(texts, vocab_size=280), out=tmp_path / "other")
+    lt_data.prepare([folder], tokenizer=lt_data.Tokenizer.train(texts, vocab_size=280), out=tmp_path / "other")
     recipe_base["data"]["validation_sets"] = {"web": {"store": str(tmp_path / "other")}}
     with pytest.raises(RecipeError, match=r"data\.validation_sets\.web\.store = .* another tokenizer"):
         open_data(load(base=recipe_base).recipe)

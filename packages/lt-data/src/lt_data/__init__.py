@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from lt_data.streaming.ramp import BatchRamp
     from lt_data.streaming.rows import IGNORE_INDEX, RowReader, Rows, TokenRows
     from lt_data.streaming.stream import Stream, StreamBatch, StreamState, sequence_fingerprint
-    from lt_data.tokenizing.tokenizer import Tokenizer, train_bpe
+    from lt_data.tokenizing.tokenizer import Tokenizer
 
 _MODULES = {
     "IGNORE_INDEX": "streaming.rows",
@@ -97,7 +97,6 @@ _MODULES = {
     "split": "preparation.split",
     "stats": "analysis.stats",
     "steps_per_epoch": "analysis.steps",
-    "train_bpe": "tokenizing.tokenizer",
     "upload": "remote.upload",
     "verify": "analysis.verification",
     "write_report": "display.report",
@@ -157,7 +156,6 @@ __all__ = [
     "split",
     "stats",
     "steps_per_epoch",
-    "train_bpe",
     "upload",
     "verify",
     "write_report",

@@ -5,10 +5,17 @@ The message names the file or field, its value and the remedy. Any other excepti
 
 import errno
 
-_REMEDIES_OF_PATHS = {
-    errno.EACCES: "check the owner and the mode of it and of the folders above it",
-    errno.EPERM: "check the owner and the mode of it and of the folders above it",
-    errno.ENAMETOOLONG: "check the path",
+_PERMISSIONS = "check the owner and the mode of it and of the folders above it"
+_OTHER_WRITER = "another process wrote there: choose another place"
+_REMEDIES = {
+    errno.EACCES: _PERMISSIONS,
+    errno.EPERM: _PERMISSIONS,
+    errno.ENOSPC: "free some space or write to another disk",
+    errno.EDQUOT: "the disk quota is used up: free some space or write to another disk",
+    errno.EROFS: "the file system is read-only: choose another place",
+    errno.ENOTEMPTY: _OTHER_WRITER,
+    errno.EEXIST: _OTHER_WRITER,
+    errno.EIO: "the disk reports an error: check it or use another one",
 }
 
 
@@ -18,12 +25,15 @@ class DataError(ValueError):
     exit_code: int = 64
 
 
-def describe_unusable_path(exc: Exception) -> str:
-    """Return the text for a path that may not be looked at or has too long a name; "" for another error.
+def describe_os_error(exc: OSError, path: object = None) -> str:
+    """Return `PATH: reason; remedy` of an error of the system; default: the path that it names."""
+    reason = exc.strerror or str(exc) or type(exc).__name__
+    return f"{exc.filename if path is None else path}: {reason}; {_REMEDIES.get(exc.errno or 0, 'check the path')}"
 
-    Commands end with it where such an error of the system reaches them: any look at a path may raise one, long before
-    a reader of the file could name it.
+
+def describe_unusable_path(exc: Exception) -> str:
+    """Return the text for an error of the system that names a path; "" for another error.
+
+    Commands end with it where such an error reaches them.
     """
-    if not isinstance(exc, OSError) or exc.filename is None or exc.errno not in _REMEDIES_OF_PATHS:
-        return ""
-    return f"{exc.filename}: {exc.strerror}; {_REMEDIES_OF_PATHS[exc.errno]}"
+    return describe_os_error(exc) if isinstance(exc, OSError) and exc.filename is not None else ""

@@ -5,7 +5,6 @@ is synced, then the finished folder is renamed and its parent synced. If anythin
 new random name) is removed and the target is unchanged. Cost: one fsync per file.
 """
 
-import errno
 import os
 import secrets
 import shutil
@@ -16,19 +15,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
 
-from lt_data.errors import DataError
-
-_REMEDIES = {
-    errno.ENOSPC: "free some space or write to another disk",
-    errno.EDQUOT: "the disk quota is used up: free some space or write to another disk",
-    errno.EACCES: "check the permissions",
-    errno.EPERM: "check the permissions",
-    errno.EROFS: "the file system is read-only: choose another place",
-    errno.ENOENT: "check the path",
-    errno.ENOTEMPTY: "another process wrote there: choose another place",
-    errno.EEXIST: "another process wrote there: choose another place",
-    errno.EIO: "the disk reports an error: check it or use another one",
-}
+from lt_data.errors import DataError, describe_os_error
 
 
 @contextmanager
@@ -37,9 +24,7 @@ def translate_os_errors(action: str, path: str | os.PathLike[str]) -> Iterator[N
     try:
         yield
     except OSError as exc:
-        reason = exc.strerror or str(exc) or type(exc).__name__
-        remedy = _REMEDIES.get(exc.errno or 0, "check the path and the disk")
-        raise DataError(f"cannot {action} {os.fspath(path)}: {reason}; {remedy}") from exc
+        raise DataError(f"cannot {action} {describe_os_error(exc, os.fspath(path))}") from exc
     except UnicodeEncodeError as exc:
         raise DataError(
             f"cannot {action} {os.fspath(path)}: the locale encodes file names as {exc.encoding}, which cannot "

@@ -26,7 +26,6 @@ from lt_data import (
     pack,
     prepare,
     storage,
-    train_bpe,
 )
 from lt_data.exports import job, smp
 from lt_data.exports.export import export
@@ -159,7 +158,7 @@ def test_padding(store: TokenStore, texts: list[str], tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"last_row = 'drop': \d+ tokens do not fill one row"):
         export(store, out=tmp_path / "out", options=ExportOptions(to="hf", seq_len=10**6, last_row="drop"))
     assert not (tmp_path / "out").exists()
-    bare = train_bpe(texts, vocab_size=300, special_tokens=())  # names no id for padding, nor EOS
+    bare = Tokenizer.train(texts, vocab_size=300, special_tokens=())  # names no id for padding, nor EOS
     documents = [Document(text=text, source="text") for text in texts[:3]]
     prepare(documents, tokenizer=bare, out=tmp_path / "bare", bos=False, eos=False)
     bare_store = TokenStore(tmp_path / "bare")

@@ -272,7 +272,7 @@ def test_a_flipped_checksum_is_one_error(stores: Path) -> None:
 def test_stores_that_do_not_fit_are_refused(stores: Path, texts: list[str], tokenizer: Tokenizer) -> None:
     a = stores / "a"
     _prepare(texts[:9], tokenizer, stores / "no-eos", eos=False)
-    _prepare(texts[:9], lt_data.train_bpe(texts, vocab_size=290), stores / "other")
+    _prepare(texts[:9], lt_data.Tokenizer.train(texts, vocab_size=290), stores / "other")
     for stores_to_join, message in (
         ([a, stores / "no-eos"], r"no-eos cannot be joined to .*a: eos \(True and False\)"),
         ([a, stores / "other"], r"other cannot be joined to .*: tokenizer \("),

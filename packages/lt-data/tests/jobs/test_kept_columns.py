@@ -116,7 +116,8 @@ def test_a_table_gives_its_columns_without_the_others(
     pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
     reader = DocumentReader([tmp_path / "x.parquet"], SourceOptions(keep_fields=["url", "at", "missing"]))
     assert [document.fields for document in reader] == [
-        {"url": url, "at": datetime.date(2026, 1, 2)} for url in ("a", None, "c")
+        {"url": url, "text": text, "at": datetime.date(2026, 1, 2)}
+        for url, text in (("a", "one"), (None, "two"), ("c", "three"))
     ]
     keep = ("url", "at", "tags", "missing")
     notices: list[str] = []

@@ -90,7 +90,7 @@ def test_ids_of_a_split_of_a_saved_dataset(tmp_path: Path, run: Run, tokenizer: 
     (tmp_path / "saved/dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     arguments = ("prepare", tmp_path / "saved", "--tokenizer", tmp_path / "tok", "--tokens-field", "input_ids")
     code, _, err = run(*arguments, "--out", tmp_path / "store", "--no-bos", "--no-eos")
-    assert (code, "choose one of them with split (--split)" in err) == (64, True)
+    assert (code, "choose one with split (--split)" in err) == (64, True)
     code, _, err = run(*arguments, "--out", tmp_path / "store", "--no-bos", "--no-eos", "--split", "train")
     assert code == 0, err
     assert ids_of(tmp_path / "store") == [5, 6, 7, 8, 9, 10]

@@ -133,9 +133,10 @@ def test_http_faults(web: Web) -> None:
         assert "secret" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["x.jsonl", "x.parquet", "x.jsonl.gz"])
-@pytest.mark.parametrize("cut", [0, 1, 2000])
-@pytest.mark.parametrize("ranges", [True, False])
+@pytest.mark.parametrize(
+    ("name", "cut", "ranges"),
+    [("x.jsonl", 2000, True), ("x.jsonl", 0, False), ("x.parquet", 1, False), ("x.jsonl.gz", 99, True)],
+)
 def test_a_transfer_that_is_cut_off_is_never_skipped(web: Web, name: str, cut: int, ranges: bool) -> None:
     web.ranges = ranges
     web.files = {"x.jsonl": LINES, "x.parquet": parquet(), "x.jsonl.gz": gzip.compress(LINES)}
@@ -153,24 +154,6 @@ def test_a_server_that_is_gone(web: Web) -> None:
         url = f"http://127.0.0.1:{nobody.getsockname()[1]}/x.jsonl"
         with pytest.raises(DataError, match=f"cannot read {url}: "):
             list(read_documents([url]))
-
-
-def test_what_the_libraries_say_is_cleaned_of_the_url() -> None:
-    from lt_data.sources.transfer_errors import translate_transfer_errors
-
-    url, name = "https://host/x.jsonl?signature=secret", "https://host/x.jsonl"
-    with (
-        pytest.raises(DataError, match=rf"cannot read {name}: failed for {name}; check the network") as caught,
-        translate_transfer_errors(name, url),
-    ):
-        raise OSError(f"failed for {url}")
-    assert "secret" not in str(caught.value)
-    assert caught.value.__suppress_context__  # nor does a traceback show it
-    with (
-        pytest.raises(DataError, match="No space left on device; free some space"),
-        translate_transfer_errors(name, url),
-    ):
-        raise OSError(28, "No space left on device")
 
 
 def test_user_and_password_of_a_url_are_not_shown() -> None:
@@ -205,19 +188,13 @@ def test_s3(s3, tmp_path: Path) -> None:
         "s3://bucket/corpus/b.jsonl",
     ]
     assert found[-1].source == "s3://bucket/corpus/b.jsonl:2000"
-    assert list(reader.documents_from(1, 1990)) == found[1991:]
-    assert [part.n_files for part in (reader.part(0, 2), reader.part(1, 2))] in ([2, 1], [1, 2])
+    divided = reader.divided(9000)
+    assert divided.n_files > 4
+    assert [d.text for d in divided] == [d.text for d in found]
     with pytest.raises(
-        DataError, match=r"s3://bucket/saved/data-00000-of-00001\.arrow: a file of the saved dataset is missing"
+        DataError, match=r"bucket/saved/data-00000-of-00001\.arrow: a file of the saved dataset is missing"
     ):
         read_documents(["s3://bucket/saved"])
-    pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
-    out = io.BytesIO()
-    table = pa.table({"text": TEXTS})
-    with pa.ipc.new_stream(out, table.schema) as writer:
-        writer.write_table(table)
-    s3.pipe("bucket/saved/data-00000-of-00001.arrow", out.getvalue())
-    assert [d.text for d in read_documents(["s3://bucket/saved"])] == TEXTS
     for wrong in ("s3://bucket/nowhere", "s3://nobucket/x.txt"):
         with pytest.raises(DataError, match=f"cannot read {wrong}: .*"):
             read_documents([wrong])
@@ -226,13 +203,3 @@ def test_s3(s3, tmp_path: Path) -> None:
     s3.rm("bucket/gone.jsonl")
     with pytest.raises(DataError, match=r"cannot read s3://bucket/gone\.jsonl: .*"):
         list(gone)
-
-
-def test_an_s3_server_that_is_gone(s3, monkeypatch: pytest.MonkeyPatch) -> None:
-    type(s3).clear_instance_cache()
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))
-        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{nobody.getsockname()[1]}")
-        monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-        with pytest.raises(DataError, match=r"cannot read s3://bucket/x\.jsonl: "):
-            read_documents(["s3://bucket/x.jsonl"])

@@ -66,10 +66,10 @@ def test_refusals(values: dict, message: str) -> None:
 
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory: pytest.TempPathFactory) -> RowReader:
-    from lt_data import Document, pack, prepare, train_bpe
+    from lt_data import Document, Tokenizer, pack, prepare
 
     texts = [f"document {i} of a little store " * (i % 5 + 1) for i in range(40)]
-    tokenizer = train_bpe(iter(texts), vocab_size=280)
+    tokenizer = Tokenizer.train(iter(texts), vocab_size=280)
     out = tmp_path_factory.mktemp("ramp") / "store"
     prepare((Document(text=text, source=str(i)) for i, text in enumerate(texts)), tokenizer=tokenizer, out=out)
     store = TokenStore(out)

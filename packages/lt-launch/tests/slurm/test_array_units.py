@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lt_data import Selection, prepare, train_bpe
+from lt_data import Selection, Tokenizer, prepare
 from lt_launch.launch_dir import load_launch
 from lt_launch.launcher import launch
 from lt_launch.profile import Profile
@@ -75,7 +75,7 @@ def test_killed_elements_cost_units_alone(
         texts += [f"in every file {i}" for i in range(9)]
         lines = "".join(f'{{"text": "{text}"}}\n' for text in texts)
         (tmp_path / f"in/{number:02d}.jsonl").write_text(lines, encoding="utf-8")
-    train_bpe(texts, vocab_size=300).save(tmp_path / "tok")
+    Tokenizer.train(texts, vocab_size=300).save(tmp_path / "tok")
     job = {"tokenizer": tmp_path / "tok", "unit_bytes": UNIT_BYTES, "selection": Selection(drop_duplicates=True)}
     prepare([tmp_path / "in"], out=tmp_path / "whole", engine="hf", **job)
     expected = contents(tmp_path / "whole")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lt_data import IGNORE_INDEX, RowReader, TokenStore, inspect_step, open_pack, train_bpe
+from lt_data import IGNORE_INDEX, RowReader, Tokenizer, TokenStore, inspect_step, open_pack
 from lt_launch.launch_dir import load_launch
 from lt_launch.launcher import launch
 from lt_launch.profile import Profile
@@ -113,7 +113,7 @@ def test_from_download_to_export(cluster: Any, python: str, tmp_path: Path, monk
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text, encoding="utf-8")
     texts = [f"A page about {i} and {i * i % 97}, of which there are many. " * (i % 5 + 3) for i in range(300)]
-    train_bpe(texts, vocab_size=300).save(tmp_path / "hub")
+    Tokenizer.train(texts, vocab_size=300).save(tmp_path / "hub")
     make_model(tmp_path / "hub")
     (tmp_path / "text").mkdir()
     for part in range(9):

@@ -15,7 +15,7 @@ import torch
 import torch_xla
 import torch_xla.debug.metrics as met
 
-from lt_data import TokenStore, pack, prepare, read_documents, train_bpe
+from lt_data import Tokenizer, TokenStore, pack, prepare, read_documents
 from lt_test_helpers.harness_tasks import write_task
 from lt_test_helpers.runs import run
 from lt_trainer.config.recipe import load
@@ -64,7 +64,7 @@ def make_store(folder: Path) -> None:
     (folder / "text").mkdir()
     for number in range(40):
         (folder / "text" / f"{number}.txt").write_text("the loss falls when data is read in order " * (2 + number % 9))
-    tokenizer = train_bpe((document.text for document in read_documents([folder / "text"])), vocab_size=270)
+    tokenizer = Tokenizer.train((document.text for document in read_documents([folder / "text"])), vocab_size=270)
     prepare([folder / "text"], tokenizer=tokenizer, out=folder / "store")
     pack(TokenStore(folder / "store"), seq_len=32)
     write_task(folder / "tasks", "recall", [{"context": "the loss falls when", "target": " data"}] * 9)

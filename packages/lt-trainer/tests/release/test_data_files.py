@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lt_data import Selection, TokenStore, append, pack, prepare, split, train_bpe, verify
+from lt_data import Selection, Tokenizer, TokenStore, append, pack, prepare, split, verify
 from lt_trainer.config.data_section import DataOptions, SourceOptions
 from lt_trainer.release.bundle import hash_file
 from lt_trainer.release.data_files import StoreToRelease, store_names
@@ -33,7 +33,9 @@ def texts(tmp_path: Path) -> Path:
     (folder / "39").write_text("a file without a suffix")
     (folder / "98.json").write_text('{"text": "a record"}\n')
     (folder / "99.txt").write_bytes((folder / "07.txt").read_bytes())
-    train_bpe((path.read_text() for path in sorted(folder.iterdir())), vocab_size=300).save(tmp_path / "tokenizer")
+    Tokenizer.train((path.read_text() for path in sorted(folder.iterdir())), vocab_size=300).save(
+        tmp_path / "tokenizer"
+    )
     return tmp_path
 
 

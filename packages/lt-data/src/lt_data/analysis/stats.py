@@ -94,7 +94,7 @@ class StoreStats:
         length_histogram: documents by length, in powers of two.
         empty_documents: documents without a token, which were left out.
         left_out: documents that were read and left out, by reason.
-        skipped: source records without a document, by reason.
+        skipped: source records without a document, and ids that an attention mask hides, by reason.
         unchecked_sources: source files in which no checksum confirms the content, by format.
         special_strings: counts of literal special strings in the text.
         duplicates: exact duplicates, if requested.

@@ -47,7 +47,7 @@ def train_tokenizer(
     from lt_data.display.progress_bars import progress_bar
     from lt_data.sources.options import SUFFIXES, SourceOptions
     from lt_data.sources.reader import DocumentReader
-    from lt_data.tokenizing.tokenizer import check_empty_folder, train_bpe
+    from lt_data.tokenizing.tokenizer import Tokenizer, check_empty_folder
 
     check_empty_folder(out)
     reader = DocumentReader(
@@ -64,7 +64,7 @@ def train_tokenizer(
     )
     with progress_bar("read") as report:
         texts = (document.as_text() for document in reader)
-        tokenizer = train_bpe(
+        tokenizer = Tokenizer.train(
             texts,
             vocab_size=vocab_size,
             progress=lambda _done, _total, _unit: report(reader.read_bytes, reader.total_bytes, "bytes"),

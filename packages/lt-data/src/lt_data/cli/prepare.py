@@ -8,7 +8,7 @@ import typer
 if TYPE_CHECKING:
     from lt_data.sources.options import SourceOptions
     from lt_data.store.manifest import StoreManifest
-    from lt_data.tokenizing.engine_selection import EngineRequest
+    from lt_data.tokenizing.engine import EngineRequest
     from lt_data.tokenizing.tokenizer import SpecialTokensAs
 
 

@@ -36,7 +36,7 @@ from lt_data.store.joined import (
 from lt_data.store.joined_index import INDEX_FILE
 from lt_data.store.manifest import StoreManifest
 from lt_data.store.token_store import TokenStore
-from lt_data.tokenizing.engine_selection import EngineRequest
+from lt_data.tokenizing.engine import EngineRequest
 
 
 def append(

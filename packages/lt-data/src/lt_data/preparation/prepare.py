@@ -22,14 +22,13 @@ from lt_data.preparation.unit_writer import UnitOptions
 from lt_data.preparation.units import UnitJob, run_one_unit, run_units
 from lt_data.progress import NoticeCallback, Progress, no_notice, no_progress
 from lt_data.sources.document import Document
-from lt_data.sources.fields import extract_value
 from lt_data.sources.options import SKIP_REMEDY, SourceOptions
 from lt_data.sources.reader import DocumentReader
-from lt_data.sources.record import BadRecord
+from lt_data.sources.record import BadRecord, extract_value
 from lt_data.store.document_columns import parse_columns
 from lt_data.store.document_sources import MAX_SOURCE_FILES
 from lt_data.store.manifest import Selection, StoreManifest
-from lt_data.tokenizing.engine_selection import EngineRequest
+from lt_data.tokenizing.engine import EngineRequest
 from lt_data.tokenizing.tokenizer import SpecialTokensAs, Tokenizer
 
 DEFAULT_SHARD_TOKENS = 2**27
@@ -84,7 +83,7 @@ def prepare(
             "score:float", "safe:bool".
         shard_tokens: target number of ids of a shard; a longer document has its own shard.
         unit_bytes: bytes of the sources that one process prepares at a time, about: files, or ranges of large ones
-            (lt_data.sources.file_ranges). It determines the files of the store.
+            (lt_data.sources.pieces). It determines the files of the store.
         workers: processes that take units.
         ray: address of a Ray cluster (`auto`, or `local` for a new one), on which the workers run.
         progress: called with the source bytes encoded, or with the finished units if there are several.

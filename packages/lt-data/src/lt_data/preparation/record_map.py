@@ -21,9 +21,8 @@ from typing import Any
 
 from lt_data.errors import DataError
 from lt_data.sources.document import Document
-from lt_data.sources.fields import TOKEN_FIELDS, extract_value
 from lt_data.sources.options import SourceOptions
-from lt_data.sources.record import BadRecord
+from lt_data.sources.record import TOKEN_FIELDS, BadRecord, extract_value
 from lt_data.store.manifest import RecordMapInfo
 
 LEFT_OUT_BY_MAP = "map"

@@ -41,8 +41,8 @@ from lt_data.store.manifest import (
 )
 from lt_data.store.shards import ShardWriter
 from lt_data.store.source_files import SourceFile, SourceFiles
-from lt_data.tokenizing.encode import EncodedBatch, EncoderBatch, encode_documents
-from lt_data.tokenizing.encoder import Encoder
+from lt_data.tokenizing.encode import EncoderBatch, encode_documents
+from lt_data.tokenizing.encoder import EncodedBatch, Encoder
 from lt_data.tokenizing.tokenizer import SpecialTokensAs, Tokenizer
 
 TOO_FEW_TOKENS = "too few tokens"
@@ -129,7 +129,7 @@ def write_unit(
     counts, totals, special_strings = DocumentCounts(), DocumentTotals(), Counter[str]()
     entries: list[np.ndarray] = []
     selected = select_documents(documents, selection, counts, record_map)
-    batches = encode_documents(selected, encoder, 1, reader=reader, columns=columns)
+    batches = encode_documents(selected, encoder, reader=reader, columns=columns)
     with ShardWriter(folder / SHARD_FOLDER, options.shard_tokens, encoder.dtype) as writer, closing(batches):
         for batch, encoded in batches:
             kept = _select_by_tokens(batch, encoded, selection, counts)
@@ -167,7 +167,7 @@ def write_unit(
         selection=selection,
         columns=count_nulls(columns, folder / SHARD_FOLDER, shards),
         map=record_map.info if record_map else None,
-        engine=encoder.engine_choice.to_dict() if encoder.engine_choice else {},
+        engine=encoder.engine,
         shard_tokens=options.shard_tokens,
         sources=reader.source_files() if reader else SourceFiles(),
     )

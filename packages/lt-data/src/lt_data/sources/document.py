@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 class Document:
     """Document: its text or its ids (exactly one of them), and its source.
 
+        Document(text="A text.")
+
     Attributes:
         text: the document as text.
         ids: the document as token ids, [tokens] int64.
@@ -21,7 +23,6 @@ class Document:
             name for a document in memory.
         file_index: index of the file in its reader's list.
         record_number: number of the line, row or record in that file, from 1; 0 if the file is one document.
-        next_record: index in that file of the next record, from which reading continues after this document.
         fields: all fields or columns of its record, if the reader keeps them.
     """
 
@@ -30,7 +31,6 @@ class Document:
     source: str = "a document in memory"
     file_index: int = 0
     record_number: int = 0
-    next_record: int = 0
     fields: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:

@@ -1,14 +1,20 @@
-"""Records of a file format, and its errors.
+"""Records of a file format: a text, ids or a problem, extracted from a value with named fields.
 
-A `SourceRecord` holds a value or a `BadRecord`: a reader continues after a bad record, so that it can be left out. If
-the rest of a file cannot be read, `DamagedFileError` is raised. reader.py handles both.
+A reader continues after a `BadRecord`, so that it can be left out. If the rest of a file cannot be read,
+`DamagedFileError` is raised. reader.py handles both.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lt_data.sources.options import SourceOptions
+
 if TYPE_CHECKING:
     import numpy as np
+
+ATTENTION_MASK = "attention_mask"
+TOKEN_FIELDS = ("input_ids", "tokens")  # usual names of ids
 
 
 @dataclass(frozen=True)
@@ -28,14 +34,12 @@ class SourceRecord(NamedTuple):
     """Record of a file.
 
     Attributes:
-        next_index: index of the next record.
         number: number of the record from 1, such as its line or row; 0 for a whole file.
         value: its text, its ids ([tokens] int64), or its problem.
         n_masked: ids that were removed because the attention_mask is 0.
         fields: all fields or columns of the record, if they are kept.
     """
 
-    next_index: int
     number: int
     value: "str | np.ndarray | BadRecord"
     n_masked: int = 0
@@ -43,48 +47,108 @@ class SourceRecord(NamedTuple):
 
 
 class DamagedFileError(Exception):
-    """Error of a file whose rest cannot be read; the message follows the file's name.
+    """Error of a file whose rest cannot be read; the message follows the file's name."""
 
-    Attributes:
-        lost_lines: lines before the damage that were left out, because no checksum confirms them.
-        lost_records: those of them that are records.
+
+def make_record(record: Any, options: SourceOptions, number: int) -> SourceRecord:
+    """Return the record of a JSON value or of a row of a table, or of its `BadRecord`."""
+    if isinstance(record, BadRecord):
+        return SourceRecord(number, record)
+    value, masked = extract_value(record, options)
+    fields = record if options.keep_fields and not isinstance(value, BadRecord) else None
+    return SourceRecord(number, value, masked, fields)
+
+
+def extract_value(record: Any, options: SourceOptions) -> "tuple[str | np.ndarray | BadRecord, int]":
+    """Extract the text or ids of a record.
+
+    Args:
+        record: value of one line or row.
+        options: read options, which name the field.
+
+    Returns:
+        The text, the ids ([tokens] int64) or a `BadRecord`, and the number of ids that the attention mask removed.
     """
-
-    lost_lines = 0
-    lost_records = 0
-
-
-class ChangedFileError(Exception):
-    """Error of a file that differs from an earlier reading; the message follows the file's name."""
+    name = options.field
+    if not isinstance(record, dict):
+        return BadRecord("not a record", f"holds {type(record).__name__}, not fields such as {name!r}; correct it"), 0
+    if name not in record:
+        return _missing_field(name, options, list(record)), 0
+    value = record[name]
+    if value is None:
+        return BadRecord("null", f"field {name!r} is null; give it a value"), 0
+    if options.tokens_field:
+        return _parse_ids(name, value, record.get(ATTENTION_MASK), options.max_document_bytes)
+    if not isinstance(value, str):
+        return BadRecord("not a string", f"field {name!r} holds {type(value).__name__}, not a string"), 0
+    return check_text(value, options.max_document_bytes), 0
 
 
 def too_large(limit: int, what: str = "document") -> BadRecord:
     """Return the `BadRecord` of a document above the limit of its size."""
-    return BadRecord(
-        "too large",
-        f"{what} of more than {limit} bytes; raise max_document_bytes (--max-document-bytes)",
-    )
+    remedy = "split it, or raise max_document_bytes (--max-document-bytes), at 114 bytes of memory each"
+    return BadRecord("too large", f"{what} of more than {limit} bytes; {remedy}")
 
 
-def decode_utf8(content: bytes | bytearray) -> str | BadRecord:
+def decode_utf8(content: bytes) -> str | BadRecord:
     """Decode UTF-8 bytes."""
     try:
         return content.decode()
     except UnicodeDecodeError as exc:
-        return BadRecord(
-            "not UTF-8",
-            f"not UTF-8 at byte {exc.start} ({exc.reason}); convert the file, for example with iconv",
-        )
+        remedy = "convert the file, for example with iconv"
+        return BadRecord("not UTF-8", f"not UTF-8 at byte {exc.start} ({exc.reason}); {remedy}")
 
 
-def check_surrogates(text: str) -> str | BadRecord:
-    """Return the text, or a `BadRecord` if it has an unpaired surrogate, which UTF-8 cannot encode."""
+def check_text(text: str, limit: int) -> str | BadRecord:
+    """Return the text, or a `BadRecord` if it is too large or has an unpaired surrogate, which UTF-8 cannot encode."""
     try:
-        if not text.isascii():
-            text.encode()
+        size = len(text) if text.isascii() else len(text.encode())
     except UnicodeEncodeError as exc:
-        return BadRecord(
-            "half of a surrogate pair",
-            f"character {exc.start} is half of a surrogate pair, which is not text; correct it",
-        )
-    return text
+        problem = f"character {exc.start} is half of a surrogate pair, which is not text; correct it"
+        return BadRecord("half of a surrogate pair", problem)
+    return too_large(limit, "text") if size > limit else text
+
+
+def _missing_field(name: str, options: SourceOptions, found: Sequence[str]) -> BadRecord:
+    option, flag = ("tokens_field", "--tokens-field") if options.tokens_field else ("text_field", "--text-field")
+    ids = next((field for field in TOKEN_FIELDS if field in found and not options.tokens_field), None)
+    hint = f"; for the ids in {ids!r} give tokens_field={ids!r} (--tokens-field {ids})" if ids else ""
+    names = ", ".join(map(repr, found))
+    message = f"no field {name!r} (found fields {names}); name the field with {option} ({flag}){hint}"
+    return BadRecord(f"no field {name!r}", message)
+
+
+def _parse_ids(name: str, value: Any, mask: Any, limit: int) -> "tuple[np.ndarray | BadRecord, int]":
+    """Parse ids to int64, without the positions at both ends where the attention mask is 0."""
+    import numpy as np
+
+    ids = _to_integers(value)
+    if ids is None or (ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < 2**31):
+        return BadRecord("not a list of ids", f"field {name!r} is not a list of whole numbers from 0 to 2^31 - 1"), 0
+    if ids.nbytes > limit:
+        return too_large(limit, "list of ids"), 0
+    if mask is None:
+        return ids, 0
+    bits = _to_integers(mask)
+    if bits is None or bits.size != ids.size or not np.isin(bits, (0, 1)).all():
+        return BadRecord("bad attention_mask", f"{ATTENTION_MASK} is not a list of {ids.size} values 0 or 1"), 0
+    (real,) = np.nonzero(bits)
+    if not real.size:
+        return ids[:0], ids.size
+    first, last = int(real[0]), int(real[-1])
+    if last - first + 1 != real.size:
+        problem = f"{ATTENTION_MASK} has zeros between ones; only padding at the ends can be left out"
+        return BadRecord("bad attention_mask", problem), 0
+    return ids[first : last + 1], ids.size - real.size
+
+
+def _to_integers(value: Any) -> "np.ndarray | None":
+    """Return a list of whole numbers as int64; None for anything else."""
+    import numpy as np
+
+    if not isinstance(value, list) or not all(type(item) is int for item in value):
+        return None
+    try:
+        return np.array(value, np.int64)
+    except OverflowError:
+        return None

@@ -11,10 +11,10 @@ from lt_data.errors import DataError
 from lt_data.file_names import is_plain_name
 
 STATE_FILE, DATASET_DICT_FILE = "state.json", "dataset_dict.json"
-ReadFile = Callable[[str], bytes | None]
+_REMEDY = "load and save the dataset with datasets again"
 
 
-def list_arrow_files(name: str, read: ReadFile, split: str | None) -> list[str] | None:
+def list_arrow_files(name: str, read: Callable[[str], bytes | None], split: str | None) -> list[str] | None:
     """Return the Arrow files of a folder, relative to it; None if it is not a saved dataset.
 
     Args:
@@ -26,44 +26,30 @@ def list_arrow_files(name: str, read: ReadFile, split: str | None) -> list[str] 
         DataError: no such split, a slice, or a file list that is broken or not supported.
     """
     if (content := read(DATASET_DICT_FILE)) is not None:
-        splits = _read_list(f"{name}/{DATASET_DICT_FILE}", content, "splits")
-        if foreign := [name for name in splits if not isinstance(name, str) or not is_plain_name(name)]:
-            raise DataError(
-                f"{name}/{DATASET_DICT_FILE}: {foreign[0]!r} is not a folder of this one; save the dataset again"
-            )
+        splits = _read_names(f"{name}/{DATASET_DICT_FILE}", content, "splits", lambda entry: entry)
         chosen = splits[0] if split is None and len(splits) == 1 else split
         if chosen not in splits:
-            raise DataError(
-                f"{name}: the splits of this saved dataset are {', '.join(splits)}, not {split}; choose one of them "
-                "with split (--split), without a slice"
-            )
-        if (content := read(f"{chosen}/{STATE_FILE}")) is None:
-            raise DataError(f"{name}/{chosen}: {STATE_FILE} is missing; save the dataset again")
-        return [f"{chosen}/{file}" for file in _parse_files(f"{name}/{chosen}", content)]
-    if (content := read(STATE_FILE)) is None or read("dataset_info.json") is None:
+            names = ", ".join(splits)
+            raise DataError(f"{name}: the splits are {names}, not {split}; choose one with split (--split), not sliced")
+        prefix = f"{chosen}/"
+        if (content := read(prefix + STATE_FILE)) is None:
+            raise DataError(f"{name}/{prefix}{STATE_FILE}: missing; {_REMEDY}")
+    elif (content := read(STATE_FILE)) is None or read("dataset_info.json") is None:
         return None
-    return _parse_files(name, content)
+    else:
+        prefix = ""
+    path = f"{name}/{prefix}{STATE_FILE}"
+    if strict_json.load_object(content, path, _REMEDY).get("_indices_files"):
+        raise DataError(f"{path}: the rows are not in the order of the files; {_REMEDY}")
+    files = _read_names(path, content, "_data_files", lambda entry: entry["filename"])
+    return [prefix + file for file in files]
 
 
-def _parse_files(name: str, content: bytes) -> list[str]:
-    path = f"{name}/{STATE_FILE}"
-    values = _parse_json(path, content)
-    if values.get("_indices_data_files") or values.get("_indices_files"):
-        raise DataError(f"{path}: the rows are not in the order of the files; load and save it with datasets again")
-    entries = _read_list(path, content, "_data_files")
-    files = [entry.get("filename") if isinstance(entry, dict) else None for entry in entries]
-    valid = [file for file in files if isinstance(file, str) and is_plain_name(file)]
-    if len(valid) != len(files):
-        raise DataError(f"{path}: _data_files does not name files of the folder; save the dataset again")
-    return valid
-
-
-def _read_list(path: str, content: bytes, name: str) -> list[Any]:
-    values = _parse_json(path, content).get(name)
-    if not isinstance(values, list):
-        raise DataError(f"{path}: no list {name}; save the dataset again")
-    return values
-
-
-def _parse_json(path: str, content: bytes) -> dict[str, Any]:
-    return strict_json.load_object(content, path, "save the dataset again")
+def _read_names(path: str, content: bytes, field: str, get: Callable[[Any], Any]) -> list[str]:
+    try:
+        names = [get(entry) for entry in strict_json.load_object(content, path, _REMEDY)[field]]
+    except (KeyError, TypeError) as exc:
+        raise DataError(f"{path}: no list {field}; {_REMEDY}") from exc
+    if foreign := [name for name in names if not (isinstance(name, str) and is_plain_name(name))]:
+        raise DataError(f"{path}: {field} names {foreign[0]!r}, which is not in the folder; {_REMEDY}")
+    return names

@@ -3,7 +3,7 @@
 Each is a little-endian u64: in the upper 24 bits the index of the file in the store's source files, in the lower 40
 the number of the record as the reader counts, from 1: the line of JSON lines, the row of a table or hub dataset, the
 element of a JSON array; 0 is a file that is one document. Records that were left out keep their numbers. A range of a
-large file (lt_data.sources.file_ranges) is a file of its own, with its own lines.
+large file (lt_data.sources.pieces) is a file of its own, with its own lines.
 
 The manifest lists up to 1000 source files; a store of more has them in `sources.jsonl`, one JSON object per line.
 """
@@ -25,7 +25,7 @@ MAX_SOURCE_FILES = 1 << 24
 _RECORD_BITS = 40
 _COMPRESSIONS = (".gz", ".zst")
 _LINE_FORMATS = (".jsonl", ".ndjson", ".json")
-_RANGE = re.compile(r"\[\d+:\d+\]$")  # of a file (lt_data.sources.file_ranges)
+_RANGE = re.compile(r"\[\d+:\d+\]$")  # of a file (lt_data.sources.pieces)
 _REMEDY = "copy it again or prepare it again"
 
 

@@ -243,7 +243,7 @@ class StoreManifest:
         text_bytes: UTF-8 bytes of the text of all documents in the store, for bits per byte.
         read: all documents that were read; their tokens are those that were encoded.
         left_out: documents that were read and are not in the store, by reason.
-        skipped: source records without a document, by reason.
+        skipped: source records without a document, and ids that an attention mask hides, by reason.
         special_strings: counts of literal special strings in the text of the stored documents.
         special_tokens_as: whether such strings were encoded as text or as the special ids.
         selection: the document filter.

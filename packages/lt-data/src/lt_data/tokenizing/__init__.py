@@ -1,1 +1,1 @@
-"""Tokenizing: the tokenizer and its files, verified engines, splitting of long texts."""
+"""Tokenizing: the tokenizer and its files, engines, and batches of encoded documents."""

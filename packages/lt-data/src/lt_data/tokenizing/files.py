@@ -5,11 +5,13 @@
     hf://org/name[@rev]   a model of the hub
     s3://bucket/prefix    the files under a prefix (any protocol that fsspec supports and whose package is installed)
 
-Only the files of `TOKENIZER_FILES` are read, each of at most `MAX_FILE_BYTES`. A query of a web address, such as a
-signature, is sent with each request and is in no message or name.
+Only the files of `TOKENIZER_FILES` are read. Those of the hub are in Hugging Face's own cache; each must have the hash
+of the hub's list (SHA-256 of large files, git's hash of small ones).
 """
 
+import hashlib
 import os
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -17,16 +19,14 @@ from typing import Any
 
 from lt_data.errors import DataError
 from lt_data.file_names import redact_url, to_portable_name
-from lt_data.sources.transfer_errors import translate_transfer_errors
-from lt_data.storage import read_file, translate_os_errors
-from lt_data.tokenizing.hub_files import HubRepository, is_short_address
+from lt_data.sources.transfer_errors import library_errors, open_filesystem, translate_transfer_errors
 
 MODEL_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 TOKENIZER_FILES = (MODEL_FILE, CONFIG_FILE, "special_tokens_map.json", "chat_template.jinja")
-MAX_FILE_BYTES = 2**28
-"""Larger than any known tokenizer by several times."""
-_BLOCK_BYTES = 2**20
+_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+_QUERY = re.compile(r"\?[^\s'\"]+")  # of a URL, which may be signed
+_HUB_ADDRESS = re.compile(rf"(hf://)?({_NAME}/)?{_NAME}(@[^@\s]+)?")
 
 
 def read_tokenizer_files(source: str | Path) -> tuple[str, Mapping[str, bytes]]:
@@ -36,85 +36,78 @@ def read_tokenizer_files(source: str | Path) -> tuple[str, Mapping[str, bytes]]:
         DataError: missing, unreadable, or without `tokenizer.json`.
     """
     text = os.fspath(source)
-    if text.startswith("hf://"):
-        return _read_from_hub(text)
-    if "://" in text:
-        return _read_from_url(text)
-    if is_short_address(text) and not os.path.lexists(text):
-        return _read_from_hub(text)
-    return _read_from_path(Path(text))
+    is_hub = _HUB_ADDRESS.fullmatch(text) and (text.startswith("hf://") or "/" in text)
+    if is_hub and not os.path.lexists(text):
+        name, files = _read_from_hub(text)
+    elif "://" in text:
+        name, files = _read_from_url(text)
+    else:
+        name, files = _read_from_path(Path(text))
+    if MODEL_FILE not in files:
+        hint = " (there is a SentencePiece tokenizer.model)" if Path(text, "tokenizer.model").is_file() else ""
+        raise DataError(
+            f"no tokenizer at {redact_url(text)}: give a folder with {MODEL_FILE}{hint}; transformers' AutoTokenizer "
+            "writes it for most tokenizers (save_pretrained)"
+        )
+    return name, files
 
 
 def _read_from_path(path: Path) -> tuple[str, Mapping[str, bytes]]:
-    with translate_os_errors("read the tokenizer", path):
+    with translate_transfer_errors(str(path), str(path)):
         if path.is_file() and path.name != MODEL_FILE:
-            return to_portable_name(path.name), {MODEL_FILE: read_file(path, max_bytes=MAX_FILE_BYTES)}
+            return to_portable_name(path.name), {MODEL_FILE: path.read_bytes()}
         folder = path.parent if path.is_file() else path
-        files = {
-            name: read_file(folder / name, max_bytes=MAX_FILE_BYTES)
-            for name in TOKENIZER_FILES
-            if (folder / name).is_file()
-        }
-        if not folder.is_dir() or MODEL_FILE not in files:
-            raise DataError(f"no tokenizer at {path}: give a folder with {MODEL_FILE}{_hint(folder)}")
+        files = {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()}
     return to_portable_name(folder.resolve().name), files
 
 
 def _read_from_hub(address: str) -> tuple[str, Mapping[str, bytes]]:
-    repository = HubRepository.parse(address)
-    commit, files = repository.fetch(TOKENIZER_FILES, max_bytes=MAX_FILE_BYTES)
-    if MODEL_FILE not in files:
+    from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_cache  # imported here: slow
+
+    repo, _, revision = address.removeprefix("hf://").partition("@")
+    try:
+        if constants.HF_HUB_OFFLINE:
+            cached = {name: try_to_load_from_cache(repo, name, revision=revision or None) for name in TOKENIZER_FILES}
+            files = {name: Path(path).read_bytes() for name, path in cached.items() if isinstance(path, str)}
+            if not files:
+                raise DataError(f"{address}: not in {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set; unset it")
+            return f"{repo}@{revision or 'main'}", files
+        info = HfApi().model_info(repo, revision=revision or None, files_metadata=True)
+        commit = info.sha or ""
+        listed = {file.rfilename: file for file in info.siblings or () if file.rfilename in TOKENIZER_FILES}
+        paths = {name: hf_hub_download(repo, name, revision=revision or None) for name in listed}
+        files = {name: Path(path).read_bytes() for name, path in paths.items()}
+    except DataError:
+        raise
+    except (OSError, ValueError, *library_errors()) as exc:
+        reason = _QUERY.sub("", " ".join(str(exc).split())) or type(exc).__name__
         raise DataError(
-            f"hf://{repository.name}: has no {MODEL_FILE}; save its tokenizer in the fast format, and give that folder"
-        )
-    return f"{repository.name}@{commit[:12]}", files
+            f"cannot read hf://{repo}: {reason}; there is no folder {address} either: check the name, the network and, "
+            "for a private or gated model, HF_TOKEN"
+        ) from exc
+    for name, content in files.items():
+        _check(content, listed[name], f"hf://{repo}@{commit}: {name}")
+    return f"{repo}@{commit[:12]}", files
+
+
+def _check(content: bytes, listed: Any, what: str) -> None:
+    """Compare a file with the hash of the hub's list."""
+    if listed.lfs:
+        wanted, found = listed.lfs.sha256, hashlib.sha256(content).hexdigest()
+    else:
+        header = b"blob %d\0" % len(content)
+        wanted, found = listed.blob_id, hashlib.sha1(header + content, usedforsecurity=False).hexdigest()
+    if found != wanted:
+        raise DataError(f"{what}: {len(content)} bytes that are not those of the hub's list; empty the cache (HF_HOME)")
 
 
 def _read_from_url(url: str) -> tuple[str, Mapping[str, bytes]]:
-    from fsspec.core import url_to_fs  # imported here: slow, and most tokenizers are local
-
-    protocol, shown = url.partition("://")[0], redact_url(url)
-    try:
-        filesystem, root = url_to_fs(url)
-    except (ImportError, ValueError) as exc:
-        reason = str(exc).replace(url, shown)
-        raise DataError(f"cannot read {shown}: {reason}; install the fsspec package for {protocol}://") from exc
-    query = ""
-    if protocol in ("http", "https"):
-        root, mark, query = root.partition("?")
-        query = mark + query
+    shown = redact_url(url).rstrip("/").removesuffix(f"/{MODEL_FILE}")
+    filesystem, root = open_filesystem(url, shown)
     root = root.rstrip("/").removesuffix(f"/{MODEL_FILE}")
     files: dict[str, bytes] = {}
-    for name in TOKENIZER_FILES:
-        path = f"{root}/{name}{query}"
-        with translate_transfer_errors(shown, path), suppress(FileNotFoundError):
-            files[name] = _read_bounded(filesystem, path, f"{shown}: {name}")
-    if MODEL_FILE not in files:
-        raise DataError(f"no tokenizer at {shown}: there is no {MODEL_FILE} under it")
-    return shown.rstrip("/").removesuffix(f"/{MODEL_FILE}").rpartition("/")[2], files
-
-
-def _read_bounded(filesystem: Any, path: str, shown: str) -> bytes:
-    info = filesystem.info(path)
-    if info["type"] != "file":  # a pipe, at a file:// address, would be waited for
-        raise DataError(f"{shown}: no regular file; put the file itself there")
-    size = info.get("size")
-    if size is not None and size <= MAX_FILE_BYTES:
-        return filesystem.cat_file(path)
-    content = b""
-    if size is None:
-        with filesystem.open(path, "rb") as file:
-            while len(content) <= MAX_FILE_BYTES and (block := file.read(_BLOCK_BYTES)):
-                content += block
-    if size is not None or len(content) > MAX_FILE_BYTES:
-        raise DataError(f"{shown}: more than the {MAX_FILE_BYTES} bytes that such a file may have; check what it is")
-    return content
-
-
-def _hint(folder: Path) -> str:
-    if (folder / "tokenizer.model").is_file():
-        return (
-            " (there is a SentencePiece tokenizer.model: load it with transformers' AutoTokenizer and save it again, "
-            "which writes the fast format)"
-        )
-    return ""
+    with translate_transfer_errors(shown, url):
+        for name in TOKENIZER_FILES:
+            with suppress(FileNotFoundError):
+                files[name] = filesystem.cat_file(f"{root}/{name}")
+    return shown.rpartition("/")[2], files

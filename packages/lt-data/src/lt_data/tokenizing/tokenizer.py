@@ -2,13 +2,15 @@
 
 The wrapper adds no BOS or EOS (the store does), truncates nothing and pads nothing. A special token's string in a text
 is encoded as text, so that a document cannot contain an EOS id, unless the caller requests the id. Cost: that of
-`tokenizers` (about 0.6 million ids per CPU-second) plus a few percent.
+`tokenizers` (about 0.6 million ids per CPU-second) plus a few percent. Memory: about 114 bytes per character, of 2^19
+characters or one text at a time.
 
 Only this file imports `tokenizers`.
 """
 
 import hashlib
 import json
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -20,11 +22,12 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from lt_data import strict_json
 from lt_data.errors import DataError
 from lt_data.progress import Progress, no_progress
-from lt_data.storage import atomic_folder, translate_os_errors, write_file
-from lt_data.tokenizing.files import CONFIG_FILE, MODEL_FILE, read_tokenizer_files
+from lt_data.storage import atomic_folder, write_file
+from lt_data.tokenizing.files import CONFIG_FILE, MODEL_FILE, TOKENIZER_FILES, read_tokenizer_files
 
 N_BYTES = 256  # ids of single bytes in a byte-level tokenizer
 SpecialTokensAs = Literal["text", "ids"]
+_CALL_CHARACTERS = 1 << 19  # per call of `tokenizers`
 
 # Split regex of Llama 3: contractions, words, numbers of at most three digits, punctuation, line ends, spaces.
 LLAMA3_SPLIT_REGEX = (
@@ -33,8 +36,15 @@ LLAMA3_SPLIT_REGEX = (
 )
 
 
+class TokenizerFailure(DataError):
+    """Failure of the tokenizer on a text."""
+
+
 class Tokenizer:
     """Tokenizer and its files.
+
+        tokenizer = Tokenizer.train(["A text.", "Another one."], vocab_size=260)
+        tokenizer.decode(tokenizer.encode("A text."))
 
     Attributes:
         files: file name -> content: everything needed to load the same tokenizer.
@@ -45,7 +55,6 @@ class Tokenizer:
         eos_id: EOS id, None if the files name none.
         pad_id: padding id, None if the files name none.
         special_strings: strings of the special tokens.
-        added_strings: strings of the other added tokens, which are matched in any text.
     """
 
     def __init__(self, files: Mapping[str, bytes], *, name: str = "") -> None:
@@ -61,32 +70,119 @@ class Tokenizer:
         self.vocab_size: int = 1 + max(vocabulary.values())
         added = self._tokenizer.get_added_tokens_decoder().values()
         self.special_strings: tuple[str, ...] = tuple(sorted(token.content for token in added if token.special))
-        self.added_strings: tuple[str, ...] = tuple(sorted(token.content for token in added if not token.special))
         self._with_specials: tokenizers.Tokenizer | None = None
         names = _read_special_token_names(self.files, name)
         self.bos_id: int | None = _token_id(names, "bos_token", vocabulary, name)
         self.eos_id: int | None = _token_id(names, "eos_token", vocabulary, name)
         self.pad_id: int | None = _token_id(names, "pad_token", vocabulary, name)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what another process needs to make the same tokenizer."""
+        return _make_tokenizer, (dict(self.files), self.name)
+
     @classmethod
-    def load(cls, path: str | Path) -> "Tokenizer":
-        """Load a tokenizer from a path, the hub or a URL.
+    def load(cls, source: Any) -> "Tokenizer":
+        """Load a tokenizer from a path, the hub or a URL, or convert one of another library.
 
         Args:
-            path: a folder with `tokenizer.json` (and the files that name its special tokens) or that file; a file of
+            source: a folder with `tokenizer.json` (and the files that name its special tokens) or that file; a file of
                 another name, which is loaded alone; a model of the Hugging Face hub (`org/name@revision`,
-                `hf://org/name`); or a URL such as `s3://bucket/prefix`.
+                `hf://org/name`); a URL such as `s3://bucket/prefix`; a `tokenizers.Tokenizer`, which names no BOS or
+                EOS; or a fast tokenizer of transformers.
 
         Raises:
             DataError: missing, unreadable, or not a supported tokenizer.
         """
-        name, files = read_tokenizer_files(path)
-        return cls(files, name=name)
+        if isinstance(source, Tokenizer):
+            return cls(source.files, name=source.name)
+        if isinstance(source, str | Path):
+            name, files = read_tokenizer_files(source)
+            return cls(files, name=name)
+        if isinstance(source, tokenizers.Tokenizer):
+            return cls({MODEL_FILE: source.to_str().encode()}, name="of tokenizers")
+        if not hasattr(source, "save_pretrained"):
+            raise DataError(
+                f"tokenizer: a {type(source).__name__}; give a path, a model of the hub, or a tokenizer of tokenizers "
+                "or transformers"
+            )
+        with tempfile.TemporaryDirectory() as folder:
+            source.save_pretrained(folder)
+            paths = [Path(folder, name) for name in TOKENIZER_FILES]
+            files = {path.name: path.read_bytes() for path in paths if path.is_file()}
+        return cls(files, name=str(getattr(source, "name_or_path", "") or "of transformers"))
 
     @classmethod
     def from_bytes(cls, files: Mapping[str, bytes], *, name: str = "") -> "Tokenizer":
         """Create a tokenizer from the contents of its files (see `files`)."""
         return cls(files, name=name)
+
+    @staticmethod
+    def train(
+        texts: Iterable[str],
+        *,
+        vocab_size: int,
+        special_tokens: Sequence[str] = ("<|bos|>", "<|eos|>"),
+        progress: Progress = no_progress,
+    ) -> "Tokenizer":
+        """Train a byte-level BPE tokenizer with the split of Llama 3, deterministically.
+
+        Args:
+            texts: training texts, iterated once.
+            vocab_size: number of ids, including special tokens and the 256 bytes. A small corpus may give fewer.
+            special_tokens: the first is BOS and the last is EOS; they get the first ids.
+            progress: called with the characters read.
+
+        Returns:
+            A tokenizer whose files `transformers.AutoTokenizer` can load; it adds no BOS or EOS.
+
+        Raises:
+            DataError: `vocab_size` is too small for the bytes and the special tokens, or there is no text.
+        """
+        min_size = N_BYTES + len(special_tokens)
+        if vocab_size < min_size:
+            raise DataError(
+                f"vocab_size = {vocab_size}: at least {min_size} (256 bytes and {len(special_tokens)} special tokens)"
+            )
+        tokenizer = tokenizers.Tokenizer(models.BPE())
+        split = pre_tokenizers.Split(Regex(LLAMA3_SPLIT_REGEX), behavior="isolated")
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        # the type stubs of `tokenizers` lack these setters
+        untyped = cast(Any, tokenizer)
+        untyped.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+        untyped.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=list(special_tokens),
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        characters = 0
+
+        def iter_texts() -> Iterator[str]:
+            nonlocal characters
+            for text in texts:
+                yield text
+                characters += len(text)
+                progress(characters, 0, "characters")
+
+        tokenizer.train_from_iterator(iter_texts(), trainer)
+        if characters == 0:
+            raise DataError("no text to train a tokenizer on: check the sources and the suffixes")
+        config: dict[str, object] = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+        }
+        if special_tokens:
+            config |= {"bos_token": special_tokens[0], "eos_token": special_tokens[-1]}
+        files = {
+            MODEL_FILE: tokenizer.to_str(pretty=True).encode(),
+            CONFIG_FILE: (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode(),
+        }
+        return Tokenizer(files, name=f"bpe-{tokenizer.get_vocab_size()}")
+
+    def encode(self, text: str, *, special_tokens_as: SpecialTokensAs = "text") -> np.ndarray:
+        """Return the ids of a text (uint32 [tokens]), without BOS and EOS; see `encode_batch`."""
+        return self.encode_batch([text], special_tokens_as=special_tokens_as)[0]
 
     def encode_batch(self, texts: Sequence[str], *, special_tokens_as: SpecialTokensAs = "text") -> list[np.ndarray]:
         """Encode each text independently.
@@ -97,14 +193,23 @@ class Tokenizer:
 
         Returns:
             One uint32 array of ids per text.
+
+        Raises:
+            DataError: the tokenizer's regular expression backtracks without end on a text.
         """
         tokenizer = self._tokenizer
         if special_tokens_as == "ids":
             if self._with_specials is None:
                 self._with_specials = _build_tokenizer(self.files[MODEL_FILE], self.name, special_tokens_as="ids")
             tokenizer = self._with_specials
-        encodings = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+        ids: list[np.ndarray] = []
+        begin = characters = 0
+        for end, text in enumerate(texts, start=1):
+            characters += len(text)
+            if characters >= _CALL_CHARACTERS or end == len(texts):
+                ids += _encode(tokenizer, list(texts[begin:end]), self.name)
+                begin, characters = end, 0
+        return ids
 
     def decode(self, ids: Iterable[int] | np.ndarray, *, skip_special_tokens: bool = False) -> str:
         """Decode ids to text, with `skip_special_tokens` without the special tokens."""
@@ -130,77 +235,27 @@ class Tokenizer:
 
 def check_empty_folder(folder: Path) -> None:
     """Raise DataError if `folder` exists and is not an empty folder."""
-    with translate_os_errors("read", folder):
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise DataError(f"{folder}: exists and is not an empty folder; choose another folder for the tokenizer")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise DataError(f"{folder}: exists and is not an empty folder; choose another folder for the tokenizer")
 
 
-def train_bpe(
-    texts: Iterable[str],
-    *,
-    vocab_size: int,
-    special_tokens: Sequence[str] = ("<|bos|>", "<|eos|>"),
-    progress: Progress = no_progress,
-) -> Tokenizer:
-    """Train a byte-level BPE tokenizer with the split of Llama 3, deterministically.
+def _make_tokenizer(files: Mapping[str, bytes], name: str) -> Tokenizer:
+    return Tokenizer(files, name=name)
 
-    Args:
-        texts: training texts, iterated once.
-        vocab_size: number of ids, including special tokens and the 256 bytes. A small corpus may give fewer.
-        special_tokens: the first is BOS and the last is EOS; they get the first ids.
-        progress: called with the characters read.
 
-    Returns:
-        A tokenizer whose files `transformers.AutoTokenizer` can load; it adds no BOS or EOS.
-
-    Raises:
-        DataError: `vocab_size` is too small for the bytes and the special tokens, or there is no text.
-    """
-    min_size = N_BYTES + len(special_tokens)
-    if vocab_size < min_size:
-        raise DataError(
-            f"vocab_size = {vocab_size}: at least {min_size} (256 bytes and {len(special_tokens)} special tokens)"
-        )
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    split = pre_tokenizers.Split(Regex(LLAMA3_SPLIT_REGEX), behavior="isolated")
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    # the type stubs of `tokenizers` lack these setters
-    untyped = cast(Any, tokenizer)
-    untyped.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
-    untyped.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=list(special_tokens),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    characters = 0
-
-    def iter_texts() -> Iterator[str]:
-        nonlocal characters
-        for text in texts:
-            yield text
-            characters += len(text)
-            progress(characters, 0, "characters")
-
-    tokenizer.train_from_iterator(iter_texts(), trainer)
-    if characters == 0:
-        raise DataError("no text to train a tokenizer on: check the sources and the suffixes")
-    config: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    if special_tokens:
-        config |= {"bos_token": special_tokens[0], "eos_token": special_tokens[-1]}
-    files = {
-        MODEL_FILE: tokenizer.to_str(pretty=True).encode(),
-        CONFIG_FILE: (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode(),
-    }
-    return Tokenizer(files, name=f"bpe-{tokenizer.get_vocab_size()}")
+def _encode(tokenizer: tokenizers.Tokenizer, texts: list[str], name: str) -> list[np.ndarray]:
+    try:
+        encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    except BaseException as exc:
+        if type(exc).__name__ != "PanicException":  # of pyo3, which derives it from BaseException and exports no name
+            raise
+        raise TokenizerFailure(f"tokenizer {name} fails on a text ({exc})") from exc
+    return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
 
 def _build_tokenizer(
     content: bytes, source: str, *, special_tokens_as: SpecialTokensAs = "text"
 ) -> tokenizers.Tokenizer:
-    if _has_a_merge_without_its_prefix(content):
-        raise DataError(f"{source}: a merge lacks the model's continuing_subword_prefix; save the tokenizer again")
     try:
         tokenizer = tokenizers.Tokenizer.from_buffer(content)
     except Exception as exc:  # `tokenizers` raises bare Exception or ValueError
@@ -211,22 +266,6 @@ def _build_tokenizer(
     tokenizer.no_padding()
     cast(Any, tokenizer).encode_special_tokens = special_tokens_as == "text"
     return tokenizer
-
-
-def _has_a_merge_without_its_prefix(content: bytes) -> bool:
-    """Return True for a model over which `tokenizers` ends the process, as it cuts within a character."""
-    try:
-        value = json.loads(content)
-    except (ValueError, RecursionError):
-        return False  # `tokenizers` says what is wrong
-    model = value.get("model") if isinstance(value, dict) else None
-    if not isinstance(model, dict):
-        return False
-    prefix, merges = model.get("continuing_subword_prefix"), model.get("merges")
-    if not prefix or not isinstance(prefix, str) or not isinstance(merges, list):
-        return False
-    pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in merges)
-    return not all(isinstance(pair, list) and str(pair[-1]).startswith(prefix) for pair in pairs if pair)
 
 
 def _read_special_token_names(files: Mapping[str, bytes], name: str) -> dict[str, str]:
