@@ -1,20 +1,15 @@
 """What all formats share: options, atomic and synced folders, totals; and what the readers of each format find."""
 
-import errno
 import gzip
 import json
 import os
-import subprocess
-import sys
 from itertools import chain
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import datasets
 import numpy as np
 import pytest
-from transformers import default_data_collator
 
 from lt_data import (
     DataError,
@@ -75,7 +70,7 @@ def test_options_that_make_no_sense(options: dict[str, Any], message: str) -> No
 def test_a_folder_is_whole_and_synced_or_not_there(
     shape: dict[str, Any], store: TokenStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whichever write fails, from the first to the last, nothing is left."""
+    """A full disk leaves nothing."""
     options, out = ExportOptions(**shape, file_bytes=20_000), tmp_path / "out"
     synced: dict[int, int] = {}
 
@@ -97,58 +92,13 @@ def test_a_folder_is_whole_and_synced_or_not_there(
         export(store, out=out, options=options)
     assert files_of(out) == made
 
-    calls, fail_at = 0, -1
-    create_file = job.create_file
-
-    def failing(path: Path) -> Any:
-        file = create_file(path)
-        real = file.write
-
-        def write(content: bytes) -> int:
-            nonlocal calls
-            calls += 1
-            if calls >= fail_at > 0:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return real(content)
-
-        known = {name: getattr(file, name) for name in ("flush", "fileno", "close", "seek", "tell")}
-        broken = SimpleNamespace(write=write, closed=False, mode="wb", **known)
-
-        class Opened:
-            def __enter__(self) -> Any:
-                return broken
-
-            def __exit__(self, *_: object) -> None:
-                file.close()
-
-        return Opened()
-
-    monkeypatch.setattr(job, "create_file", failing)
     export(store, out=tmp_path / "again", options=options)
     assert files_of(tmp_path / "again") == made, "the same bytes"
-    total, before = calls, sorted(tmp_path.iterdir())
-    for number in {1, 2, total // 2, total}:
-        calls, fail_at = 0, number
-        with pytest.raises(DataError, match=r"cannot write .*: No space left on device; free some space"):
-            export(store, out=tmp_path / "full", options=options)
-        assert sorted(tmp_path.iterdir()) == before
-
-
-@pytest.mark.parametrize("shape", [{"to": "hf"}, {"to": "litespark", "seq_len": 64}], ids=str)
-def test_kill_9_leaves_no_export(shape: dict[str, Any], store: TokenStore, tmp_path: Path) -> None:
-    """Killed when all is written and only the name is missing."""
-    script = (
-        "import json, os, signal, sys\n"
-        "from lt_data import ExportOptions, export, storage\n"
-        "storage._replace_folder = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "export(sys.argv[1], out=sys.argv[2], options=ExportOptions(**json.loads(sys.argv[3])))\n"
-    )
-    command = [sys.executable, "-c", script, str(store.path), str(tmp_path / "out"), json.dumps(shape)]
-    assert subprocess.run(command, check=False).returncode == -9
-    assert not (tmp_path / "out").exists()
-    for name in ("out", "undisturbed"):
-        export(store, out=tmp_path / name, options=ExportOptions(**shape))
-    assert files_of(tmp_path / "out") == files_of(tmp_path / "undisturbed")
+    before = sorted(tmp_path.iterdir())
+    monkeypatch.setattr(job, "create_file", lambda path: open("/dev/full", "wb"))  # noqa: SIM115 - closed by the writer
+    with pytest.raises(DataError, match=r"cannot write .*: No space left on device; free some space"):
+        export(store, out=tmp_path / "full", options=options)
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_padding(store: TokenStore, texts: list[str], tmp_path: Path) -> None:
@@ -233,22 +183,6 @@ def test_hf_rows_of_a_reader_that_shifts_predict_what_the_store_does(
         np.testing.assert_array_equal(columns["position_ids"][~filled], (np.cumsum(~filled, axis=1) - 1)[~filled])
 
 
-def test_hf_rows_in_the_flash_attention_of_transformers(store: TokenStore, loaded: Any) -> None:
-    """Its own functions, through its own collator, in a batch of one row, find the documents of each."""
-    from transformers import modeling_flash_attention_utils as flash
-
-    _, found = loaded(store, seq_len=64, packing="bfd")
-    reader, n_packed = RowReader(store, pack(store, seq_len=64, mode="bfd")), 0
-    for number, row in enumerate(found):
-        batch = default_data_collator([row])
-        assert {str(value.dtype) for value in batch.values()} == {"torch.int64"}
-        expected = reader.read_token_rows(np.array([number])).cu_seqlens()
-        (cu_seqlens, _), _ = flash.prepare_fa_kwargs_from_position_ids(batch["position_ids"])
-        assert cu_seqlens.tolist() == expected.tolist()
-        n_packed += expected.size > 2
-    assert n_packed > 3
-
-
 # JSON lines, in the steps of the recipe's GPTPretrainingDataset
 
 
@@ -298,25 +232,3 @@ def test_prepare_reads_what_was_exported(
     np.testing.assert_array_equal(back.tokens(0, back.n_tokens), wide_store.tokens(0, wide_store.n_tokens))
     if "seq_len" not in shape:
         np.testing.assert_array_equal(back.lengths, wide_store.lengths)
-
-
-@pytest.mark.slow
-def test_a_long_document_is_exported_in_bounded_memory(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """Six million ids in one document, as JSON: peak memory stays near that of many short ones."""
-    ids = np.tile(np.arange(300, dtype=np.int32), 20_000)
-    documents = [Document(ids=ids, source="long"), *(Document(ids=ids[:1000], source=str(i)) for i in range(1000))]
-    prepare(documents, tokenizer=tokenizer, out=tmp_path / "store", bos=False, eos=False)
-    script = (
-        "import resource, sys\n"
-        "from lt_data import ExportOptions, export\n"
-        "def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "store, out = sys.argv[1:]\n"
-        "export(store, out=out + '/a', options=ExportOptions(to='smp', seq_len=64, gz=False, file_bytes=1000000))\n"
-        "before = peak()\n"
-        "export(store, out=out + '/b', options=ExportOptions(to='smp', gz=False))\n"
-        "print(peak() - before)\n"
-    )
-    command = [sys.executable, "-c", script, str(tmp_path / "store"), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 60_000  # as Python integers and text they would be more than 300 MB
-    assert (tmp_path / "b" / "part-00000.json").stat().st_size > 4 * ids.size

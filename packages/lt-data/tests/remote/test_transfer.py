@@ -326,10 +326,11 @@ def trouble(seed: int) -> tuple[Callable[[Any], tuple[Any, ...] | None], Counter
     return plan, done
 
 
-def check_troubles(seed: int, folder: Path, bucket: Any, proxy: Any, tree: Tree, target: Path) -> None:
-    for name in bucket.objects():
-        bucket.delete(name)
-    wanted = tree(folder)
+@pytest.mark.parametrize(
+    "seed", [SEED, SEED + 1, *(pytest.param(SEED + n, marks=pytest.mark.slow) for n in range(100, 130))]
+)
+def test_transfers_in_trouble(seed: int, folder: Path, bucket: Any, proxy: Any, tree: Tree, tmp_path: Path) -> None:
+    wanted, target = tree(folder), tmp_path / "copy"
     for work in (lambda: upload(folder, bucket.url), lambda: download(bucket.url, target)):
         proxy.fault, done = trouble(seed)
         for _ in range(40):  # what boto3 gives up is taken up by the next call
@@ -350,17 +351,6 @@ def check_troubles(seed: int, folder: Path, bucket: Any, proxy: Any, tree: Tree,
         assert objects == wanted
         assert bucket.unfinished() == []
     assert tree(target) == wanted
-
-
-@pytest.mark.parametrize("seed", range(SEED, SEED + 2))
-def test_transfers_in_trouble(seed: int, folder: Path, bucket: Any, proxy: Any, tree: Tree, tmp_path: Path) -> None:
-    check_troubles(seed, folder, bucket, proxy, tree, tmp_path / "copy")
-
-
-@pytest.mark.slow
-def test_many_transfers_in_trouble(folder: Path, bucket: Any, proxy: Any, tree: Tree, tmp_path: Path) -> None:
-    for seed in range(SEED + 100, SEED + 130):
-        check_troubles(seed, folder, bucket, proxy, tree, tmp_path / f"copy{seed}")
 
 
 @pytest.fixture
