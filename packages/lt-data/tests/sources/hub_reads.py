@@ -24,7 +24,7 @@ def answer(case: dict) -> dict:
         "files": [[file.path, file.bytes, file.sha256] for file in reader.finished_files],
         "fields": [d.fields for d in found],
         "skipped": reader.skipped,
-        "parts": [[d.text for d in reader.part(i, 2)] for i in range(2)],
+        "parts": [[d.text for d in reader.slice(*group)] for group in reader.group(max(1, -(-reader.n_files // 2)))],
     }
 
 

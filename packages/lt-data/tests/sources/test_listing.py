@@ -78,7 +78,7 @@ def test_the_fingerprint_tells_listings_and_options_apart(tmp_path: Path) -> Non
     first = fingerprint()
     assert first == fingerprint(SourceOptions(on_bad="skip", max_document_bytes=5))
     others = [fingerprint(SourceOptions(text_field="body")), fingerprint(SourceOptions(tokens_field="tokens"))]
-    others.append(DocumentReader([tmp_path]).part(1, 2).fingerprint)
+    others.append(DocumentReader([tmp_path]).slice(1, 2).fingerprint)
     write(tmp_path / "a.txt", "three")
     others.append(fingerprint())
     (tmp_path / "a.txt").rename(tmp_path / "c.txt")
@@ -86,12 +86,15 @@ def test_the_fingerprint_tells_listings_and_options_apart(tmp_path: Path) -> Non
     assert len({first, *others}) == 6
 
 
-def test_parts_are_balanced_by_bytes(tmp_path: Path) -> None:
+def test_groups_are_balanced_by_bytes(tmp_path: Path) -> None:
     for i, size in enumerate([10, 1, 1, 8, 0, 20, 5, 5]):
         write(tmp_path / f"{i}.txt", "x" * size)
     reader = DocumentReader([tmp_path])
-    assert [reader.part(i, 3).total_bytes for i in range(3)] == [20, 20, 10]
-    assert next(reader.part(i, 50).total_bytes for i in range(50) if reader.part(i, 50).n_files) == 10
+    assert [reader.slice(*group).total_bytes for group in reader.group(20)] == [20, 20, 10]
+    for max_bytes in (1, 7, 50):
+        groups = reader.group(max_bytes)
+        assert [file for first, last in groups for file in range(first, last)] == list(range(8))
+        assert all(first < last for first, last in groups)
 
 
 def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:

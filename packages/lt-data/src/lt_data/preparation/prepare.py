@@ -133,10 +133,8 @@ def prepare(
         raise DataError(
             f"sources: {n_files} files; a store has at most {MAX_SOURCE_FILES}: join small files into JSON lines"
         )
-    n_units = min(max(1, -(-divided.total_bytes // unit_bytes)), divided.n_files)
-    units = tuple(unit for unit in range(n_units) if n_units == 1 or divided.part(unit, n_units).n_files)
-    job = UnitJob(out=out, options=unit_options, reader=divided, n_units=n_units, units=units)
-    if n_units == 1:
+    job = UnitJob(out=out, options=unit_options, reader=divided, units=tuple(divided.group(unit_bytes)))
+    if len(job.units) == 1:
         manifest = run_one_unit(out, unit_options, divided, job.plan, progress)
     elif ray:
         manifest = run_units(job, partial(run_on_ray, workers=workers, address=ray), progress=progress)

@@ -63,15 +63,13 @@ class UnitJob:
         out: folder of the store.
         options: what is made of the documents.
         reader: the sources.
-        n_units: number of parts of the sources.
-        units: those of them that have files.
+        units: first file of each unit, and the one after its last.
     """
 
     out: Path
     options: UnitOptions
     reader: DocumentReader
-    n_units: int
-    units: tuple[int, ...]
+    units: tuple[tuple[int, int], ...]
 
     @property
     def folder(self) -> Path:
@@ -83,7 +81,7 @@ class UnitJob:
         """What must be the same for all processes, as JSON values."""
         options, reader = self.options, self.reader
         return {
-            "n_units": self.n_units,
+            "n_units": len(self.units),
             "sources": reader.description,
             "bytes of the sources": reader.total_bytes,
             _LISTING: reader.fingerprint,
@@ -94,12 +92,12 @@ class UnitJob:
     @property
     def are_compared(self) -> bool:
         """True if duplicates among units are to be found."""
-        return self.options.selection.drop_duplicates and self.n_units > 1
+        return self.options.selection.drop_duplicates and len(self.units) > 1
 
     @property
     def tasks(self) -> Tasks:
         """The units as tasks."""
-        names = tuple(f"{unit:05d}-of-{self.n_units:05d}" for unit in self.units)
+        names = tuple(f"{unit:05d}-of-{len(self.units):05d}" for unit in range(len(self.units)))
         return Tasks(folder=self.folder, names=names, build=self.build, what="units")
 
     @property
@@ -115,7 +113,7 @@ class UnitJob:
             if tasks.is_published(task):
                 raise DataError(f"{tasks.names[task]}: another process has finished it")  # seen by nobody
 
-        reader = self.reader.part(self.units[task], self.n_units)
+        reader = self.reader.slice(*self.units[task])
         folder = work / "unit"
         write_unit(
             self.options,

@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 from lt_data.errors import DataError
@@ -126,20 +127,24 @@ class DocumentReader:
         reader._set_pieces([part for piece in self._pieces for part in piece.divide(max_bytes)])
         return reader
 
-    def part(self, part_index: int, num_parts: int) -> "DocumentReader":
-        """Return a reader of one of `num_parts` parts: consecutive whole pieces, balanced by bytes.
+    def group(self, max_bytes: int) -> list[tuple[int, int]]:
+        """Return groups of consecutive pieces of about `max_bytes`: the first piece of each, and that after its last.
 
-        The concatenated parts are the whole, in order. With fewer pieces than parts, some parts are empty.
+        They are balanced by bytes; a piece belongs to the group that its middle falls in, and none is empty.
         """
-        reader, bytes_before = copy.copy(self), 0
-        pieces: list[SourcePiece] = []
-        # A piece belongs to the part that its middle falls in; pieces of unknown size count as one byte.
-        sizes = [max(piece.size or 0, 1) for piece in self._pieces]
-        for piece, size in zip(self._pieces, sizes, strict=True):
-            if (2 * bytes_before + size) * num_parts // (2 * sum(sizes)) == part_index:
-                pieces.append(piece)
-            bytes_before += size
-        reader._set_pieces(pieces)
+        # One of unknown size, such as a shard of a streamed dataset, is a group of its own.
+        sizes = [max_bytes if piece.size is None else max(piece.size, 1) for piece in self._pieces]
+        total = sum(sizes)
+        n_groups = min(-(-total // max_bytes), len(sizes))
+        ends = accumulate(sizes)
+        group_of = [(2 * end - size) * n_groups // (2 * total) for end, size in zip(ends, sizes, strict=True)]
+        firsts = [i for i, group in enumerate(group_of) if not i or group != group_of[i - 1]]
+        return [*pairwise([*firsts, len(sizes)])]
+
+    def slice(self, first: int, last: int) -> "DocumentReader":
+        """Return a reader of the pieces [first, last)."""
+        reader = copy.copy(self)
+        reader._set_pieces(self._pieces[first:last])
         return reader
 
     def __iter__(self) -> Iterator[Document]:
