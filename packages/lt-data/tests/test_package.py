@@ -5,7 +5,7 @@ import json
 import re
 import subprocess
 import sys
-from importlib.metadata import entry_points
+from importlib.metadata import entry_points, requires
 from pathlib import Path
 
 import pytest
@@ -44,6 +44,14 @@ def test_help_loads_nothing_heavy() -> None:
 def test_nothing_ever_loads_torch() -> None:
     names = ", ".join(lt_data.__all__)
     assert "torch" not in loaded_after(f"from lt_data import {names}")
+
+
+def test_what_the_base_install_brings() -> None:
+    """A reader of a format needs its extra, which its error names; the base is small."""
+    needed = [re.split(r"[^\w-]", line)[0] for line in requires("lt-data") or () if "extra ==" not in line]
+    assert set(needed) == {"fsspec", "huggingface-hub", "numpy", "tokenizers"}
+    extras = set(re.findall(r"extra == '([\w-]+)'", "\n".join(requires("lt-data") or ()).replace('"', "'")))
+    assert extras == {"cli", "datasets", "fast", "parquet", "pdf", "plot", "ray", "s3", "torch", "zstd"}
 
 
 def test_exports() -> None:

@@ -3,8 +3,6 @@
 import errno
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -106,17 +104,6 @@ def test_everything_is_synced_before_the_rename_and_the_parent_after(
             assert events.index(synced) < last_of_parent < len(events) - 2
 
 
-def test_a_failing_block_leaves_nothing(tmp_path: Path) -> None:
-    def interrupted() -> None:
-        with atomic_folder(tmp_path / "made") as building:
-            (building / "file").write_text("x", encoding="utf-8")
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_target_that_appears_meanwhile_is_not_touched(tmp_path: Path) -> None:
     def overtaken() -> None:
         with atomic_folder(tmp_path / "made"):
@@ -127,30 +114,6 @@ def test_target_that_appears_meanwhile_is_not_touched(tmp_path: Path) -> None:
         overtaken()
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
     assert (tmp_path / "made/theirs").read_text(encoding="utf-8") == "x"
-
-
-def test_write_file_never_replaces(tmp_path: Path) -> None:
-    write_file(tmp_path / "a", b"1")
-    with pytest.raises(DataError, match="cannot write"):
-        write_file(tmp_path / "a", b"2")
-    assert (tmp_path / "a").read_bytes() == b"1"
-
-
-def test_a_real_limit_of_the_file_system(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """RLIMIT_FSIZE makes the kernel itself refuse a write in the middle of a file."""
-    tokenizer.save(tmp_path / "tok")
-    (tmp_path / "in.txt").write_text("some words " * 20_000, encoding="utf-8")
-    code = (
-        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000)); "
-        "sys.argv = ['lt-data', 'prepare', 'in.txt', '--tokenizer', 'tok', '--out', 'out']; "
-        "from lt_data.__main__ import main; sys.exit(main())"
-    )
-    run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, encoding="utf-8", check=False)
-    assert run.returncode == 64, run.stderr
-    assert "error: cannot write" in run.stderr
-    assert "File too large" in run.stderr
-    assert "Traceback" not in run.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.txt", "tok"]
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc to name what is synced")

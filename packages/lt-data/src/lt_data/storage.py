@@ -47,18 +47,6 @@ def create_file(path: Path) -> BinaryIO:
     return path.open("xb")
 
 
-def open_truncated(path: Path, size: int) -> BinaryIO:
-    """Truncate a file to its first `size` bytes and open it for appending; create a missing file."""
-    if not path.exists():
-        assert size == 0
-        return create_file(path)
-    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    file = open(path, "r+b", opener=lambda name, _: os.open(name, flags))  # noqa: SIM115 - with its name, unlike fdopen's
-    file.truncate(size)
-    file.seek(size)
-    return file
-
-
 def make_folder_synced(path: Path) -> None:
     """Create a missing folder and its missing parents, and sync each new entry in its parent."""
     if path.exists():
@@ -129,20 +117,6 @@ def find_link(path: Path, *, but: str | None = None) -> Path | None:
         if link := next((inner / name for name in (*subfolders, *names) if (inner / name).is_symlink()), None):
             return link
     return None
-
-
-def remove_tree(path: Path) -> None:
-    """Remove a folder and its content; a symbolic link, also at `path`, is removed and not followed."""
-    if path.is_symlink():
-        path.unlink()
-        return
-    for folder, subfolders, names in os.walk(path, topdown=False):
-        for name in names:
-            os.unlink(os.path.join(folder, name))
-        for name in subfolders:
-            inner = os.path.join(folder, name)
-            (os.unlink if os.path.islink(inner) else os.rmdir)(inner)
-    os.rmdir(path)
 
 
 def fsync_tree(path: Path) -> None:
@@ -222,4 +196,4 @@ def _replace_folder(building: Path, target: Path, *, overwrite: bool) -> None:
                 aside.rename(target)
             raise
         if replaced:
-            remove_tree(aside)
+            aside.unlink() if aside.is_symlink() else shutil.rmtree(aside)

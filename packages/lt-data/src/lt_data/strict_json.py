@@ -1,9 +1,8 @@
-"""Strict reading of JSON that others wrote.
+"""Reading of JSON files that others may have changed.
 
-`loads` refuses what the standard reader accepts: duplicate keys, NaN and Infinity, nesting of any depth (at which every
-later walk over the value would overflow the stack). `parse` makes a dataclass of an object by the dataclass's own
-annotations: no unknown field, none missing without a default, each of exactly its type (`true` is no integer).
-Every message names the file and the field. Cost: one walk over the values; not for documents, which are only read once.
+`parse` makes a dataclass of an object by the dataclass's own annotations: no unknown field, none missing without a
+default, each of exactly its type (`true` is no integer). Every message names the file and the field. Cost: one walk
+over the values; not for documents, which are only read once.
 """
 
 import dataclasses
@@ -14,8 +13,6 @@ from functools import cache
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from lt_data.errors import DataError
-
-MAX_DEPTH = 64
 
 T = TypeVar("T")
 
@@ -29,16 +26,12 @@ def loads(content: bytes | str, source: str, remedy: str) -> Any:
         remedy: end of the message, such as "save it again".
 
     Raises:
-        DataError: not UTF-8, not JSON, a duplicate key, or nested more than `MAX_DEPTH` deep.
+        DataError: not UTF-8, not JSON, or nested too deep.
     """
     try:
-        text = content if isinstance(content, str) else content.decode()
-        value = json.loads(text, object_pairs_hook=_reject_duplicate_keys, parse_constant=_reject_constant)
-        _check_depth(value)
+        return json.loads(content if isinstance(content, str) else content.decode())
     except (ValueError, RecursionError) as exc:
-        reason = f"nested more than {MAX_DEPTH} deep" if isinstance(exc, RecursionError) else str(exc)
-        raise DataError(f"{source}: not JSON ({reason}); {remedy}") from exc
-    return value
+        raise DataError(f"{source}: not JSON ({exc}); {remedy}") from exc
 
 
 def load_object(content: bytes | str, source: str, remedy: str) -> dict[str, Any]:
@@ -116,34 +109,6 @@ def _fields_of(kind: type) -> tuple[dict[str, Any], tuple[str, ...]]:
     fields = dataclasses.fields(kind)
     required = tuple(field.name for field in fields if field.default is none and field.default_factory is none)
     return {field.name: hints[field.name] for field in fields}, required
-
-
-def _check_depth(value: Any) -> None:
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        level = [
-            item
-            for inner in level
-            if isinstance(inner, list | dict)
-            for item in (inner.values() if isinstance(inner, dict) else inner)
-            if isinstance(item, list | dict)
-        ]
-        if not level:
-            return
-    raise RecursionError
-
-
-def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        seen: set[str] = set()
-        duplicate = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise ValueError(f"duplicate key {duplicate!r}")
-    return result
-
-
-def _reject_constant(text: str) -> Any:
-    raise ValueError(f"{text} is not JSON")
 
 
 _NAMES = {

@@ -84,9 +84,8 @@ def test_a_manifest_is_refused(store: TokenStore, change: Callable[[dict[str, An
     [
         (b"[]", "holds a list"),
         (b"{}", "not the manifest"),
-        (b"[" * 50_000 + b"]" * 50_000, "nested more than 64"),
+        (b"[" * 50_000 + b"]" * 50_000, "not JSON"),
         (b'{"format": "lt-data-store", "version": 1}', "no field"),
-        (b'{"format": "lt-data-store", "version": 1, "engine": ' + b"[" * 900 + b"]" * 900 + b"}", "nested more"),
     ],
 )
 def test_a_manifest_that_is_none(store: TokenStore, content: bytes, message: str) -> None:
