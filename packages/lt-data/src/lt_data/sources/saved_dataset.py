@@ -8,7 +8,7 @@ from typing import Any
 
 from lt_data import strict_json
 from lt_data.errors import DataError
-from lt_data.file_names import is_plain_name
+from lt_data.file_names import check_name
 
 STATE_FILE, DATASET_DICT_FILE = "state.json", "dataset_dict.json"
 _REMEDY = "load and save the dataset with datasets again"
@@ -50,6 +50,4 @@ def _read_names(path: str, content: bytes, field: str, get: Callable[[Any], Any]
         names = [get(entry) for entry in strict_json.load_object(content, path, _REMEDY)[field]]
     except (KeyError, TypeError) as exc:
         raise DataError(f"{path}: no list {field}; {_REMEDY}") from exc
-    if foreign := [name for name in names if not (isinstance(name, str) and is_plain_name(name))]:
-        raise DataError(f"{path}: {field} names {foreign[0]!r}, which is not in the folder; {_REMEDY}")
-    return names
+    return [check_name(name, path) for name in names]

@@ -23,7 +23,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from lt_ckpt.errors import CheckpointError
 from lt_ckpt.hash_list import HASH_LIST, read_hash_list
-from lt_data.file_names import is_plain_name
+from lt_data.file_names import check_name
 from lt_trainer.errors import TrainerError
 
 LICENSE_FILE = "licences.toml"
@@ -58,9 +58,7 @@ def check_inside(path: str) -> str:
     Raises:
         ValueError: It is absolute, or leads out of that folder.
     """
-    if path and not all(is_plain_name(part) for part in path.split("/")):
-        raise ValueError("is not a path inside of the folder")
-    return path
+    return path and check_name(path, "a release", ValueError)
 
 
 InsidePath = Annotated[str, AfterValidator(check_inside)]
