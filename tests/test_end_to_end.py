@@ -176,15 +176,13 @@ def test_the_resolved_recipe_of_a_run_starts_the_same_run(uninterrupted_run: Pat
 
 
 def test_the_documents_of_any_step_can_be_named(uninterrupted_run: Path, prepared: Path, lt, tmp_path: Path) -> None:
-    """What `lt data inspect` says of a step is what the stream gave to it."""
+    """What `lt train inspect` says of a step is what the stream gave to it."""
     store = TokenStore(prepared / "train")
     stream = Stream(RowReader(store, open_pack(store, seq_len=64)), global_batch_size=8)
     for step in range(1, 18):
         batch = stream.next()
         if step in (1, 13, 17):
-            told = json.loads(
-                lt("data", "inspect", "--run", uninterrupted_run, "--step", str(step), "--json", cwd=tmp_path)
-            )
+            told = json.loads(lt("train", "inspect", uninterrupted_run, "--step", str(step), "--json", cwd=tmp_path))
             assert [row["row"] for row in told["rows"]] == batch.row_ids.tolist()
             assert sum(row["labels"] for row in told["rows"]) == batch.valid_tokens
     text = (prepared / told["rows"][0]["spans"][0]["source"]).read_text(encoding="utf-8")

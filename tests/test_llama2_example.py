@@ -12,10 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lt_data import IGNORE_INDEX, RowReader, TokenStore, inspect_step, open_pack
+from lt_data import IGNORE_INDEX, RowReader, TokenStore, open_pack
 from lt_test_helpers.runs import run
 from lt_test_helpers.stores import make_stores
 from lt_trainer.config.recipe import llama_config, load
+from lt_trainer.observability.inspection import inspect_step
 from lt_trainer.run_directory.jsonl import read_jsonl
 from lt_trainer_neuron.compile_key import check_compiled
 from lt_trainer_neuron.environment import build_env

@@ -84,9 +84,6 @@ WSD = ("schedule.kind=wsd", "schedule.decay_steps=2")
 RAMP = ("batch.ramp.start=2", "batch.ramp.increment=2", "batch.ramp.steps=2")
 MIX = ("data.store=", "data.mixture.a.store={stores}/train", "data.mixture.b.store={stores}/validation")
 PHASES = (*MIX, "data.mixture.b.phase_weights=[9]")
-BUCKETS = ("data.packing=buckets", "data.min_seq_len=16", "batch.micro_batch_size=4")
-BUCKET_WEIGHTS = (*BUCKETS, "data.bucket_weights.32.weight=1.5")
-BUCKET_PHASES = (*BUCKETS, "data.bucket_weights.32.phase_weights=[2]")
 FP8 = ("model.n_layers=3", "model.hidden_size=64", "engine.gpu.dtype=bfloat16")
 BUDGET = ("engine.gpu.compile=true", "engine.gpu.activation_checkpointing=memory_budget")
 TASKS = ("evaluation.tasks=[spelled]", "evaluation.include_path={stores}/tasks")
@@ -125,9 +122,6 @@ CASES = [
     Case("data.mixture.NAME.phase_weights", "[5]", "losses", (*PHASES, "data.phase_steps=[2]")),
     Case("data.mixture.NAME.max_epochs", "1", "error", (*MIX, "data.mixture.NAME.weight=99")),
     Case("data.phase_steps", "[2]", "losses", PHASES, base_value="[1]"),
-    Case("data.min_seq_len", "8", "losses", ("data.packing=buckets", "batch.micro_batch_size=4"), base_value="16"),
-    Case("data.bucket_weights.LENGTH.weight", "9.0", "losses", BUCKET_WEIGHTS, base_value="1.0"),
-    Case("data.bucket_weights.LENGTH.phase_weights", "[9.0]", "losses", (*BUCKET_PHASES, "data.phase_steps=[1]")),
     Case("batch.micro_batch_size", "1", "batch_shapes"),
     Case("batch.global_batch_size", "8", "losses tokens"),
     Case(
@@ -214,8 +208,6 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for seq_len in (16, 32):
             pack(TokenStore(root / name), seq_len=seq_len, mode="bfd")
             pack(TokenStore(root / name), seq_len=seq_len, mode="concat")
-    for min_seq_len in (8, 16):
-        pack(TokenStore(root / "train"), seq_len=32, mode="buckets", min_seq_len=min_seq_len)
     for folder, answers in (("tasks", "abc"), ("others", "abcd")):
         items = [{"context": "the loss", "choices": ["falls", one], "label": 0} for one in answers]
         write_task(root / folder, "spelled", items)
@@ -345,7 +337,7 @@ def test_two_runs_of_one_recipe_are_equal(train: Callable[..., Result]) -> None:
 
 def differing(train: Callable[..., Result], case: Case) -> set[str]:
     """Return the results that differ between the two runs of a case."""
-    name = case.field.replace("NAME", "b").replace("LENGTH", "16")
+    name = case.field.replace("NAME", "b")
     both = [one.replace("NAME", "b") for one in case.both]
     before = train(*both, *([f"{name}={case.base_value}"] if case.base_value else []))
     after = train(*both, *f"{name}={case.value}".splitlines())

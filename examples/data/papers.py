@@ -11,7 +11,6 @@ import argparse
 from pathlib import Path
 
 import lt_data
-from lt_data.analysis.steps import steps_per_epoch
 from lt_data.exports.export import export
 from lt_data.exports.options import ExportOptions
 
@@ -22,7 +21,6 @@ def main() -> None:
     parser.add_argument("--tokenizer", default="meta-llama/Llama-2-7b-hf", help="of the hub, a folder, or an S3 prefix")
     parser.add_argument("--seq-len", type=int, default=4096)
     parser.add_argument("--global-batch-size", type=int, default=1024)
-    parser.add_argument("--dp-size", type=int, default=16, help="cores x nodes / tensor parallel degree")
     parser.add_argument("--out", type=Path, default=Path("data"))
     parser.add_argument("--workers", type=int, default=8)
     options = parser.parse_args()
@@ -37,8 +35,8 @@ def main() -> None:
     print(f"{manifest.documents} papers, {manifest.tokens} tokens; not readable: {dict(manifest.skipped) or 'none'}")
     store = lt_data.TokenStore(options.out / "store")
     pack = lt_data.pack(store, seq_len=options.seq_len, mode="bfd")
-    for steps in steps_per_epoch(pack, global_batch_size=options.global_batch_size, dp_size=options.dp_size):
-        print(f"{steps.rows} rows: {steps.steps} steps an epoch, {steps.remainder} rows left over")
+    steps, rest = divmod(pack.n_rows, options.global_batch_size)
+    print(f"{pack.n_rows} rows: {steps} steps an epoch, {rest} rows left over")
     rows = ExportOptions(to="hf", seq_len=options.seq_len, packing="bfd")
     done = export(store, out=options.out / "hf", options=rows)
     print(f"{done.samples} rows in {options.out / 'hf'}, {done.padding} positions of padding")

@@ -1,12 +1,12 @@
-"""Packing of any number of documents in groups: wall time, memory of all processes, disk and fill.
+"""Packing of any number of documents in groups: wall time, memory, disk and fill.
 
-    uv run python tools/bench/pack.py [--documents 1e9] [--workers 2] [--folder F] [--out docs/benchmarks/data.md]
+    uv run python tools/bench/pack.py [--documents 1e9] [--folder F] [--out docs/benchmarks/data.md]
 
 The documents are lengths drawn as those of text (log-normal), each group's from a seed of its own, so that no more than
-a group of them exists at a time; they go through the public packer (`lt_data.packing.packs.write_pack`). Memory is the
-largest sum of the proportional set sizes (PSS) of this process and its workers, looked at every half second. Fill is
-that of the pack, and of as many documents as three groups have when they are packed at once and in groups.
-The folder takes about 22 bytes per document, and is emptied at the end.
+a group of them exists at a time; they go through the packer of `lt data pack` (`write_pack`). Memory is the largest
+proportional set size (PSS) of the process, looked at every half second. Fill is that of the pack, and of as many
+documents as three groups have when they are packed at once and in groups.
+The folder takes about 26 bytes per document, and is emptied at the end.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from lt_data.packing.groups import GROUP_DOCUMENTS
-from lt_data.packing.pack_index import PackIndex, build_index
-from lt_data.packing.packs import write_pack
+from lt_data.packing.pack_index import GROUP_DOCUMENTS, PackIndex, build_index, write_pack
 
 SEQ_LEN = 4096
 MEDIAN_TOKENS, SIGMA = 400, 1.2
@@ -55,7 +53,7 @@ class SyntheticLengths:
 
 
 class MemoryWatch:
-    """Largest sum of the PSS of this process and its children while the context is open."""
+    """Largest PSS of this process while the context is open."""
 
     def __init__(self) -> None:
         self.peak_bytes = 0
@@ -73,13 +71,7 @@ class MemoryWatch:
     def _watch(self) -> None:
         me = psutil.Process()
         while not self._done.wait(0.5):
-            total = 0
-            for process in (me, *me.children(recursive=True)):
-                try:
-                    total += process.memory_full_info().pss
-                except psutil.NoSuchProcess:
-                    continue
-            self.peak_bytes = max(self.peak_bytes, total)
+            self.peak_bytes = max(self.peak_bytes, me.memory_full_info().pss)
 
 
 def fill_of(index: PackIndex) -> float:
@@ -87,11 +79,11 @@ def fill_of(index: PackIndex) -> float:
     return float(index.length.sum(dtype=np.int64)) / index.n_positions
 
 
-def measure(n_documents: int, workers: int, folder: Path) -> list[str]:
+def measure(n_documents: int, folder: Path) -> list[str]:
     """Pack; return the lines of the page."""
     start, cpu = time.monotonic(), os.times()
     with MemoryWatch() as watch:
-        write_pack(SyntheticLengths(n_documents), folder / "pack", seq_len=SEQ_LEN, mode="bfd", workers=workers)
+        write_pack(SyntheticLengths(n_documents), folder / "pack", seq_len=SEQ_LEN, mode="bfd")
     minutes = (time.monotonic() - start) / 60
     spent = os.times()
     cpu_minutes = (sum(spent[:4]) - sum(cpu[:4])) / 60
@@ -107,12 +99,12 @@ def measure(n_documents: int, workers: int, folder: Path) -> list[str]:
         f"numpy {np.__version__}.",
         "",
         f"{n_documents:,} documents, {int(index.length.sum(dtype=np.int64)):,} tokens, rows of {SEQ_LEN}, groups of "
-        f"{GROUP_DOCUMENTS:,}, {workers} workers:",
+        f"{GROUP_DOCUMENTS:,}:",
         "",
         "| | |",
         "|---|---|",
         f"| wall time | {minutes:.1f} minutes ({cpu_minutes:.1f} of CPU) |",
-        f"| peak memory of all processes (PSS) | {watch.peak_bytes / 2**30:.1f} GiB |",
+        f"| peak memory (PSS) | {watch.peak_bytes / 2**30:.1f} GiB |",
         f"| pack | {index.n_rows:,} rows, {n_bytes / 1e9:.1f} GB ({n_bytes / n_documents:.1f} bytes a document) |",
         f"| fill | {fill_of(index):.5%} |",
         f"| check of its fingerprint | {(time.monotonic() - begun) / 60:.1f} minutes |",
@@ -125,13 +117,12 @@ def main() -> None:
     """Measure, print, and replace the part of the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--documents", type=float, default=1e9)
-    parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--out", type=Path, help="page whose part is replaced")
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="lt-bench-pack-", dir=options.folder))
     try:
-        lines = measure(int(options.documents), options.workers, folder)
+        lines = measure(int(options.documents), folder)
     finally:
         shutil.rmtree(folder)
     print("\n".join(lines))

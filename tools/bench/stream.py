@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 
 from lt_data import Mixture, RowReader, Stream, TokenStore
-from lt_data.packing.pack_index import PackIndex, build_index
+from lt_data.packing.packs import pack
 from lt_data.store.manifest import DocumentTotals, ShardFile, StoreManifest, TokenizerInfo
 from lt_data.store.megatron import encode_index, index_size
 
@@ -104,9 +104,7 @@ def make_store(
 
 
 def make_reader(store: TokenStore, mode: Any, seq_len: int = SEQ_LEN) -> RowReader:
-    index = build_index(store.lengths, seq_len=seq_len, mode=mode, store_fingerprint=store.manifest.fingerprint)
-    index.save(store.path / "packs" / f"{mode}-{seq_len}", overwrite=True)
-    return RowReader(store, PackIndex.load(store.path / "packs" / f"{mode}-{seq_len}"))
+    return RowReader(store, pack(store, seq_len=seq_len, mode=mode))
 
 
 OPEN_SCRIPT = """
@@ -145,21 +143,20 @@ def write_sparse_pack(store: TokenStore, mode: str, documents_per_row: int) -> N
         "document": np.arange(n, dtype=np.uint32),
         "start": np.arange(0, n * span, span, dtype=np.int64),
         "length": np.full(n, span, np.int32),
-        "labels": np.full(n, span - 1, np.int32),
         "valid": np.full(rows, documents_per_row * (span - 1), np.int32),
     }
     for name, array in arrays.items():
         np.save(folder / f"{name}.npy", array)
     header = {
         "format": "lt-data-pack",
-        "version": 1,
+        "version": 2,
         "seq_len": SEQ_LEN,
         "mode": mode,
         "rows": rows,
         "slices": n,
         "store_fingerprint": store.manifest.fingerprint,
+        "max_slices_per_row": documents_per_row,
         "fingerprint": hashlib.sha256(mode.encode()).hexdigest(),
-        "arrays": {name: {"dtype": array.dtype.str, "shape": [*array.shape]} for name, array in arrays.items()},
     }
     (folder / "pack.json").write_text(json.dumps(header), encoding="utf-8")
 

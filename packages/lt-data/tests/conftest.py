@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from lt_data import Document, Tokenizer, TokenStore, prepare
+from lt_data.__main__ import main
 from lt_data.store.manifest import DocumentTotals, ShardFile, StoreManifest, TokenizerInfo, encode_manifest
 from lt_data.store.megatron import encode_index
 
@@ -143,3 +144,16 @@ def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     yield port
     server.kill()
     server.wait()
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Runs `lt-data` with some arguments, as installed; gives exit code, output and errors."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["lt-data", *map(str, arguments)])
+        code = main()
+        assert code is None or isinstance(code, int)
+        return code or 0, *capsys.readouterr()
+
+    return call

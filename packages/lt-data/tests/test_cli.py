@@ -12,21 +12,9 @@ from types import ModuleType
 import pytest
 
 from lt_data import TokenStore, open_pack
-from lt_data.__main__ import main
 from lt_data.display.progress_bars import format_si, progress_bar
 
 Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["lt-data", *map(str, arguments)])
-        code = main()
-        assert code is None or isinstance(code, int)
-        return code or 0, *capsys.readouterr()
-
-    return call
 
 
 @pytest.fixture
@@ -187,15 +175,3 @@ def test_lines_without_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 )
 def test_scaled(value: float, text: str) -> None:
     assert format_si(value) == text
-
-
-def test_pack_of_buckets(run: Run, store: TokenStore) -> None:
-    code, out, _ = run("pack", store.path, "--seq-len", 64, "--mode", "buckets", "--min-seq-len", 16)
-    index = open_pack(store, seq_len=64, mode="buckets", min_seq_len=16)
-    assert code == 0
-    assert index.buckets is not None
-    (longest, middle, least) = (rows for _, rows in index.buckets)
-    assert out.startswith(f"{index.n_rows} rows (buckets: {longest} of 64, {middle} of 32, {least} of 16 tokens), 9")
-    code, _, err = run("pack", store.path, "--seq-len", 64, "--mode", "buckets", "--min-seq-len", 12)
-    assert code == 64
-    assert "min_seq_len = 12" in err

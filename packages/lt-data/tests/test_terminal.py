@@ -46,7 +46,7 @@ def evil_store(evil_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     out = tmp_path / f"store {EVIL}"
     command = ["prepare", str(folder), "--tokenizer", str(evil_tokenizer), "--out", str(out), "--engine", "hf"]
     assert run(*command, "--on-bad", "skip", "--no-bos", "--no-eos", monkeypatch=monkeypatch) == 0
-    pack(TokenStore(out), seq_len=64, name=EVIL.replace("/", ""))
+    pack(TokenStore(out), seq_len=64)
     return out
 
 
@@ -57,7 +57,7 @@ def test_no_command_writes_an_escape(
     for command in (
         ["stats", str(evil_store), "--global-batch-size", "1"],
         ["inspect", str(evil_store)],
-        ["inspect", str(evil_store), "--full-text", "--no-color"],
+        ["inspect", str(evil_store), "--full-text"],
         ["verify", str(evil_store)],
         ["report", str(evil_store), "--out", str(tmp_path / f"{EVIL}.html")],
         [
@@ -113,16 +113,3 @@ def test_a_traceback_is_escaped(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert "Traceback" in shown
     assert SAFE in shown
     assert all(line.isprintable() for line in shown.splitlines())
-
-
-def test_colors_are_of_the_row_only(
-    evil_store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    capsys.readouterr()
-    assert run("inspect", str(evil_store), "--full-text", "--color", monkeypatch=monkeypatch) == 0
-    shown = capsys.readouterr().out
-    own = "\x1b[1m", "\x1b[0m", "\x1b[36m", "\x1b[35m"
-    assert "\x1b[36m" in shown
-    for code in own:
-        shown = shown.replace(code, "")
-    assert all(line.isprintable() for line in shown.replace("\t", "").splitlines())

@@ -15,7 +15,7 @@ STEPS = 8
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The stores `a` and `b`, packed in rows of 32 and in buckets down to 8."""
+    """The stores `a` and `b`, packed in rows of 32."""
     root = tmp_path_factory.mktemp("stores")
     words = ["rank", "row", "step", "batch", "bucket", "mixture", "weight", "phase"]
     texts = {
@@ -27,16 +27,13 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
         documents = (Document(text=text, source=str(i)) for i, text in enumerate(half))
         prepare(documents, tokenizer=tokenizer, out=root / name)
         pack(TokenStore(root / name), seq_len=32)
-        pack(TokenStore(root / name), seq_len=32, mode="buckets", min_seq_len=8)
     return root
 
 
 def kinds(root: Path) -> dict[str, dict[str, Any]]:
     store = {"store": str(root / "a")}
     other = {"store": str(root / "b")}
-    weights = {"8": {"weight": 1}, "32": {"weight": 1}}
     return {
-        "buckets": {"data": {**store, "packing": "buckets", "min_seq_len": 8, "bucket_weights": weights}},
         "ramped mixture": {
             "data": {
                 "mixture": {"a": {**store, "weight": 3, "phase_weights": [1]}, "b": other},
@@ -59,7 +56,7 @@ def numbers(out: Path, field: str = "loss") -> list[tuple[Any, ...]]:
     return [(r["step"], r.get("val_set"), r[field], r.get("valid_tokens", r.get("val_tokens"))) for r in found]
 
 
-@pytest.mark.parametrize(("kind", "cp"), [("buckets", 1), ("ramped mixture", 1), ("synthetic", 1), ("buckets", 2)])
+@pytest.mark.parametrize(("kind", "cp"), [("ramped mixture", 1), ("synthetic", 1), ("ramped mixture", 2)])
 def test_two_ranks_train_as_one_and_go_on_as_one(ranks, stores: Path, tmp_path: Path, kind: str, cp: int) -> None:
     """Also where both read the same rows, each for its positions."""
     shape = {"hidden_size": 32, "intermediate_size": 48, "n_heads": 4, "n_kv_heads": 2, "n_layers": 2}

@@ -146,8 +146,6 @@ def test_the_keys_of_a_bucket_lie_beside_the_run() -> None:
 
 
 def test_shapes_are_fixed() -> None:
-    with pytest.raises(RecipeError, match=r"data\.packing = 'buckets': shapes are fixed"):
-        check_recipe(recipe("data.synthetic=false", "data.store=x", "data.packing=buckets"), World())
     with pytest.raises(RecipeError, match=r"batch\.ramp\.start = 512: shapes are fixed"):
         check_recipe(recipe("batch.ramp.start=512", "batch.ramp.steps=3"), World())
 

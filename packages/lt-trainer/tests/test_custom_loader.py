@@ -154,7 +154,7 @@ def test_a_way_back_goes_on_behind_the_rows_and_is_remembered(base, fake_engine,
     assert trained(fake_engine.opened[0]) + trained(fake_engine.opened[1]) == ids(*range(24 * 8))
     data = [e for e in read_jsonl(Path(base["run"]["dir"]) / "events.jsonl") if e["event"] == "data"]
     assert [(e["step"], e["row"]) for e in data] == [(0, 0), (6, 80), (15, 152)]
-    assert data[0]["rows"] == {"kind": "loader", "loader": "their_rows:make"}
+    assert data[0]["data"]["loader"] == "their_rows:make"
 
 
 def test_an_iterable_that_ends_is_walked_again_and_an_iterator_is_not(base, fake_engine, give) -> None:
@@ -238,7 +238,7 @@ def test_a_loader_that_fails_is_told_with_its_row(base, fake_engine, give, facto
 def test_a_run_goes_on_with_the_same_rows_only(base, fake_engine, give, little_data) -> None:
     give(Stateful)
     assert start(base, stop_after_step=5) == 75
-    with pytest.raises(LoaderError, match=r"belongs to other rows: .*seed:0, .*seed:1"):
+    with pytest.raises(LoaderError, match=r"belongs to other rows: .*'seed': 0}, .*'seed': 1}"):
         start(base, "run.seed=1")
     saved = find_latest_valid(Path(base["run"]["dir"]) / "checkpoints")[0].manifest.data
     base["batch"]["micro_batch_size"] = 2

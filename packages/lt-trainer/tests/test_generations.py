@@ -7,9 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from lt_data import DataError, TokenStore, append, inspect_step, pack
+from lt_data import DataError, TokenStore, append, pack
 from lt_test_helpers.runs import check, run
 from lt_trainer.config.recipe import load
+from lt_trainer.observability.inspection import inspect_step
 from lt_trainer.run_directory.jsonl import read_jsonl
 
 OLD, NEW = "generations/00000", "generations/00001"
@@ -64,11 +65,12 @@ def test_a_run_goes_on_with_the_generation_that_it_has_read(recipe_base, stores,
         assert log(recipe_base).count(f"{name}: reads {store / OLD}") == 1
     found = inspect_step(Path(recipe_base["run"]["dir"]), 12)
     assert found.rows == inspect_step(tmp_path / "whole", 12).rows
-    assert found.store == stores.train / OLD
+    assert found.stores["data.store"] == str(stores.train / OLD)
     pack(TokenStore(stores.train), seq_len=32)
     new = recipe_base | {"run": recipe_base["run"] | {"dir": str(tmp_path / "new")}}
     assert start(new, stop_after_step=6) == 75
-    assert inspect_step(tmp_path / "new", 6).store == stores.train / NEW, "a new run reads the newest"
+    read = inspect_step(tmp_path / "new", 6).stores["data.store"]
+    assert read == str(stores.train), "a new run reads the newest"
 
 
 @pytest.mark.parametrize("mixture", [False, True])
@@ -85,13 +87,13 @@ def test_a_new_generation_is_taken_when_the_recipe_names_it(recipe_base, stores,
     field = "data.mixture.a.store" if mixture else "data.store"
     assert f"{field}: from step 7 on {stores.train / NEW}, before {stores.train / OLD}" in log(recipe_base)
     run_folder = Path(recipe_base["run"]["dir"])
-    assert inspect_step(run_folder, 6).store == stores.train / OLD
-    assert inspect_step(run_folder, 7).store == stores.train / NEW
+    assert inspect_step(run_folder, 6).stores[field] == str(stores.train / OLD)
+    assert inspect_step(run_folder, 7).stores[field] == str(stores.train / NEW)
     # from now on it is the one that the run has read
     grow(stores.train)
     (data["mixture"]["a"] if mixture else data)["store"] = str(stores.train)
     assert start(recipe_base) == 0
-    assert inspect_step(run_folder, 12).store == stores.train / NEW
+    assert inspect_step(run_folder, 12).stores[field] == str(stores.train / NEW)
 
 
 def test_only_the_generation_may_change(recipe_base, stores, grow) -> None:

@@ -66,7 +66,6 @@ def test_epochs_are_counted_in_the_pack(little_data: Path, tmp_path: Path) -> No
     ("overrides", "told"),
     [
         ("data.store=gone", "data.store = 'gone' (--set): epochs are counted in the store, which does not exist here"),
-        ("data.packing=buckets data.min_seq_len=32", "rows of one length"),
         ("batch.ramp.start=1 batch.ramp.steps=2", "a constant batch size"),
         ("batch.global_batch_size=100000000", "are less than one step"),
     ],

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from lt_model import flops_per_token, preset
 from lt_test_helpers.runs import run
 from lt_trainer.checkpointing.checkpoints import Checkpoints
 from lt_trainer.config.recipe import load
@@ -45,7 +44,7 @@ class FakeMonitor:
 
 
 def step(number: int, rows: int, document_length: float = 10.0) -> StepRecord:
-    values = {"loss": 2.0, "grad_norm": 1.0, "learning_rate": 0.1, "valid_tokens": 9, "row_length": 10}
+    values = {"loss": 2.0, "grad_norm": 1.0, "learning_rate": 0.1, "valid_tokens": 9}
     return StepRecord(step=number, rows=rows, document_length=document_length, **values)  # type: ignore[arg-type]
 
 
@@ -98,15 +97,6 @@ def test_rates_are_those_of_the_rows_since_the_last_record_without_pauses(tmp_pa
     assert first["hfu"] == pytest.approx(4 * 320 / 5 / 2 / 1000)
     assert first["mfu_documents"] == pytest.approx((80 * (1 + 0.8) + 240 * (1 + 1.6)) / 5 / 2 / 1000)
     assert second["samples_per_sec"] == 32 / 0.5 / 2
-
-
-def test_rows_of_each_length_cost_what_their_attention_sees() -> None:
-    data = {"store": "unused", "packing": "buckets", "seq_len": 64, "min_seq_len": 16}
-    base = {"data": data, "batch": {"global_batch_size": 8, "micro_batch_size": 2}}
-    model = preset("tiny-2m")
-    costs = ComputeCost.of_recipe(load(base=base).recipe, model, 0.0)
-    assert (costs.micro_batch_size, costs.seq_len, costs.flops_per_token) == (2, 64, flops_per_token(model, 64, "full"))
-    assert costs.flops_by_length == {n: flops_per_token(model, n, "full") for n in (32, 16)}
 
 
 def test_the_seeds_names_come_first_and_the_line_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,6 @@ import pytest
 from lt_trainer.config.model_section import ModelOptions
 from lt_trainer.config.recipe import load
 from lt_trainer.config.sections import BatchOptions, ParallelOptions, RampOptions, Recipe
-from lt_trainer.data.training_data import data_event_fields
 from lt_trainer.errors import RecipeError
 
 STORE = {"data": {"store": "stores/train"}}
@@ -27,10 +26,9 @@ MIX = "data.store= data.mixture.a.store=a"
 PHASES = "data.mixture.a.phase_weights=[1,2]"
 RAMP = "batch.ramp.start batch.ramp.increment batch.global_batch_size"
 SETS = "data.validation_sets.a.store=a"
-BUCKETS = "data.packing=buckets data.seq_len=512"
 REFUSED = [
     # limits of single fields, and what has no effect, are one mechanism each; a few show its words
-    ("data.packing=bdf", "data.packing", "must be 'bfd', 'concat' or 'buckets'"),
+    ("data.packing=bdf", "data.packing", "must be 'bfd' or 'concat'"),
     ("data.mixture.a/b.store=a", "data.mixture.a/b", "must match"),
     # model
     ("model.n_heads=7 model.n_kv_heads=7", "model.hidden_size model.n_heads", "the head size must be an even number"),
@@ -41,9 +39,6 @@ REFUSED = [
     # data
     ("data.synthetic=true model.vocab_size=9", "data.store data.synthetic", "only one of these can be trained on"),
     (f"{SYNTHETIC} data.shuffle=false", "data.shuffle", "has no effect with data.synthetic"),
-    ("data.packing=buckets data.seq_len=1000", "data.min_seq_len data.seq_len", "to one of 1000, 500, 250"),
-    (f"{MIX} data.packing=buckets", "data.packing data.mixture", "buckets need a single store"),
-    (f"{BUCKETS} data.bucket_weights.128.weight=2", "data.bucket_weights", "rows have 512, 256 positions"),
     (f"{MIX} data.phase_steps=[5]", "data.phase_steps", "no weight changes at these phases"),
     (f"{MIX} {PHASES} data.phase_steps=[5]", "data.mixture.a.phase_weights data.phase_steps", "one weight for each"),
     (f"{MIX} {PHASES} data.phase_steps=[5,5]", "data.phase_steps", "in increasing order"),
@@ -63,7 +58,6 @@ REFUSED = [
     ("evaluation.interval=5", "evaluation.interval", "has no effect without evaluation.tasks"),
     # the whole recipe
     ("data.store= data.synthetic=true", "model.vocab_size data.synthetic", "needs a vocabulary size"),
-    ("data.packing=buckets batch.ramp.start=64 batch.ramp.steps=9", "batch.ramp.start data.packing", "buckets do not"),
     ("optimizer.lr=1e-4", "schedule.min_lr optimizer.lr", "the final learning rate is above the peak"),
     ("metrics.validation_interval=5", "metrics.validation_interval data.validation", "there is no validation data"),
     ("evaluation.stores=true", "evaluation.stores data.validation", "there is no validation data"),
@@ -134,8 +128,6 @@ def test_phases_in_steps_begin_with_the_rows_that_a_growing_batch_has_read() -> 
         "data": {"mixture": {"a": {"store": "a", "phase_weights": [3]}, "b": {"store": "b"}}, "phase_steps": [6]},
         "batch": {"global_batch_size": 16, "micro_batch_size": 4, "ramp": {"start": 8, "increment": 8, "steps": 4}},
     }
-    phases = data_event_fields(load(base=base).recipe)["rows"]["phases"]
-    assert phases == [
-        {"from_row": 0, "weights": {"a": 1.0, "b": 1.0}},
-        {"from_row": 64, "weights": {"a": 3.0, "b": 1.0}},
-    ]
+    recipe = load(base=base).recipe
+    phases = recipe.data.weight_phases(recipe.batch.batch_ramp(recipe.data.seq_len).rows_before)
+    assert phases == [(0, {"a": 1.0, "b": 1.0}), (64, {"a": 3.0, "b": 1.0})]

@@ -1,4 +1,4 @@
-"""Mixtures, buckets, random rows, batches that grow; stops, ways back and `inspect_step` know of all of them."""
+"""Mixtures, random rows, batches that grow; stops, ways back and `inspect_step` know of all of them."""
 
 import shutil
 from pathlib import Path
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lt_data import DataError, Mixture, Phase, RowReader, Stream, TokenStore, inspect_step, open_pack, pack
+from lt_data import DataError, Mixture, Phase, RowReader, Stream, TokenStore, open_pack
 from lt_test_helpers.runs import run
 from lt_trainer.config.recipe import load
 from lt_trainer.data.batches import StreamBatches
@@ -17,6 +17,8 @@ from lt_trainer.data.document_boundaries import find_document_starts
 from lt_trainer.data.synthetic import SyntheticRows
 from lt_trainer.data.training_data import open_data, open_stream
 from lt_trainer.engine import StepBatch, Topology
+from lt_trainer.errors import RunDirError
+from lt_trainer.observability.inspection import inspect_step
 from lt_trainer.run_directory.jsonl import read_jsonl
 
 Base = dict[str, dict[str, Any]]
@@ -40,13 +42,9 @@ def events(base: Base, kind: str) -> list[dict[str, Any]]:
 
 
 RAMP = {"global_batch_size": 16, "ramp": {"start": 4, "steps": 11}}
-BUCKETS = {"packing": "buckets", "min_seq_len": 8}
-WEIGHTS = {"8": {"weight": 2, "phase_weights": [0]}, "32": {"weight": 1}}
 KINDS: dict[str, Base] = {
     "unmasked": {"data": {"document_mask": False}},
     "mixture": {"data": {"phase_steps": [7]}},
-    "buckets": {"data": BUCKETS},
-    "weighted buckets": {"data": BUCKETS | {"bucket_weights": WEIGHTS, "phase_steps": [10]}},
     "synthetic": {"data": {"synthetic": True}, "model": {"vocab_size": 300}},
     "ramp": {"batch": RAMP},
     "ramped mixture": {"data": {"phase_steps": [7]}, "batch": RAMP | {"ramp": {"start": 4, "tokens": 4000}}},
@@ -63,9 +61,6 @@ def prepare(base: Base, root: Path, kind: str) -> None:
     large, small = ({"store": str(root / name)} for name in ("train", "validation"))
     if "mixture" in kind:
         base["data"]["mixture"] = {"large": large | {"weight": 3, "phase_weights": [1]}, "small": small}
-    if "buckets" in kind:
-        for half in ("train", "validation"):
-            pack(TokenStore(root / half), seq_len=32, mode="buckets", min_seq_len=8)
 
 
 @each_kind
@@ -126,7 +121,7 @@ def test_rows_are_those_of_the_library_whatever_the_ranks(recipe_base, little_da
         shapes.setdefault(whole.input_ids.shape[2], set()).add(whole.cu_seqlens.shape)
         assert {half.valid_tokens for half in halves} == {whole.valid_tokens}
         assert whole.valid_tokens == int((whole.labels != -100).sum()) > 0
-        assert {rank.state for rank in two} == {one.state}
+        assert two[0].state == two[1].state == one.state
         assert one.state.step == step + 1
         assert whole.input_ids.shape[1] * whole.input_ids.shape[2] == 2 * 32, "as many positions in each micro-batch"
     if "ramp" not in kind:
@@ -158,7 +153,7 @@ def test_inspect_names_the_rows_of_every_step_also_after_a_way_back(
                 next(trained)
             continue
         report = inspect_step(out(recipe_base), call if call <= 6 else call - 4)
-        assert report.recorded
+        assert report.last_recorded >= report.step
         assert report.batch_rows == len(report.rows)
         for row in report.rows:
             ids: list[int] = []
@@ -166,8 +161,7 @@ def test_inspect_names_the_rows_of_every_step_also_after_a_way_back(
                 store = stores["validation" if row.origin == "small" else "train"]
                 begin, _ = store.document_span(piece.document)
                 ids += store.tokens(begin + piece.begin, piece.end - piece.begin).tolist()
-            length = int(row.origin) if row.origin.isdigit() else 32
-            assert len(ids) + row.padding == length
+            assert len(ids) + row.padding == 32
             assert next(trained) == np.array(ids + [0] * row.padding, np.int32).tobytes()
     assert next(trained, None) is None
 
@@ -179,11 +173,11 @@ def test_inspect_finds_the_stores_of_a_mixture_that_have_moved(recipe_base, fake
     assert start(recipe_base, stop_after_step=3) == 75
     rows = inspect_step(out(recipe_base), 2).rows
     moved = (tmp_path / "here" / "validation").rename(tmp_path / "elsewhere")
-    with pytest.raises(DataError, match=r"events\.jsonl has the source small = .*with --source NAME=FOLDER"):
+    with pytest.raises(DataError, match=r"here/validation/manifest\.json.* with --store \[NAME=\]FOLDER"):
         inspect_step(out(recipe_base), 2)
-    assert inspect_step(out(recipe_base), 2, sources={"small": moved}).rows == rows
-    with pytest.raises(DataError, match="not the rows that step 2"):
-        inspect_step(out(recipe_base), 2, sources={"small": tmp_path / "here" / "train"})
+    assert inspect_step(out(recipe_base), 2, stores={"small": moved}).rows == rows
+    with pytest.raises(DataError, match=r"step 2 of .* belongs to another sequence of rows \(small\.store"):
+        inspect_step(out(recipe_base), 2, stores={"small": tmp_path / "here" / "train"})
 
 
 def test_a_mixture_is_lt_datas_with_phases_counted_in_steps(recipe_base, little_data) -> None:
@@ -237,7 +231,7 @@ def test_random_rows_are_in_no_store_and_may_be_validated_on_text(recipe_base, f
     recipe_base["data"]["validation"] = str(little_data / "validation")
     assert start(recipe_base) == 0
     assert [r["step"] for r in read_jsonl(out(recipe_base) / "metrics.jsonl") if "val_loss" in r] == [20]
-    with pytest.raises(DataError, match="it read synthetic rows, which have no token store"):
+    with pytest.raises(RunDirError, match="or synthetic ones, which have no token store"):
         inspect_step(out(recipe_base), 2)
     with pytest.raises(DataError, match="seed: 0 before, 1 now"):
         start(recipe_base, "run.seed=1")

@@ -14,6 +14,7 @@ from lt_trainer.config.recipe import load
 from lt_trainer.data.training_data import open_data, validation_batches
 from lt_trainer.engine import Topology
 from lt_trainer.errors import RecipeError
+from lt_trainer.observability.inspection import inspect_step
 from lt_trainer.run_directory.jsonl import read_jsonl
 
 
@@ -128,4 +129,4 @@ def test_packs_may_be_outside_of_the_stores(recipe_base, fake_engine, little_dat
     recipe_base["data"] |= {"store": str(tmp_path / "train"), "validation": str(tmp_path / "validation")}
     recipe_base["data"]["packs"] = str(tmp_path / "packs")
     assert start(recipe_base) == 0
-    assert lt_data.inspect_step(Path(recipe_base["run"]["dir"]), 1).rows
+    assert inspect_step(Path(recipe_base["run"]["dir"]), 1).rows

@@ -8,11 +8,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lt_data.analysis.inspection import DocumentSpan, InspectedRow, inspect_batch, inspect_document, inspect_rows
-    from lt_data.analysis.run_inspection import StepReport, inspect_step
-    from lt_data.analysis.stats import StoreStats, stats
-    from lt_data.analysis.steps import EpochSteps, steps_per_epoch
+    from lt_data.analysis.stats import stats
     from lt_data.analysis.verification import verify
-    from lt_data.display.report import write_report
     from lt_data.errors import DataError
     from lt_data.exports.export import export
     from lt_data.exports.import_tokens import import_tokens
@@ -33,10 +30,8 @@ if TYPE_CHECKING:
     from lt_data.store.generations import locate_generation, names_generation
     from lt_data.store.manifest import DocumentTotals, Selection, StoreManifest
     from lt_data.store.token_store import TokenStore
-    from lt_data.streaming.buckets import Buckets
+    from lt_data.streaming.interleave import Phase
     from lt_data.streaming.mixture import Mixture
-    from lt_data.streaming.permutation import KeyedPermutation
-    from lt_data.streaming.phases import Phase
     from lt_data.streaming.prefetch import Prefetcher
     from lt_data.streaming.ramp import BatchRamp
     from lt_data.streaming.rows import IGNORE_INDEX, RowReader, Rows, TokenRows
@@ -47,22 +42,19 @@ _MODULES = {
     "IGNORE_INDEX": "streaming.rows",
     "DocumentTotals": "store.manifest",
     "BatchRamp": "streaming.ramp",
-    "Buckets": "streaming.buckets",
     "DataError": "errors",
     "Document": "sources.document",
     "DocumentReader": "sources.reader",
-    "EpochSteps": "analysis.steps",
     "ExportOptions": "exports.options",
     "ExportReport": "exports.options",
     "ImportOptions": "exports.options",
     "ImportReport": "exports.options",
     "InspectedRow": "analysis.inspection",
-    "KeyedPermutation": "streaming.permutation",
     "LeftOut": "preparation.record_map",
     "StoreManifest": "store.manifest",
     "Mixture": "streaming.mixture",
     "PackIndex": "packing.pack_index",
-    "Phase": "streaming.phases",
+    "Phase": "streaming.interleave",
     "DocumentSpan": "analysis.inspection",
     "Prefetcher": "streaming.prefetch",
     "Progress": "progress",
@@ -70,8 +62,6 @@ _MODULES = {
     "Rows": "streaming.rows",
     "Selection": "store.manifest",
     "SourceOptions": "sources.options",
-    "StoreStats": "analysis.stats",
-    "StepReport": "analysis.run_inspection",
     "Stream": "streaming.stream",
     "StreamBatch": "streaming.stream",
     "StreamState": "streaming.stream",
@@ -85,7 +75,6 @@ _MODULES = {
     "inspect_batch": "analysis.inspection",
     "inspect_document": "analysis.inspection",
     "inspect_rows": "analysis.inspection",
-    "inspect_step": "analysis.run_inspection",
     "join": "preparation.join",
     "locate_generation": "store.generations",
     "names_generation": "store.generations",
@@ -96,28 +85,23 @@ _MODULES = {
     "sequence_fingerprint": "streaming.stream",
     "split": "preparation.split",
     "stats": "analysis.stats",
-    "steps_per_epoch": "analysis.steps",
     "upload": "remote.upload",
     "verify": "analysis.verification",
-    "write_report": "display.report",
 }
 
 __all__ = [
     "IGNORE_INDEX",
     "BatchRamp",
-    "Buckets",
     "DataError",
     "Document",
     "DocumentReader",
     "DocumentSpan",
     "DocumentTotals",
-    "EpochSteps",
     "ExportOptions",
     "ExportReport",
     "ImportOptions",
     "ImportReport",
     "InspectedRow",
-    "KeyedPermutation",
     "LeftOut",
     "Mixture",
     "PackIndex",
@@ -128,9 +112,7 @@ __all__ = [
     "Rows",
     "Selection",
     "SourceOptions",
-    "StepReport",
     "StoreManifest",
-    "StoreStats",
     "Stream",
     "StreamBatch",
     "StreamState",
@@ -144,7 +126,6 @@ __all__ = [
     "inspect_batch",
     "inspect_document",
     "inspect_rows",
-    "inspect_step",
     "join",
     "locate_generation",
     "names_generation",
@@ -155,10 +136,8 @@ __all__ = [
     "sequence_fingerprint",
     "split",
     "stats",
-    "steps_per_epoch",
     "upload",
     "verify",
-    "write_report",
 ]
 
 

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lt_data.errors import DataError
 from lt_data.streaming.rows import IGNORE_INDEX, TokenRows
-from lt_data.streaming.stream import Stream, StreamBatch, StreamState
+from lt_data.streaming.stream import Stream, StreamBatch
 
 TensorBatch = dict[str, torch.Tensor]
 
@@ -162,4 +162,4 @@ class StreamLoader:
         Raises:
             DataError: not a state, or the state of another sequence.
         """
-        self.stream.restore(StreamState.from_dict(values))
+        self.stream.restore(values)

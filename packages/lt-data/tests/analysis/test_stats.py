@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from lt_data import Document, Tokenizer, TokenStore, pack, prepare, split, stats
-from lt_data.display.report import render_page
+from lt_data import DataError, Document, Tokenizer, TokenStore, pack, prepare, split, stats
+from lt_data.analysis.stats import steps_per_epoch
+from lt_data.display.report import render_page, write_report
 from lt_data.display.stats_text import format_stats
 
 
@@ -15,7 +16,7 @@ def test_numbers_of_a_known_store(counting_store: Callable[..., TokenStore]) -> 
     pack(store, seq_len=8)
     pack(store, seq_len=8, mode="concat")
     found = stats(store)
-    assert (found.documents, found.tokens, found.text_bytes, found.bytes_per_token) == (6, 37, 148, 4.0)
+    assert (found.documents, found.tokens, found.bytes_per_token) == (6, 37, 4.0)
     assert (found.min_length, found.max_length, found.median_length, found.mean_length) == (1, 20, 3.5, 37 / 6)
     assert [(b.min_tokens, b.max_tokens, b.documents, b.tokens) for b in found.length_histogram] == [
         (1, 1, 1, 1),
@@ -30,13 +31,17 @@ def test_numbers_of_a_known_store(counting_store: Callable[..., TokenStore]) -> 
     assert (bfd.fill_rate, bfd.truncated_documents, bfd.needlessly_truncated_documents) == (37 / 40, 1, 0)
     # Cuts at 8, 16, 24, 32: in the documents [6, 10), [10, 17) and [17, 37).
     assert (concat.rows, concat.padding, concat.valid_tokens) == (5, 3, 36)
-    assert (concat.truncated_documents, concat.needlessly_truncated_documents, concat.current) == (3, 2, True)
-    assert (bfd.padding_rate, bfd.truncation_rate, bfd.needless_truncation_rate) == (3 / 40, 1 / 6, 0.0)
+    assert (concat.truncated_documents, concat.needlessly_truncated_documents, concat.is_current) == (3, 2, True)
+    assert (bfd.truncation_rate, bfd.needless_truncation_rate) == (1 / 6, 0.0)
     assert (concat.truncation_rate, concat.needless_truncation_rate) == (3 / 6, 2 / 6)
-    assert bfd.steps == ()
+    assert bfd.epoch is None
     assert found.duplicates is None
-    (steps,) = stats(store, global_batch_size=2, dp_size=2).packs[0].steps
-    assert (steps.steps, steps.remainder) == (2, 1)
+    stepped = stats(store, global_batch_size=2, dp_size=2)
+    assert stepped.packs[0].epoch == steps_per_epoch(5, 2, 2)
+    assert "2 steps of 2 rows (1 for each of 2 ranks, 16 tokens) + 1: 1 row remains for the" in format_stats(stepped)
+    for options in ({"global_batch_size": 3, "dp_size": 2}, {"global_batch_size": 0}):
+        with pytest.raises(DataError, match="must be a positive multiple of dp_size"):
+            stats(store, **options)
 
 
 def test_text_and_json(store: TokenStore, texts: list[str]) -> None:
@@ -45,7 +50,7 @@ def test_text_and_json(store: TokenStore, texts: list[str]) -> None:
     assert found.bytes_per_token == sum(len(text.encode()) for text in texts) / text_tokens
     assert sum(b.documents for b in found.length_histogram) == store.n_documents
     assert sum(b.tokens for b in found.length_histogram) == store.n_tokens
-    assert json.loads(json.dumps(found.to_dict()))["empty_documents"] == 1
+    assert json.loads(json.dumps(found.to_dict()))["manifest"]["left_out"]["empty"]["documents"] == 1
 
 
 def test_pack_left_over_from_another_store_is_marked(
@@ -55,7 +60,7 @@ def test_pack_left_over_from_another_store_is_marked(
     pack(other, seq_len=8)
     (other.path / "packs").rename(store.path / "packs")
     (found,) = stats(store).packs
-    assert not found.current
+    assert not found.is_current
     assert found.padding == pytest.approx(500 * 3)
 
 
@@ -65,8 +70,7 @@ def test_exact_duplicates(tmp_path: Path, tokenizer: Tokenizer) -> None:
     prepare(documents, tokenizer=tokenizer, out=tmp_path / "store", shard_tokens=8)
     store = TokenStore(tmp_path / "store")
     found = stats(store, duplicates=True).duplicates
-    assert found is not None
-    assert (found.documents, found.tokens) == (3, int(store.lengths[[2, 4, 5]].sum()))
+    assert found == (3, int(store.lengths[[2, 4, 5]].sum()))
     assert "exact duplicates     3 documents" in format_stats(stats(store, duplicates=True))
 
 
@@ -87,10 +91,27 @@ def test_map_and_split_that_made_a_store_are_shown(
     line = f'long_only:keep, code {whole.manifest.map.sha256}, arguments {{"most": 70}}'
     for store in (whole, train):
         assert f"{'map':<20} {line}\n" in format_stats(stats(store))
-        assert html.escape(line) in render_page("x", stats(store), store.manifest)
+        assert html.escape(line) in render_page(stats(store), "x")
     assert "left out, map: long  10\n" in format_stats(stats(whole))
     split_line = f"train of store {whole.manifest.fingerprint}, share 3/10 held out"
     assert f"{'split':<20} {split_line}\n" in format_stats(stats(train))
-    assert split_line in render_page("x", stats(train), train.manifest)
-    assert json.loads(json.dumps(stats(train).to_dict()))["split"]["side"] == "train"
+    assert split_line in render_page(stats(train), "x")
+    assert json.loads(json.dumps(stats(train).to_dict()))["manifest"]["split"]["side"] == "train"
     assert "\nsplit " not in format_stats(stats(whole))
+
+
+def test_the_report_is_one_page_that_quotes_everything(store: TokenStore, tmp_path: Path) -> None:
+    pack(store, seq_len=64)
+    found, out = stats(store, global_batch_size=4), tmp_path / "new" / "report.html"
+    write_report(found, "<b>&", out)
+    page = out.read_text(encoding="utf-8")
+    assert "<h1>&lt;b&gt;&amp;: token store</h1>" in page
+    assert page.count("<meter") == 2 * len(found.length_histogram)
+    assert f"<td>bfd-64<td>{found.packs[0].rows}<td>" in page
+    assert "steps of 4 rows" in page
+    assert "<script" not in page
+    assert "http" not in page.replace("http-equiv", "")
+    with pytest.raises(DataError, match="exists already; give another name, or --overwrite"):
+        write_report(found, "x", out)
+    write_report(found, "x", out, overwrite=True)
+    assert [path.name for path in out.parent.iterdir()] == ["report.html"]

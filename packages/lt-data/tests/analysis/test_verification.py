@@ -1,9 +1,10 @@
 """`lt data verify` finds every flipped bit, every lost byte, and packs that are not what they say."""
 
+import hashlib
 import json
 import shutil
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from lt_data import DataError, Document, Tokenizer, TokenStore, pack, prepare, verify
 from lt_data.__main__ import main
-from lt_data.packing.pack_index import PackIndex
+from lt_data.packing.pack_index import ARRAYS, PackHeader, PackIndex, _fingerprint
 from lt_data.store.manifest import encode_manifest
 
 
@@ -25,7 +26,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer, texts:
     prepare(documents, tokenizer=tokenizer, out=folder, shard_tokens=1500)
     store = TokenStore(folder)
     assert len(store.manifest.shards) >= 2
-    for mode in ("bfd", "concat", "buckets"):
+    for mode in ("bfd", "concat"):
         pack(store, seq_len=512, mode=mode)
     return folder
 
@@ -41,6 +42,14 @@ def test_a_whole_store_has_no_problems(whole: Path) -> None:
     assert found(whole) == []
 
 
+def is_same_json(path: Path, content: bytes) -> bool:
+    """Whether only the spaces of a file of ours differ."""
+    try:
+        return path.suffix == ".json" and json.loads(path.read_bytes()) == json.loads(content)
+    except ValueError:
+        return False
+
+
 @settings(max_examples=150)
 @given(st.data())
 def test_each_flipped_bit_is_found(whole: Path, data: st.DataObject) -> None:
@@ -52,7 +61,7 @@ def test_each_flipped_bit_is_found(whole: Path, data: st.DataObject) -> None:
     changed[bit // 8] ^= 1 << bit % 8
     try:
         path.write_bytes(changed)
-        assert found(whole), f"bit {bit} of {path.relative_to(whole)}"
+        assert found(whole) or is_same_json(path, content), f"bit {bit} of {path.relative_to(whole)}"
     finally:
         path.write_bytes(content)
 
@@ -66,7 +75,7 @@ def test_each_cut_or_grown_file_is_found(whole: Path, data: st.DataObject) -> No
     size = data.draw(st.integers(0, len(content) + 8).filter(lambda size: size != len(content)))
     try:
         path.write_bytes((content + bytes(8))[:size])
-        assert found(whole), f"{size} bytes of {path.relative_to(whole)}"
+        assert found(whole) or is_same_json(path, content), f"{size} bytes of {path.relative_to(whole)}"
         path.unlink()
         assert found(whole), f"{path.relative_to(whole)} is gone"
     finally:
@@ -104,33 +113,38 @@ def test_ids_beyond_the_vocabulary(whole: Path, tmp_path: Path) -> None:
     assert f"has id {highest}, the tokenizer's highest is {highest - 1}" in told[0]
 
 
-@pytest.mark.parametrize("mode", ["bfd", "concat", "buckets"])
-@pytest.mark.parametrize(
-    "change", ["lost slice", "twice", "labels", "counted labels", "moved", "document", "rows joined", "valid"]
-)
+def rewrite(folder: Path, index: PackIndex, arrays: dict[str, np.ndarray], **header: object) -> None:
+    """Write a pack as a wrong program would: every fingerprint is right."""
+    index = replace(index, **arrays)
+    store = header.get("store_fingerprint", index.store_fingerprint)
+    digests = {name: hashlib.sha256(np.ascontiguousarray(getattr(index, name)).data) for name in ARRAYS}
+    fingerprint = _fingerprint(index.seq_len, index.mode, str(store), index.document.dtype, digests)
+    shutil.rmtree(folder)
+    folder.mkdir()
+    for name in ARRAYS:
+        np.save(folder / f"{name}.npy", getattr(index, name))
+    fields = {"seq_len": index.seq_len, "mode": index.mode, "rows": index.n_rows, "slices": index.start.size}
+    most = int(np.diff(index.row_offsets).max())
+    made = PackHeader(**fields, max_slices_per_row=most, store_fingerprint=str(store), fingerprint=fingerprint)
+    (folder / "pack.json").write_text(json.dumps(asdict(made)), encoding="utf-8")
+
+
+@pytest.mark.parametrize("mode", ["bfd", "concat"])
+@pytest.mark.parametrize("change", ["lost slice", "twice", "moved", "document", "rows joined", "valid"])
 def test_a_pack_whose_hashes_fit_but_not_its_rows(mode: str, change: str, whole: Path, tmp_path: Path) -> None:
-    """As a wrong program would write it: every fingerprint is right."""
     store = TokenStore(shutil.copytree(whole, tmp_path / "store"))
-    folder = next((store.path / "packs").glob(f"{mode}-512*"))
+    folder = store.path / "packs" / f"{mode}-512"
     index = PackIndex.load(folder)
-    arrays = {
-        name: np.array(getattr(index, name))
-        for name in ("row_offsets", "document", "start", "length", "labels", "valid")
-    }
+    arrays = {name: np.array(getattr(index, name)) for name in ARRAYS}
     if change == "lost slice":
-        for name in ("document", "start", "length", "labels"):
+        for name in ("document", "start", "length"):
             arrays[name] = arrays[name][:-1]
         arrays["row_offsets"][-1] -= 1
         if arrays["row_offsets"][-1] == arrays["row_offsets"][-2]:
             arrays["row_offsets"], arrays["valid"] = arrays["row_offsets"][:-1], arrays["valid"][:-1]
     elif change == "twice":
-        for name in ("document", "start", "length", "labels"):
+        for name in ("document", "start", "length"):
             arrays[name][0] = arrays[name][1]
-    elif change == "labels":
-        arrays["labels"][0] -= 1
-    elif change == "counted labels":
-        arrays["labels"][0] -= 1
-        arrays["valid"][0] -= 1
     elif change == "moved":
         arrays["start"][1] += 1
     elif change == "document":
@@ -140,33 +154,14 @@ def test_a_pack_whose_hashes_fit_but_not_its_rows(mode: str, change: str, whole:
         arrays["valid"] = np.concatenate([[arrays["valid"][0] + arrays["valid"][1]], arrays["valid"][2:]]).astype("i4")
     else:
         arrays["valid"][-1] -= 1
-    made = replace(index, **arrays, folder=None)
-    made = replace(made, fingerprint=made._compute_fingerprint())
-    shutil.rmtree(folder)
-    made.save(folder)
+    rewrite(folder, index, arrays)
     told = verify(store)
     assert told
     assert all(str(folder) in problem for problem in told)
 
 
-def test_a_row_that_is_said_to_be_longer_than_it_is(whole: Path, tmp_path: Path) -> None:
-    """Which rows are of which bucket stands in the description alone; the fingerprint answers for that too."""
-    store = TokenStore(shutil.copytree(whole, tmp_path / "store"))
-    folder = next((store.path / "packs").glob("buckets-512*"))
-    header = json.loads((folder / "pack.json").read_text(encoding="utf-8"))
-    header["buckets"][0][1] += 1
-    header["buckets"][1][1] -= 1
-    assert header["buckets"][1][1] >= 0
-    (folder / "pack.json").write_text(json.dumps(header, indent=2) + "\n", encoding="utf-8")
-    (told,) = verify(store)
-    assert "its arrays do not match its fingerprint" in told
-
-
 def test_a_pack_of_another_store(whole: Path, tmp_path: Path) -> None:
     store = TokenStore(shutil.copytree(whole, tmp_path / "store"))
     folder = store.path / "packs" / "bfd-512"
-    made = replace(PackIndex.load(folder), store_fingerprint="0" * 64, folder=None)
-    made = replace(made, fingerprint=made._compute_fingerprint())
-    shutil.rmtree(folder)
-    made.save(folder)
+    rewrite(folder, PackIndex.load(folder), {}, store_fingerprint="0" * 64)
     assert found(store.path) == [f"{folder}: belongs to another store; make it again"]

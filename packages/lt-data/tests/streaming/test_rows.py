@@ -2,7 +2,6 @@
 
 import pickle
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,17 +20,24 @@ def reader_of(store: TokenStore, seq_len: int, mode: str, document_mask: bool = 
 
 
 @pytest.mark.parametrize("mode", ["bfd", "concat"])
-@given(LENGTHS, st.integers(1, 12), st.integers(1, 5))
+@given(LENGTHS, st.integers(1, 12), st.integers(1, 5), st.integers(1, 21))
 def test_all_rows_together(
-    counting_store: Callable[..., TokenStore], mode: str, lengths: list[int], seq_len: int, shard_documents: int
+    counting_store: Callable[..., TokenStore],
+    mode: str,
+    lengths: list[int],
+    seq_len: int,
+    shard_documents: int,
+    per_group: int,
 ) -> None:
     store = counting_store(lengths, shard_documents)
-    reader = reader_of(store, seq_len, mode)
+    options = {"seq_len": seq_len, "mode": mode, "store_fingerprint": store.manifest.fingerprint}
+    reader = RowReader(store, build_index(store.lengths, documents_per_group=per_group, **options))
     rows = reader.read_rows(np.arange(reader.n_rows))
     for array in (rows.input_ids, rows.labels, rows.position_ids, rows.doc_ids):
         assert array.shape == (reader.n_rows, seq_len)
         assert array.dtype == np.int32
     padding = rows.doc_ids == -1
+    assert np.array_equal(reader.read_tokens(np.arange(reader.n_rows)), rows.input_ids)
     # Every token of the store once.
     assert sorted(rows.input_ids[~padding].tolist()) == list(range(1, sum(lengths) + 1))
     # The label is the next token, where there is one to predict.
@@ -44,25 +50,6 @@ def test_all_rows_together(
     assert (rows.labels[padding] == IGNORE_INDEX).all()
     assert np.array_equal(np.sort(padding, axis=1), padding)  # only at the end of a row
     assert reader.valid.tolist() == (rows.labels != IGNORE_INDEX).sum(axis=1).tolist()
-
-
-def test_what_follows_a_cut_document_in_its_row_is_not_its_label(counting_store: Callable[..., TokenStore]) -> None:
-    """Our algorithms put nothing behind a document that goes on in another row; the format of packs allows it."""
-    store = counting_store([5, 3])
-    made = build_index(store.lengths, seq_len=6, mode="bfd", store_fingerprint=store.manifest.fingerprint)
-    index = replace(
-        made,
-        row_offsets=np.array([0, 2, 3]),
-        document=np.array([0, 1, 0], np.uint32),
-        start=np.array([0, 5, 3]),
-        length=np.array([3, 3, 2], np.int32),
-        labels=np.array([3, 2, 1], np.int32),
-        valid=np.array([5, 1], np.int32),
-    )
-    rows = RowReader(store, index).read_rows(np.arange(2))
-    assert rows.input_ids.tolist() == [[1, 2, 3, 6, 7, 8], [4, 5, 0, 0, 0, 0]]
-    nothing = IGNORE_INDEX
-    assert rows.labels.tolist() == [[2, 3, 4, 7, 8, nothing], [5, *[nothing] * 5]]
 
 
 @pytest.mark.parametrize("mode", ["bfd", "concat"])

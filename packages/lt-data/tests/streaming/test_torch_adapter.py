@@ -156,7 +156,7 @@ def test_options_that_repeat_or_mix_up_batches_are_refused(mixture: Mixture, opt
 
 def test_with_a_prefetcher(mixture: Mixture) -> None:
     stream = Stream(mixture, global_batch_size=6, seed=4)
-    with Prefetcher(Stream(mixture, global_batch_size=6, seed=4), transform=to_cpu_tensors) as ahead:
+    with Prefetcher(Stream(mixture, global_batch_size=6, seed=4), to_cpu_tensors) as ahead:
         for _ in range(3):
             expected, found = stream.next(), ahead.next()
             assert found["labels"].tolist() == expected.rows.labels.tolist()

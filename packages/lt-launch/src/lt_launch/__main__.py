@@ -7,11 +7,13 @@
 import sys
 import traceback
 from collections.abc import Sequence
+from errno import EACCES, ENAMETOOLONG, EPERM
 
 __all__ = ["main"]
 
 EXIT_USER, EXIT_INTERNAL, EXIT_INTERRUPTED = 64, 70, 130
 TYPER_USAGE_ERROR = 2
+PATH_ERRORS = (EACCES, EPERM, ENAMETOOLONG)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,19 +61,18 @@ def _run(given: list[str]) -> int:
     except ModuleNotFoundError as exc:
         return _missing_module(exc, given)
     except Exception as exc:  # noqa: BLE001 - the outermost frame: everything is shown, nothing goes on
-        from lt_data.errors import describe_unusable_path
-
         code = getattr(exc, "exit_code", None)
         if isinstance(exc, ValueError) and isinstance(code, int):
             return _print_error(f"error: {exc}", code)
-        if not _is_training(given) and (unusable := describe_unusable_path(exc)):  # of a run, its place tells more
-            return _print_error(f"error: {unusable}", EXIT_USER)
+        if isinstance(exc, OSError) and exc.filename and exc.errno in PATH_ERRORS and not _is_training(given):
+            # of a run, its place tells more
+            return _print_error(f"error: {exc.filename}: {exc.strerror}; check the path and who may use it", EXIT_USER)
         return _print_error(traceback.format_exc().rstrip("\n"), EXIT_INTERNAL)
     return 0
 
 
 def _print_error(text: str, code: int) -> int:
-    from lt_data.display.terminal import echo_error
+    from lt_launch.terminal import echo_error
 
     echo_error(text)
     return code

@@ -52,7 +52,7 @@ def submit(launch: Launch, *, detach: bool) -> tuple[Mapping[str, str], int]:
     """
     folder = launch.directory.parent
     if not detach:
-        from lt_data.display.terminal import escape_controls
+        from lt_launch.terminal import escape_controls
 
         line = f"# folder: {folder}; elsewhere: lt launch status {shlex.quote(folder.name)}"
         sys.stderr.write(escape_controls(line, keep="") + "\n")

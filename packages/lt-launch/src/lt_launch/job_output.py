@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import TextIO
 
-from lt_data.display.terminal import escape_controls
+from lt_launch.terminal import escape_controls
 
 __all__ = ["format_lines"]
 

@@ -29,8 +29,8 @@ def launch(
     Raises:
         LaunchError: and RecipeError, before anything is written or sent.
     """
-    from lt_data.display.terminal import echo_error
     from lt_launch import launch_dir
+    from lt_launch.terminal import echo_error
 
     target = get_target(on)
     rendered = target.render(pipeline, profile)
@@ -43,7 +43,7 @@ def launch(
     ids, code = target.submit(new_launch, rendered, detach=detach)
     if ids:
         launch_dir.save_job_ids(new_launch, ids)
-        from lt_data.display.terminal import escape_controls
+        from lt_launch.terminal import escape_controls
 
         sys.stdout.write(escape_controls(format_submitted(new_launch.directory.parent, ids)))
     return code

@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lt_data import IGNORE_INDEX, RowReader, Tokenizer, TokenStore, inspect_step, open_pack
+from lt_data import IGNORE_INDEX, RowReader, Tokenizer, TokenStore, open_pack
 from lt_launch.launch_dir import load_launch
 from lt_launch.launcher import launch
 from lt_launch.profile import Profile
 from lt_launch.run_file import RunOverrides, read_run_file
 from lt_launch.slurm.target import SlurmTarget
+from lt_trainer.observability.inspection import inspect_step
 
 EXAMPLES = Path(__file__).parents[4] / "examples" / "launch"
 PIPELINE = {

@@ -127,10 +127,8 @@ def _recipe_rules(recipe: Recipe, world: World) -> Iterator[Rule]:
         axis, what = "parallel.tp", "sequence parallelism splits the positions evenly over tensor-parallel ranks"
     elif divisor > 2 * cp:
         what += ", each of them over its tensor-parallel ranks"
-    for length in data.row_lengths:
-        field, known = ("data.min_seq_len", "") if length < data.seq_len else ("data.seq_len", " (SEQ_LEN)")
-        remedy = f"set {field}{known} to a multiple of {divisor}, or lower {axis}"
-        yield Rule(length % divisor > 0, f"{field} {axis}", what, remedy)
+    remedy = f"set data.seq_len (SEQ_LEN) to a multiple of {divisor}, or lower {axis}"
+    yield Rule(data.seq_len % divisor > 0, f"data.seq_len {axis}", what, remedy)
     yield Rule(
         cp > 1 and options.attention not in CONTEXT_PARALLEL_ATTENTION,
         "engine.gpu.attention parallel.cp",
@@ -205,7 +203,7 @@ def _fp8_rules(recipe: Recipe, options: GpuOptions) -> Iterator[Rule]:
         ("model.hidden_size parallel.tp", model.hidden_size // tp, "features"),
         ("model.n_kv_heads parallel.tp", model.n_kv_heads * (model.hidden_size // model.n_heads) // tp, "features"),
         ("model.intermediate_size parallel.tp", model.intermediate_size // tp, "features"),
-        *(("data.seq_len parallel.cp", length // cp, "tokens") for length in recipe.data.row_lengths),
+        ("data.seq_len parallel.cp", recipe.data.seq_len // cp, "tokens"),
     ]
     for fields, size, unit in sizes:
         yield Rule(

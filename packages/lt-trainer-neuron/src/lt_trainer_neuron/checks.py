@@ -79,12 +79,6 @@ def _check_unsupported(recipe: Recipe, options: NeuronOptions) -> None:
             values={"parallel.dp_replicate": recipe.parallel.dp_replicate, f"{SECTION}.zero1": options.zero1},
             remedy="set parallel.dp_replicate to 1, and engine.neuron.zero1 to false for none",
         )
-    if recipe.data.packing == "buckets":
-        raise RecipeError(
-            "shapes are fixed on Trainium: each bucket length would be compiled separately",
-            values={"data.packing": recipe.data.packing},
-            remedy="set data.packing to bfd or concat",
-        )
     if recipe.batch.ramp.start:
         raise RecipeError(
             "shapes are fixed on Trainium: each batch size would be compiled separately",

@@ -332,14 +332,9 @@ def _checkpoint_bytes(recipe: Recipe, config: LlamaConfig, width: BytesPerParam)
 
 
 def _estimate_epoch(recipe: Recipe) -> EpochEstimate | None:
-    """Return the epoch, or None unless the rows are from one local store and of equal length."""
+    """Return the epoch, or None unless the rows are from one local store, equally many in each step."""
     data = recipe.data
-    if (
-        data.source_kind != "store"
-        or data.packing == "buckets"
-        or recipe.batch.ramp.start
-        or not Path(data.store).exists()
-    ):
+    if data.source_kind != "store" or recipe.batch.ramp.start or not Path(data.store).exists():
         return None
     from lt_data import TokenStore, open_pack
 

@@ -39,17 +39,16 @@ def texts(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def packed(out: Path, licenses: LicenseFile = OPEN, *, packing: str = "bfd", hidden: str = "/x") -> StoreToRelease:
+def packed(out: Path, licenses: LicenseFile = OPEN, *, packing: Any = "bfd", hidden: str = "/x") -> StoreToRelease:
     """Pack a store; return what is released of it."""
-    options: dict[str, Any] = {"seq_len": 64} | ({"min_seq_len": 16} if packing == "buckets" else {})
     store = TokenStore(out)
-    pack(store, mode=packing, **options)
-    data = DataOptions(store=str(out), packing=packing, **options)
+    pack(store, mode=packing, seq_len=64)
+    data = DataOptions(store=str(out), packing=packing, seq_len=64)
     return StoreToRelease(out.name, store, data, licenses, TextFilter(folders=[hidden]), ())
 
 
 def test_stores_in_a_release_are_whole_and_made_again(texts: Path, tmp_path: Path) -> None:
-    """Of selected documents in buckets, from sources; of two stores joined, and of a part of one, as copies."""
+    """Of selected documents, from sources; of two stores joined, and of a part of one, as copies."""
     files, tokenizer, bundle = sorted((texts / "text").iterdir()), texts / "tokenizer", tmp_path / "bundle"
     selection = Selection(min_characters=200, drop_duplicates=True)
     prepare(files, tokenizer=tokenizer, out=texts / "selected", bos=False, selection=selection, shard_tokens=300)
@@ -58,7 +57,7 @@ def test_stores_in_a_release_are_whole_and_made_again(texts: Path, tmp_path: Pat
     prepare(files[:30], tokenizer=tokenizer, out=texts / "joined")
     append(texts / "joined", files[30:])
     script, fingerprints = ["set -e", "mkdir -p data"], {}
-    for name, packing in (("selected", "buckets"), ("whole", "bfd"), ("part", "bfd"), ("joined", "bfd")):
+    for name, packing in (("selected", "concat"), ("whole", "bfd"), ("part", "bfd"), ("joined", "bfd")):
         released = packed(texts / name, packing=packing, hidden=str(texts))
         released.write(bundle)
         folder = bundle / "data" / name

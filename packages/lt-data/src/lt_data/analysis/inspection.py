@@ -15,9 +15,7 @@ import numpy as np
 from lt_data.errors import DataError
 from lt_data.packing.pack_index import PackIndex
 from lt_data.store.token_store import TokenStore
-from lt_data.streaming.buckets import Buckets
-from lt_data.streaming.mixture import Mixture
-from lt_data.streaming.stream import RowSource, Stream
+from lt_data.streaming.stream import Stream
 from lt_data.tokenizing.tokenizer import Tokenizer
 
 
@@ -45,35 +43,28 @@ class DocumentSpan:
     columns: Mapping[str, Any]
     text: str
 
-    @property
-    def has_start(self) -> bool:
-        """True if the document begins in this span."""
-        return self.begin == 0
-
-    @property
-    def has_end(self) -> bool:
-        """True if the document ends in this span."""
-        return self.end == self.document_tokens
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the span as JSON values."""
-        return {**asdict(self), "has_start": self.has_start, "has_end": self.has_end}
+    def describe(self) -> str:
+        """Return which part of the document it is, in words."""
+        has_start, has_end = self.begin == 0, self.end == self.document_tokens
+        if has_start and has_end:
+            return "whole"
+        return "its beginning" if has_start else "its end" if has_end else "from its middle"
 
 
 @dataclass(frozen=True, kw_only=True)
 class InspectedRow:
-    """Row of a batch.
+    """Row of a batch or of a pack.
 
     Attributes:
         index: index of the row in the global batch.
-        position: position in the global sequence; with buckets, that of the corresponding row of the longest bucket.
-        epoch: epoch of the pack, the mixture's source or the bucket.
-        row: index of the row in that pack or bucket.
+        position: position in the global sequence.
+        epoch: epoch of the pack, or of the mixture's source.
+        row: index of the row in that pack.
         rank: data-parallel rank that reads it.
         labels: positions with a label.
         padding: padding positions.
         spans: its document spans, in order.
-        origin: name of the mixture's source, or tokens in a row of the bucket; "" for a single pack.
+        origin: name of the mixture's source; "" for a single pack.
     """
 
     index: int
@@ -88,7 +79,7 @@ class InspectedRow:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row as JSON values."""
-        return {**asdict(self), "spans": [span.to_dict() for span in self.spans]}
+        return asdict(self)
 
 
 def inspect_batch(stream: Stream, rows: Sequence[int] | None = None) -> tuple[InspectedRow, ...]:
@@ -101,39 +92,19 @@ def inspect_batch(stream: Stream, rows: Sequence[int] | None = None) -> tuple[In
     Raises:
         DataError: no such row in the batch, or the store's tokenizer is damaged.
     """
-    first, positions = stream.state.row, stream.batch_size_at(stream.state.step)
-    numbers = stream.global_rows(stream.state, positions)  # more than positions for a shorter bucket
-    epochs = stream.reader.epochs_at(first, positions)
-    selected = range(numbers.size) if rows is None else rows
+    first, size = stream.state.row, stream.batch_size_at(stream.state.step)
+    numbers = stream.global_rows(stream.state, size).tolist()
+    epochs = stream.reader.epochs_at(first, size).tolist()
+    selected = range(size) if rows is None else rows
+    _check_numbers("row", selected, size, "the batch")
+    tokenizer = stream.reader.locate(numbers[0])[1].store.tokenizer()  # the same for all sources of a mixture
+    found: list[InspectedRow] = []
     for index in selected:
-        if not 0 <= index < numbers.size:
-            raise DataError(f"row {index}: the batch has the rows 0 to {numbers.size - 1}")
-    tokenizer = stream.reader.locate(int(numbers[0]))[0].store.tokenizer()  # the same for all sources of a mixture
-    per_rank = numbers.size // stream.dp_size
-    inspected: list[InspectedRow] = []
-    for index in selected:
-        reader, row = stream.reader.locate(int(numbers[index]))
-        spans = _document_spans(reader.store, reader.pack, row, tokenizer)
-        inspected.append(
-            InspectedRow(
-                index=index,
-                position=first + index * positions // numbers.size,
-                epoch=int(epochs[index]),
-                row=row,
-                rank=index // per_rank,
-                labels=int(reader.valid[row]),
-                padding=reader.seq_len - sum(span.end - span.begin for span in spans),
-                spans=spans,
-                origin=_origin(stream.reader, int(numbers[index])),
-            )
-        )
-    return tuple(inspected)
-
-
-def _origin(source: RowSource, row: int) -> str:
-    if isinstance(source, Mixture):
-        return source.source_names(np.array([row]))[0]
-    return str(source.locate(row)[0].seq_len) if isinstance(source, Buckets) else ""
+        origin, reader, row = stream.reader.locate(numbers[index])
+        place = {"index": index, "position": first + index, "epoch": epochs[index], "origin": origin}
+        rank = index * stream.dp_size // size
+        found.append(_inspect_row(reader.store, reader.pack, row, tokenizer, rank=rank, **place))
+    return tuple(found)
 
 
 def inspect_rows(store: TokenStore, pack: PackIndex, rows: Sequence[int]) -> tuple[InspectedRow, ...]:
@@ -142,29 +113,9 @@ def inspect_rows(store: TokenStore, pack: PackIndex, rows: Sequence[int]) -> tup
     Raises:
         DataError: no such row in the pack, or the store's tokenizer is damaged.
     """
-    for row in rows:
-        if not 0 <= row < pack.n_rows:
-            raise DataError(f"row {row}: the pack has the rows 0 to {pack.n_rows - 1}")
+    _check_numbers("row", rows, pack.n_rows, "the pack")
     tokenizer = store.tokenizer()
-    kinds = pack.buckets or ((pack.seq_len, pack.n_rows),)
-    ends = np.cumsum([n_rows for _, n_rows in kinds])
-    inspected: list[InspectedRow] = []
-    for row in rows:
-        spans = _document_spans(store, pack, row, tokenizer)
-        seq_len = kinds[int(np.searchsorted(ends, row, side="right"))][0]
-        inspected.append(
-            InspectedRow(
-                index=row,
-                position=row,
-                epoch=0,
-                row=row,
-                rank=0,
-                labels=int(pack.valid[row]),
-                padding=seq_len - sum(span.end - span.begin for span in spans),
-                spans=spans,
-            )
-        )
-    return tuple(inspected)
+    return tuple(_inspect_row(store, pack, row, tokenizer, index=row, position=row, epoch=0, rank=0) for row in rows)
 
 
 def inspect_document(store: TokenStore, document: int) -> DocumentSpan:
@@ -173,42 +124,40 @@ def inspect_document(store: TokenStore, document: int) -> DocumentSpan:
     Raises:
         DataError: no such document, or the store's tokenizer is damaged.
     """
-    if not 0 <= document < store.n_documents:
-        raise DataError(f"document {document}: the store has the documents 0 to {store.n_documents - 1}")
-    begin, length = store.document_span(document)
+    _check_numbers("document", [document], store.n_documents, "the store")
+    start, length = store.document_span(document)
+    return _inspect_span(store, document, start, length, 0, store.tokenizer())
+
+
+def _check_numbers(kind: str, numbers: Sequence[int], size: int, whole: str) -> None:
+    for number in numbers:
+        if not 0 <= number < size:
+            raise DataError(f"{kind} {number}: {whole} has the {kind}s 0 to {size - 1}")
+
+
+def _inspect_row(store: TokenStore, pack: PackIndex, row: int, tokenizer: Tokenizer, **place: Any) -> InspectedRow:
+    slices = np.arange(int(pack.row_offsets[row]), int(pack.row_offsets[row + 1]))
+    labels = pack.labels(slices, np.full(slices.size, row)).tolist()
+    spans = tuple(
+        _inspect_span(store, int(pack.document[i]), int(pack.start[i]), int(pack.length[i]), n, tokenizer)
+        for i, n in zip(slices.tolist(), labels, strict=True)
+    )
+    padding = pack.seq_len - int(pack.length[slices].sum())
+    return InspectedRow(row=row, labels=int(pack.valid[row]), padding=padding, spans=spans, **place)
+
+
+def _inspect_span(
+    store: TokenStore, document: int, start: int, length: int, labels: int, tokenizer: Tokenizer
+) -> DocumentSpan:
+    first, document_tokens = store.document_span(document)
+    source = store.document_source(document)
     return DocumentSpan(
         document=document,
-        source=_describe_source(store, document),
-        begin=0,
-        end=length,
-        document_tokens=length,
-        labels=0,
+        source=None if source is None else str(source),
+        begin=start - first,
+        end=start - first + length,
+        document_tokens=document_tokens,
+        labels=labels,
         columns=store.document_columns(document),
-        text=store.tokenizer().decode(store.tokens(begin, length)),
+        text=tokenizer.decode(store.tokens(start, length)),
     )
-
-
-def _document_spans(store: TokenStore, pack: PackIndex, row: int, tokenizer: Tokenizer) -> tuple[DocumentSpan, ...]:
-    spans: list[DocumentSpan] = []
-    for i in range(int(pack.row_offsets[row]), int(pack.row_offsets[row + 1])):
-        document, start, length = int(pack.document[i]), int(pack.start[i]), int(pack.length[i])
-        document_start, document_tokens = store.document_span(document)
-        begin = start - document_start
-        spans.append(
-            DocumentSpan(
-                document=document,
-                source=_describe_source(store, document),
-                begin=begin,
-                end=begin + length,
-                document_tokens=document_tokens,
-                labels=int(pack.labels[i]),
-                columns=store.document_columns(document),
-                text=tokenizer.decode(store.tokens(start, length)),
-            )
-        )
-    return tuple(spans)
-
-
-def _describe_source(store: TokenStore, document: int) -> str | None:
-    source = store.document_source(document)
-    return None if source is None else str(source)

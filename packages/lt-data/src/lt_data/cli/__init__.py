@@ -20,7 +20,6 @@ app = typer.Typer(
 )
 
 _Sources = Annotated[list[str], typer.Argument(metavar="SOURCE...", help="Files, folders, fsspec URLs or datasets.")]
-_Store = Annotated[Path, typer.Argument(metavar="STORE", help="Folder of a token store.")]
 _Suffixes = Annotated[
     list[str] | None,
     typer.Option("--suffix", help="Suffix of the files to read in a folder; repeatable.", show_default=False),
@@ -78,45 +77,8 @@ def train_tokenizer(
         echo_error(notice)
 
 
-@app.command()
-def pack(
-    store: _Store,
-    seq_len: Annotated[int, typer.Option(help="Tokens in a training row; with buckets, in the longest.")],
-    mode: Annotated[str, typer.Option(help="bfd (best-fit decreasing), concat or buckets.")] = "bfd",
-    min_seq_len: Annotated[
-        int | None, typer.Option(help="Tokens in the shortest rows of buckets.", show_default="256")
-    ] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the pack.", show_default="MODE-SEQ_LEN")] = None,
-    packs: analysis.Packs = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Make it again if it exists.")] = False,
-    workers: Annotated[
-        int, typer.Option(help="Worker processes, for stores of more than 16.8 million documents; 1.2 GB each.")
-    ] = 1,
-) -> None:
-    """Pack documents into training rows, as an index; tokens are not copied."""
-    import lt_data
-    from lt_data.packing.groups import PackMode
-
-    opened = lt_data.TokenStore(store, packs=packs)
-    index = lt_data.pack(
-        opened,
-        seq_len=seq_len,
-        mode=cast(PackMode, mode),
-        min_seq_len=min_seq_len,
-        name=name,
-        overwrite=overwrite,
-        workers=workers,
-    )
-    fill = int(index.length.sum(dtype="int64")) / index.n_positions
-    if index.buckets is None:
-        echo(f"{index.n_rows} rows of {seq_len} tokens ({index.mode}), {fill:.4%} filled")
-    else:
-        rows = ", ".join(f"{rows} of {length}" for length, rows in index.buckets)
-        echo(f"{index.n_rows} rows (buckets: {rows} tokens), {fill:.4%} filled")
-
-
+app.command()(analysis.pack)
 app.command()(analysis.stats)
-app.command("steps-per-epoch")(analysis.steps_per_epoch)
 app.command()(analysis.inspect)
 app.command()(analysis.verify)
 app.command()(analysis.report)

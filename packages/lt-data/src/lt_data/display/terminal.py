@@ -30,16 +30,11 @@ def quote_for_shell(text: str) -> str:
     return f"$'{''.join(characters)}'"
 
 
-def echo(text: str, *, is_styled: bool = False) -> None:
-    r"""Print to standard output; escape what its encoding cannot represent, such as `\u6771`.
-
-    Args:
-        text: lines.
-        is_styled: it has our own ANSI escapes, and all others' text in it is escaped already.
-    """
+def echo(text: str) -> None:
+    r"""Print to standard output; escape what its encoding cannot represent, such as `\u6771`."""
     # `typer.echo` would raise an error, or write UTF-8 where ASCII is requested.
     encoding = sys.stdout.encoding or "utf-8"
-    shown = text if is_styled else escape_controls(text)
+    shown = escape_controls(text)
     sys.stdout.write(shown.encode(encoding, "backslashreplace").decode(encoding) + "\n")
     sys.stdout.flush()
 

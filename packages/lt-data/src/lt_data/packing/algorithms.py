@@ -3,9 +3,6 @@
 - `fill_best_fit`: a document longer than a row is cut into full rows and a remainder; all slices are packed into rows
   by best-fit decreasing (lt_data.packing.best_fit), so no document that fits a row is cut.
 - `fill_concat`: the documents are concatenated in order and cut every `seq_len` tokens; the last row is padded.
-- `fill_buckets`: dataset decomposition (https://arxiv.org/abs/2405.13226): a document is cut into full rows and then,
-  by the binary digits of its length, into halves, quarters and so on down to the shortest rows, one slice per row. A
-  remainder shorter than those goes into rows of the shortest length by best-fit decreasing, so nothing is dropped.
 
 Each position of a slice has a label, except the last position of a document (`concat`: of the store).
 Cost: a few passes over the documents, plus two sorts for best fit.
@@ -37,7 +34,12 @@ class Slices(NamedTuple):
 
 
 def fill_best_fit(offsets: np.ndarray, seq_len: int) -> Slices:
-    """Fill rows of `seq_len` tokens by best fit; `offsets` as in `fill_buckets`."""
+    """Fill rows of `seq_len` tokens by best fit.
+
+    Args:
+        offsets: offset of each document in the store, and the end of the last (int64 [n + 1]).
+        seq_len: tokens in a row.
+    """
     # First-touch memory dominates the cost: the only arrays of all slices are the returned ones, filled in place.
     n_documents = offsets.size - 1
     lengths = np.empty(n_documents, np.int32)
@@ -82,7 +84,7 @@ def _row_offsets(n_single: int, counts: np.ndarray) -> np.ndarray:
 
 
 def fill_concat(offsets: np.ndarray, seq_len: int) -> Slices:
-    """Fill rows of `seq_len` tokens by concatenation; `offsets` as in `fill_buckets`."""
+    """Fill rows of `seq_len` tokens by concatenation; the arguments are those of `fill_best_fit`."""
     begin, end = offsets[:-1], offsets[1:]
     first_row = begin // seq_len
     n_slices = (end - 1) // seq_len - first_row + 1
@@ -93,44 +95,6 @@ def fill_concat(offsets: np.ndarray, seq_len: int) -> Slices:
     labels = length.copy()
     labels[-1:] -= 1  # the last token of the store has no label
     return Slices(document, start, length, labels, _row_offsets(0, np.bincount(row)))
-
-
-def fill_buckets(offsets: np.ndarray, lengths: list[int]) -> tuple[Slices, list[int]]:
-    """Fill rows of several lengths, sorted by length in the given order.
-
-    Args:
-        offsets: offset of each document in the store, and the end of the last (int64 [n + 1]).
-        lengths: row lengths, each half of the previous one.
-
-    Returns:
-        The slices, and the number of rows of each length.
-    """
-    longest, shortest = lengths[0], lengths[-1]
-    begin, end = offsets[:-1], offsets[1:]
-    parts: list[tuple[np.ndarray, ...]] = []
-    counts: list[int] = []
-    full = (end - begin) // longest
-    document = np.repeat(np.arange(begin.size), full)
-    start = begin[document] + concat_aranges(full) * longest
-    for length in lengths:
-        if length < longest:
-            rest = (end - begin) % (2 * length)
-            document = np.flatnonzero(rest >= length)
-            start = (end - rest)[document]
-        labels = np.where(start + length == end[document], length - 1, length)
-        parts.append((document, start, np.full(document.size, length), labels))
-        counts.append(document.size)
-    rest = (end - begin) % shortest
-    document = np.flatnonzero(rest)
-    order, bins = best_fit(rest[document], shortest)
-    document = document[order[np.argsort(bins, kind="stable")]]
-    length = rest[document]
-    parts.append((document, end[document] - length, length, length - 1))
-    slices_per_row = np.bincount(bins)
-    row_offsets = _row_offsets(sum(counts), slices_per_row)
-    counts[-1] += slices_per_row.size
-    document, start, length, labels = (np.concatenate(column) for column in zip(*parts, strict=True))
-    return Slices(document, start, length, labels, row_offsets), counts
 
 
 def concat_aranges(counts: np.ndarray) -> np.ndarray:

@@ -1,1 +1,1 @@
-"""Streams of packed rows in a computed, endless order: mixtures, buckets, prefetching."""
+"""Streams of packed rows in a computed, endless order: mixtures, prefetching."""

@@ -3,14 +3,15 @@
 There are two forms. `TokenRows` holds the ids in the store's dtype (2 or 4 bytes) and the bounds of each slice, so that
 nothing wider is made before the device. `Rows` holds four int32 arrays, made by `TokenRows.to_int32`.
 
-Labels are shifted here and nowhere else: a position's label is the next token. In a `bfd` or `buckets` pack that is the
+Labels are shifted here and nowhere else: a position's label is the next token. In a `bfd` pack that is the
 next token of the same document, even if it is in another row, and a document's last token has no label. In a `concat`
 pack documents are concatenated, so only the last token of the store has no label.
 
-Cost: that of lt_data.streaming.runs, with a run for each slice (in a `concat` pack for each row). `to_int32`: a few
-nanoseconds per token.
+Cost: that of lt_data.streaming.runs, with a run for each slice that does not continue the one before it. `to_int32`: a
+few nanoseconds per token.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,8 +20,8 @@ from lt_data.errors import DataError
 from lt_data.packing.algorithms import concat_aranges
 from lt_data.packing.pack_index import PackIndex
 from lt_data.store.token_store import TokenStore
+from lt_data.streaming.permutation import shuffle_positions
 from lt_data.streaming.runs import copy_runs, tokens_at
-from lt_data.streaming.shuffle import shuffle_positions
 
 IGNORE_INDEX = -100  # label of positions without a label
 PADDING_DOC_ID = -1  # document number of padding
@@ -142,6 +143,37 @@ class TokenRows:
         return np.bincount(self.slice_row, weights=self.slice_length, minlength=n).astype(np.int64)
 
 
+def join_rows(parts: Sequence[TokenRows], places: Sequence[np.ndarray]) -> TokenRows:
+    """Join the rows of several sources to one batch.
+
+    Args:
+        parts: rows of each source, also of one with none.
+        places: rows of the batch, ascending, that each part fills (int64).
+
+    Returns:
+        The batch; its bound on segments is the largest of the sources.
+    """
+    seq_len = parts[0].input_ids.shape[1]
+    input_ids = np.empty((sum(place.size for place in places), seq_len), parts[0].input_ids.dtype)
+    for place, part in zip(places, parts, strict=True):
+        input_ids[place] = part.input_ids
+    row = np.concatenate([place[part.slice_row] for place, part in zip(places, parts, strict=True)])
+    begin_in_row = np.concatenate([part.slice_begin - part.slice_row * seq_len for part in parts])
+    order = np.argsort(row, kind="stable")
+    columns = {
+        name: np.concatenate([getattr(part, name) for part in parts])[order]
+        for name in ("slice_length", "next_ids", "has_next")
+    }
+    return TokenRows(
+        input_ids=input_ids,
+        slice_row=row[order],
+        slice_begin=(row * seq_len + begin_in_row)[order],
+        document_mask=parts[0].document_mask,
+        max_segments_per_row=max(part.max_segments_per_row for part in parts),
+        **columns,
+    )
+
+
 class RowReader:
     """Reader of the rows of one pack.
 
@@ -154,7 +186,7 @@ class RowReader:
     Attributes:
         valid: labels of each row (int32 [n_rows]).
         max_segments_per_row: bound on the segments of a row: slices and padding, or 1 without `document_mask`.
-        fingerprint: store, pack and mask, in words. Readers with equal fingerprints read the same rows.
+        fingerprint: store, pack and mask. Readers with equal fingerprints read the same rows.
 
     Raises:
         DataError: the pack belongs to another store.
@@ -166,22 +198,16 @@ class RowReader:
                 f"pack {pack.mode}-{pack.seq_len}: made for another store than {store.path}; make it again with "
                 f"lt data pack {store.path} --seq-len {pack.seq_len} --mode {pack.mode}"
             )
-        if pack.buckets is not None and len(pack.buckets) > 1:
-            raise DataError(
-                "the pack has rows of several lengths: read it with lt_data.Buckets, or one with PackIndex.bucket"
-            )
         self.store = store
         self.pack = pack
         self.document_mask = document_mask
         self.valid: np.ndarray = pack.valid
         self.max_segments_per_row: int = pack.max_slices_per_row + 1 if document_mask else 1  # plus padding
-        self.fingerprint: str = " ".join(
-            (
-                f"store:{pack.store_fingerprint[:16]}",
-                f"pack:{pack.mode}-{pack.seq_len}:{pack.fingerprint[:16]}",
-                f"document_mask:{'on' if document_mask else 'off'}",
-            )
-        )
+        self.fingerprint = {
+            "store": pack.store_fingerprint[:16],
+            "pack": f"{pack.mode}-{pack.seq_len}:{pack.fingerprint[:16]}",
+            "document_mask": "on" if document_mask else "off",
+        }
 
     @property
     def n_rows(self) -> int:
@@ -193,7 +219,7 @@ class RowReader:
         """Tokens in a row."""
         return self.pack.seq_len
 
-    def fingerprint_at(self, position: int) -> str:
+    def fingerprint_at(self, position: int) -> dict[str, str]:
         """Return the fingerprint, which is the same at every position."""
         assert position >= 0
         return self.fingerprint
@@ -206,9 +232,9 @@ class RowReader:
         """Return the epoch, from 0, of each row that `rows_at` returns (int64)."""
         return np.arange(position, position + count) // self.n_rows
 
-    def locate(self, row: int) -> tuple["RowReader", int]:
-        """Return the reader of a row, and its row index there."""
-        return self, row
+    def locate(self, row: int) -> tuple[str, "RowReader", int]:
+        """Return the source of a row, which has no name here, its reader, and the row index there."""
+        return "", self, row
 
     def count_labels(self, rows: np.ndarray) -> int:
         """Return the total number of labels in some rows."""
@@ -221,27 +247,28 @@ class RowReader:
     def read_tokens(self, rows: np.ndarray) -> np.ndarray:
         """Read only the ids of some rows, in the store's dtype [n, seq_len]; 0 in padding."""
         rows = self._check_rows(rows)
-        if self.pack.mode == "concat":  # a row is one range of the store: no slices needed
-            start = rows * self.seq_len
-            length = np.minimum(self.store.n_tokens - start, self.seq_len)
-            return self._copy(np.arange(rows.size), start, length, rows.size)
         _, row, start, length = self._slices(rows)
-        return self._copy(row, start, length, rows.size)
+        return self._copy(row, start, length, _continues(row, start, length), rows.size)
 
-    def _copy(self, row: np.ndarray, start: np.ndarray, length: np.ndarray, n: int) -> np.ndarray:
-        return copy_runs(self.store, row, start, length, n=n, seq_len=self.seq_len)
+    def _copy(
+        self, row: np.ndarray, start: np.ndarray, length: np.ndarray, continues: np.ndarray, n: int
+    ) -> np.ndarray:
+        first = np.flatnonzero(~continues)
+        length = np.add.reduceat(length, first)
+        return copy_runs(self.store, row[first], start[first], length, n=n, seq_len=self.seq_len)
 
     def read_token_rows(self, rows: np.ndarray) -> TokenRows:
         """Read the given rows (integers [n], repeats allowed), in this order, in the store's dtype."""
         rows = self._check_rows(rows)
         slices, row, start, length = self._slices(rows)
-        has_next = self.pack.labels[slices] == length
-        input_ids = self.read_tokens(rows) if self.pack.mode == "concat" else self._copy(row, start, length, rows.size)
-        begin = _slice_begins(row, length, self.seq_len)
+        has_next = self.pack.labels(slices, rows[row]) == length
+        continues = _continues(row, start, length)
+        input_ids = self._copy(row, start, length, continues, rows.size)
+        before = np.cumsum(length) - length
+        begin = row * self.seq_len + before - before[np.searchsorted(row, row)]
         next_ids = np.zeros(slices.size, self.store.dtype)
         # the token after a slice is in the same row if the next slice continues it
-        follows = np.zeros(slices.size, bool)
-        follows[:-1] = has_next[:-1] & (row[1:] == row[:-1]) & (start[1:] == start[:-1] + length[:-1])
+        follows = has_next & np.append(continues[1:], False)
         next_ids[follows] = input_ids.reshape(-1)[(begin + length)[follows]]
         elsewhere = np.flatnonzero(has_next & ~follows)
         after = start[elsewhere] + length[elsewhere]
@@ -279,7 +306,8 @@ class RowReader:
             raise DataError(f"a pack of {self.store.path} has rows outside the store: find it with lt data verify")
 
 
-def _slice_begins(row: np.ndarray, length: np.ndarray, seq_len: int) -> np.ndarray:
-    """Return the begin of each slice in the flattened batch, from its row (in order) and length (int64)."""
-    before = np.cumsum(length) - length
-    return row * seq_len + before - before[np.searchsorted(row, row)]
+def _continues(row: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndarray:
+    """Return whether each slice goes on in the store where the one before it in its row ends (bool [n_slices])."""
+    continues = np.zeros(row.size, bool)
+    continues[1:] = (row[1:] == row[:-1]) & (start[1:] == start[:-1] + length[:-1])
+    return continues

@@ -1,18 +1,17 @@
 """Endless sequence of training rows, sharded over data-parallel ranks, whose state is one position.
 
 The global sequence has one row per position p = 0, 1, 2, ...: for one pack the row `perm(seed, epoch)(p % n_rows)` of
-epoch p // n_rows, with a keyed permutation per epoch; for several see lt_data.streaming.mixture and
-lt_data.streaming.buckets. Each step takes the next `global_batch_size` rows, and rank r of R takes the r-th of R equal
-parts of these. The sequence depends on neither R nor the batch size (with buckets: not on R), so a run that stops at
-position p resumes at p with other values of them, and reads each row exactly once per epoch. The state is p, and a
-fingerprint that prevents resuming with other data.
+epoch p // n_rows, with a keyed permutation per epoch; for several see lt_data.streaming.mixture. Each step takes the
+next `global_batch_size` rows, and rank r of R takes the r-th of R equal parts of these. The sequence depends on neither
+R nor the batch size, so a run that stops at position p resumes at p with other values of them, and reads each row
+exactly once per epoch. The state is p, and a fingerprint that prevents resuming with other data.
 
 Cost: nothing is stored or scanned; a batch costs its rows.
 """
 
 import operator
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from typing import Any, Protocol
@@ -26,15 +25,15 @@ from lt_data.streaming.rows import RowReader, Rows, TokenRows
 
 
 class RowSource(Protocol):
-    """Numbered rows in an endless sequence: a `RowReader`, a `Mixture` or `Buckets`."""
+    """Numbered rows in an endless sequence: a `RowReader` or a `Mixture`."""
 
     @property
     def n_rows(self) -> int:
         """Positions of one epoch, or of one epoch with weights proportional to the sizes."""
         ...
 
-    def fingerprint_at(self, position: int) -> str:
-        """Return the fingerprint of the sequence up to a position: words `key:value`, separated by spaces."""
+    def fingerprint_at(self, position: int) -> Mapping[str, str]:
+        """Return the fingerprint of the sequence up to a position: what its rows and their order depend on."""
         ...
 
     def rows_at(self, position: int, count: int, *, seed: int, shuffle: bool) -> np.ndarray:
@@ -53,8 +52,8 @@ class RowSource(Protocol):
         """Read some rows, in this order."""
         ...
 
-    def locate(self, row: int) -> tuple[RowReader, int]:
-        """Return the reader of a row, and its row index there."""
+    def locate(self, row: int) -> tuple[str, RowReader, int]:
+        """Return the source of a row ("" if there is only one), its reader, and the row index there."""
         ...
 
 
@@ -66,28 +65,15 @@ class StreamState:
         step: batches so far.
         row: position of the next row in the global sequence.
         seed: seed of the shuffle.
-        fingerprint: fingerprint of the sequence, in words.
+        fingerprint: fingerprint of the sequence up to `row`.
         skipped: ranges [start, end) of skipped positions.
-
-    Raises:
-        DataError: a field is of another type or negative; `to_dict` would not be JSON.
     """
 
     step: int
     row: int
     seed: int
-    fingerprint: str
+    fingerprint: Mapping[str, str] = field(hash=False)
     skipped: tuple[tuple[int, int], ...] = ()
-
-    def __post_init__(self) -> None:
-        if not (
-            isinstance(self.fingerprint, str)
-            and isinstance(self.skipped, tuple)
-            and all(isinstance(part, tuple) and len(part) == 2 for part in self.skipped)
-            and type(self.seed) is int
-            and all(type(n) is int and 0 <= n < 2**62 for n in (self.step, self.row, *chain(*self.skipped)))
-        ):
-            raise DataError(f"{self!r}: no such position in a stream")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the state as JSON values."""
@@ -98,9 +84,12 @@ class StreamState:
         """Restore a state from the values of `to_dict`.
 
         Raises:
-            DataError: a field is missing, unknown or of another type.
+            DataError: a field is missing, unknown, of another type or negative.
         """
-        return strict_json.parse(cls, values, "not the state of a stream", "give what to_dict returned")
+        state = strict_json.parse(cls, values, "not the state of a stream", "give what to_dict returned")
+        if not all(0 <= n < 2**62 for n in (state.step, state.row, *chain(*state.skipped))):
+            raise DataError(f"not the state of a stream: {values!r}; give what to_dict returned")
+        return state
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +99,7 @@ class StreamBatch:
     Attributes:
         tokens: this rank's rows in the store's dtype, [global_batch_size / dp_size, seq_len].
         valid_tokens: positions with a label in the *global* batch.
-        row_ids: indices of this rank's rows in the pack, mixture or buckets (int64).
+        row_ids: indices of this rank's rows in the pack or mixture (int64).
         step: index of the batch, from 0.
         state: state of the stream after this batch.
     """
@@ -131,14 +120,14 @@ class Stream:
     """Batches of one data-parallel rank. Tensor, pipeline and context-parallel peers use the same rank.
 
     Args:
-        reader: the rows: one pack, a mixture, or buckets.
-        global_batch_size: rows per step over all ranks; with buckets, in rows of the longest bucket.
+        reader: the rows: one pack or a mixture.
+        global_batch_size: rows per step over all ranks.
         ramp: batch size ramp-up to `global_batch_size`; None: a constant batch size.
         dp_rank: data-parallel rank.
         dp_size: number of data-parallel ranks.
         seed: seed of the shuffle.
         shuffle: False: the order of the pack, in every epoch.
-        state: state to resume from; its batch size and number of ranks may differ.
+        state: state to resume from, or the values of its `to_dict`; its batch size and number of ranks may differ.
 
     Attributes:
         state: state before the next batch.
@@ -159,7 +148,7 @@ class Stream:
         dp_size: int = 1,
         seed: int = 0,
         shuffle: bool = True,
-        state: StreamState | None = None,
+        state: StreamState | Mapping[str, Any] | None = None,
         ramp: BatchRamp | None = None,
     ) -> None:
         global_batch_size = _integer("global_batch_size", global_batch_size)
@@ -243,15 +232,26 @@ class Stream:
             )  # raises, and skips nothing, where no batch can begin
             self.state = moved
 
-    def restore(self, state: StreamState) -> None:
+    def restore(self, state: StreamState | Mapping[str, Any]) -> None:
         """Continue at a state, also one of another batch size or number of ranks.
 
         Raises:
-            DataError: the state belongs to another sequence, or no batch can begin there; the stream stays where it is.
+            DataError: not a state, one of another sequence, or no batch can begin there; the stream stays where it is.
         """
         if not isinstance(state, StreamState):
-            raise DataError(f"state = {state!r}: not a StreamState; StreamState.from_dict makes one of saved values")
-        _check_state(state, self.seed, sequence_fingerprint(self.reader, shuffle=self.shuffle, position=state.row))
+            state = StreamState.from_dict(state)
+        now = {"seed": str(self.seed), **sequence_fingerprint(self.reader, shuffle=self.shuffle, position=state.row)}
+        before = {"seed": str(state.seed), **state.fingerprint}
+        changed = [
+            f"{key}: {before.get(key)} before, {now.get(key)} now"
+            for key in {**now, **before}
+            if before.get(key) != now.get(key)
+        ]
+        if changed:
+            raise DataError(
+                f"the data state belongs to another sequence of rows ({'; '.join(changed)}): resume with the data and "
+                "seed that it was saved with, or start without it"
+            )
         self.global_rows(state, self.batch_size_at(state.step))
         self.state = state
 
@@ -267,7 +267,7 @@ class Stream:
         return self._advance(self.state, self.state.row + rows, step=step)
 
     def batch_size_at(self, step: int) -> int:
-        """Return the rows of a step (from 0) over all ranks; with buckets, in rows of the longest bucket."""
+        """Return the rows of a step (from 0) over all ranks."""
         return self.global_batch_size if self.ramp is None else self.ramp.batch_size_at(step)
 
     def global_rows(self, state: StreamState, n_rows: int) -> np.ndarray:
@@ -287,40 +287,6 @@ def _integer(name: str, value: int) -> int:
         raise DataError(f"{name} = {value!r}: give an integer") from exc
 
 
-def sequence_fingerprint(reader: RowSource, *, shuffle: bool, position: int = 0) -> str:
-    """Return the fingerprint of a global sequence up to a position: rows and order, in words."""
-    return f"{reader.fingerprint_at(position)} order:{'shuffled-1' if shuffle else 'pack'}"
-
-
-def stores_read(fingerprint: str) -> dict[str, str]:
-    """Return the beginning of each store's fingerprint, by the mixture's source; "" for a single store."""
-    return {
-        key.removesuffix("store").removesuffix("."): value
-        for key, value in _parse_fingerprint(fingerprint).items()
-        if key == "store" or key.endswith(".store")
-    }
-
-
-def diff_fingerprints(before: str, now: str) -> list[str]:
-    """Return the differences of two sequence fingerprints, in words; empty if they are equal."""
-    if before == now:
-        return []
-    old, new = _parse_fingerprint(before), _parse_fingerprint(now)
-    keys = [*new, *(key for key in old if key not in new)]
-    named = [f"{key}: {old.get(key)} before, {new.get(key)} now" for key in keys if old.get(key) != new.get(key)]
-    return named or [f"{before!r} before, {now!r} now"]
-
-
-def _parse_fingerprint(fingerprint: str) -> dict[str, str]:
-    named = (part.partition(":") for part in fingerprint.split())
-    return {key: value for key, _, value in named}
-
-
-def _check_state(state: StreamState, seed: int, fingerprint: str) -> None:
-    changed = [f"seed: {state.seed} before, {seed} now"] if state.seed != seed else []
-    changed += diff_fingerprints(state.fingerprint, fingerprint)
-    if changed:
-        raise DataError(
-            f"the data state belongs to another sequence of rows ({'; '.join(changed)}): resume with the data and seed "
-            "that it was saved with, or start without it"
-        )
+def sequence_fingerprint(reader: RowSource, *, shuffle: bool, position: int = 0) -> dict[str, str]:
+    """Return the fingerprint of a global sequence up to a position: rows and order."""
+    return {**reader.fingerprint_at(position), "order": "shuffled-1" if shuffle else "pack"}

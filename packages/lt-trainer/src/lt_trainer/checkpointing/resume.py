@@ -1,8 +1,7 @@
 """Restores a run from its newest valid checkpoint, at the start and on rollbacks.
 
-Each time, an event `data` records which rows the following steps read: step S + k (k from 1) reads the positions
-R + (k - 1) * B to R + k * B - 1 of the global sequence; with a batch ramp or several stores, the event has these too.
-So `lt data inspect` can find the documents of any step later.
+Each time, an event `data` records which rows the following steps read: the position, the recipe's sections `data` and
+`batch`, and the fingerprints of the stores. So `lt train inspect` can find the documents of any step later.
 
 A store that was appended to is read as the checkpoint has read it (`lt_trainer.data.generations`).
 
@@ -18,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from lt_ckpt.checkpoint import Checkpoint
 from lt_ckpt.lt_format import hf_model_files
+from lt_trainer.config.recipe import to_dict
 from lt_trainer.data.batches import open_batches
 from lt_trainer.data.generations import changed_generations, reopen_data, resume_state
-from lt_trainer.data.training_data import data_event_fields
 from lt_trainer.errors import RecipeError, RestoreError
 
 if TYPE_CHECKING:
@@ -149,8 +148,8 @@ def _log_data_event(run: Run) -> None:
     """Log the event that identifies the rows of the following steps."""
     run.log.log_event(
         "data",
-        global_batch_size=run.recipe.batch.global_batch_size,
         dp_size=run.engine.topology.dp_size,
+        stores=run.data.fingerprints,
         **run.batches.state.to_dict(),
-        **data_event_fields(run.recipe),
+        **{name: table for name, table in to_dict(run.recipe).items() if name in ("data", "batch")},
     )

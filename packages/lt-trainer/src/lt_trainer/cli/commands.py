@@ -1,4 +1,4 @@
-"""`lt train`: run, check, show, plan, watch, report, bench, tune, evaluate and sample.
+"""`lt train`: run, check, show, plan, watch, report, inspect, bench, tune, evaluate and sample.
 
 Heavy imports are in the commands.
 """
@@ -233,6 +233,46 @@ def report(
 
     for path in write_report(runs, out, png=png, overwrite=overwrite):
         echo(str(path))
+
+
+@app.command()
+def inspect(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
+    step: Annotated[int, typer.Option(help="Step, from 1.")],
+    store: Annotated[
+        list[str] | None,
+        typer.Option(metavar="[NAME=]FOLDER", help="Store that has moved; NAME in a mixture.", show_default=False),
+    ] = None,
+    row: Annotated[int | None, typer.Option(help="Only this row of the batch, from 0.", show_default=False)] = None,
+    rows: Annotated[
+        str | None, typer.Option(metavar="A:B", help="Only the rows A to B - 1.", show_default=False)
+    ] = None,
+    full_text: Annotated[bool, typer.Option("--full-text", help="Print the complete text.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show the documents that a step read, and their sources."""
+    from shutil import get_terminal_size
+
+    from lt_data.display.inspection_text import parse_rows, row_lines
+    from lt_trainer.observability.inspection import inspect_step
+
+    pairs = [one.partition("=") if "=" in one else ("", "", one) for one in store or ()]
+    stores = {name: folder for name, _, folder in pairs}
+    found = inspect_step(run, step, stores=stores, rows=parse_rows(row, rows))
+    if as_json:
+        echo(json.dumps(found.to_dict(), indent=2))
+        return
+    if step > found.last_recorded:
+        echo(f"step {step} is not recorded (the last step is {found.last_recorded}); going on, the run would read:")
+    last = found.position + found.batch_rows - 1
+    echo(f"step {step}: positions {found.position} to {last}, over {found.dp_size} data-parallel rank(s)")
+    for field, path in found.stores.items():
+        echo(f"{field}: {path}")
+    columns = get_terminal_size((120, 24)).columns
+    for one in found.rows:
+        origin = f"{one.origin}, " * bool(one.origin)
+        header = f"row {one.index}: position {one.position}, {origin}epoch {one.epoch}, rank {one.rank}"
+        echo("\n".join(["", *row_lines(one, header, columns=columns, full_text=full_text)]))
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""The section `[data]`: training and validation data, mixtures, rows of several lengths."""
+"""The section `[data]`: training and validation data, mixtures."""
 
 from collections.abc import Callable
 from typing import Annotated, Literal
@@ -21,16 +21,11 @@ class ValidationOptions(Section):
     store: str = Field(description="token store", min_length=1)
 
 
-class BucketOptions(Section):
-    """`[data.bucket_weights.LENGTH]`: sampling weight of a row length."""
-
-    weight: float = option(1.0, "relative share of the rows of a mixture, or of the steps", ge=0)
-    phase_weights: Weights = option((), "weight in each later phase; empty = unchanged")
-
-
-class SourceOptions(BucketOptions):
+class SourceOptions(Section):
     """`[data.mixture.NAME]`: source of a mixture."""
 
+    weight: float = option(1.0, "relative share of the rows", ge=0)
+    phase_weights: Weights = option((), "weight in each later phase; empty = unchanged")
     store: str = Field(description="token store", min_length=1)
     max_epochs: int = option(0, "maximum number of epochs; 0 = unlimited", ge=0)
 
@@ -38,7 +33,7 @@ class SourceOptions(BucketOptions):
 class DataOptions(Section, table="data"):
     """Training data (one of `store`, `mixture`, `synthetic` and `loader`), validation data and packing."""
 
-    needs = (("loader_resume", "loader"), ("min_seq_len bucket_weights", "packing", "buckets"))
+    needs = (("loader_resume", "loader"),)
 
     store: str = option("", "token store to train on, from `lt data prepare`")
     mixture: Annotated[dict[Name, SourceOptions], _SORTED] = option({}, "token stores to mix, by name")
@@ -48,11 +43,9 @@ class DataOptions(Section, table="data"):
     validation: str = option("", "token store for the validation loss")
     validation_sets: Annotated[dict[Name, ValidationOptions], _SORTED] = option({}, "other validation sets, by name")
     seq_len: int = option(4096, "positions per row", unit="tokens", hyperparameter="SEQ_LEN", ge=2)
-    packing: Literal["bfd", "concat", "buckets"] = option("bfd", "whole documents, cut ones, rows of several lengths")
+    packing: Literal["bfd", "concat"] = option("bfd", "whole documents, or cut ones")
     packs: str = option("", "folder for the packs of all stores; empty = in each store")
-    min_seq_len: int = option(256, "positions of the shortest rows with buckets", unit="tokens", ge=1)
-    bucket_weights: Annotated[dict[Name, BucketOptions], _SORTED] = option({}, "weights by row length")
-    phase_steps: Starts = option((), "steps after which the weights of a mixture or of buckets change")
+    phase_steps: Starts = option((), "steps after which the weights of a mixture change")
     document_mask: bool = option(True, "attention within documents only")
     shuffle: bool = option(True, "new random order of rows each epoch")
     prefetch: int = option(2, "steps prefetched by a thread; 0 = none; not used with a loader", ge=0)
@@ -71,21 +64,13 @@ class DataOptions(Section, table="data"):
         paths |= {f"data.validation_sets.{name}.store": entry.store for name, entry in self.validation_sets.items()}
         return {field: path for field, path in paths.items() if path}
 
-    @property
-    def row_lengths(self) -> tuple[int, ...]:
-        """Row lengths, longest first; with buckets, seq_len halved down to min_seq_len."""
-        lengths = [self.seq_len]
-        while self.packing == "buckets" and lengths[-1] > self.min_seq_len and lengths[-1] % 2 == 0:
-            lengths.append(lengths[-1] // 2)
-        return tuple(lengths)
-
     def weight_phases(self, rows_before: Callable[[int], int]) -> list[tuple[int, dict[str, float]]]:
         """Return the weights by name of each phase, with the row at which it starts.
 
         Args:
             rows_before: returns the rows read before a step (from 0).
         """
-        table = self.mixture or self.bucket_weights
+        table = self.mixture
         phases = [(0, {name: entry.weight for name, entry in table.items()})]
         for i, step in enumerate(self.phase_steps):
             phases.append(
@@ -95,7 +80,7 @@ class DataOptions(Section, table="data"):
 
     def check(self) -> None:
         """Check that there is one kind of training rows, and the weights of its parts."""
-        kind, lengths = self.source_kind, [str(length) for length in self.row_lengths]
+        kind = self.source_kind
         given = [name for name in SOURCE_KINDS if getattr(self, name)]
         if len(given) > 1:
             raise self.wrong(" ".join(given), "only one of these can be trained on", "remove the others")
@@ -105,23 +90,15 @@ class DataOptions(Section, table="data"):
             for name in unused:
                 if getattr(self, name) != default_of(DataOptions, name):
                     raise self.wrong(name, f"has no effect with data.{kind}", "remove it")
-        if self.packing == "buckets" and kind not in ("store", ""):
-            raise self.wrong(f"packing {kind}", "buckets need a single store", "set data.packing to bfd or concat")
-        if self.packing == "buckets" and lengths[-1] != str(self.min_seq_len):
-            remedy = f"set data.min_seq_len to one of {', '.join(lengths)}"
-            raise self.wrong("min_seq_len seq_len", "must be seq_len divided by a power of two", remedy)
-        if self.bucket_weights.keys() - set(lengths):
-            raise self.wrong("bucket_weights", f"rows have {', '.join(lengths)} positions")
         self._check_phases()
 
     def _check_phases(self) -> None:
-        steps, weighted = self.phase_steps, self.mixture | self.bucket_weights
+        steps = self.phase_steps
         if list(steps) != sorted(set(steps)):
             raise self.wrong("phase_steps", "phases must be in increasing order")
-        if steps and not any(entry.phase_weights for entry in weighted.values()):
+        if steps and not any(entry.phase_weights for entry in self.mixture.values()):
             raise self.wrong("phase_steps", "no weight changes at these phases", "set phase_weights")
-        for name, entry in weighted.items():
+        for name, entry in self.mixture.items():
             if entry.phase_weights and len(entry.phase_weights) != len(steps):
-                field = f"{'mixture' if self.mixture else 'bucket_weights'}.{name}.phase_weights"
-                values = {field: entry.phase_weights, "phase_steps": steps}
+                values = {f"mixture.{name}.phase_weights": entry.phase_weights, "phase_steps": steps}
                 raise RecipeError("needs one weight for each later phase", values=values)

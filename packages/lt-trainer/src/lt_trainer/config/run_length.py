@@ -74,12 +74,12 @@ def steps_from_epochs(epochs: Fraction, data: DataOptions, batch: BatchOptions) 
     """Return the number of steps in some epochs, which may be fractional, and a description of the calculation.
 
     Raises:
-        RecipeError: rows that are not from one store and of one length, a batch ramp, or data that is not here.
+        RecipeError: rows that are not from one store, a batch ramp, or data that is not here.
     """
     shown, remedy = {"data.store": data.store}, "set schedule.max_steps (MAX_STEPS) to a number"
-    if not data.store or data.packing == "buckets" or batch.ramp.start:
-        problem = "epochs need a single data.store with rows of one length and a constant batch size"
-        raise RecipeError(problem, values=shown | {"data.packing": data.packing}, remedy=remedy)
+    if not data.store or batch.ramp.start:
+        problem = "epochs need a single data.store and a constant batch size"
+        raise RecipeError(problem, values=shown | {"batch.ramp.start": batch.ramp.start}, remedy=remedy)
     if not Path(data.store).exists():
         raise RecipeError("epochs are counted in the store, which does not exist here", values=shown, remedy=remedy)
     from lt_data import TokenStore, open_pack

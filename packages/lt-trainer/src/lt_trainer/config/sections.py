@@ -253,9 +253,6 @@ class Recipe(Section):
         if not has_store and not model.vocab_size:
             problem, remedy = f"data.{kind} needs a vocabulary size", "set model.vocab_size (VOCAB_SIZE)"
             raise self.wrong(f"model.vocab_size data.{kind}", problem, remedy)
-        if self.batch.ramp.start and data.packing == "buckets":
-            problem = "buckets do not support a batch ramp, since all rows of a step come from one bucket"
-            raise self.wrong("batch.ramp.start data.packing", problem)
         if 0 < model.max_position_embeddings < data.seq_len:
             problem = "rows are longer than the model's maximum context"
             raise self.wrong("data.seq_len model.max_position_embeddings", problem)

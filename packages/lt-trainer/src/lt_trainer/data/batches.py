@@ -1,6 +1,6 @@
 """Step batches of one rank, with a position that can be saved.
 
-`StreamBatches` serves stores, mixtures, buckets and synthetic rows: a thread prefetches rows, and the position is that
+`StreamBatches` serves stores, mixtures and synthetic rows: a thread prefetches rows, and the position is that
 of the last batch returned. `LoaderBatches` (lt_trainer.data.custom_loader) serves custom loaders.
 """
 
@@ -25,7 +25,7 @@ class StreamBatches:
     ) -> None:
         self._open = partial(open_stream, recipe, data, topology)
         self._depth, size = recipe.data.prefetch, recipe.batch.micro_batch_size
-        self._to_step_batch = partial(to_step_batch, micro_batch_size=size, seq_len=recipe.data.seq_len)
+        self._to_step_batch = partial(to_step_batch, micro_batch_size=size)
         self._stream: Stream = self._open(state)
         self._prefetcher: Prefetcher[StepBatch] | None = None
 
@@ -43,7 +43,7 @@ class StreamBatches:
         if not self._depth:
             return self._to_step_batch(self._stream.next())
         if self._prefetcher is None:  # started with the first batch, so that a failed start leaves no thread
-            self._prefetcher = Prefetcher(self._stream, depth=self._depth, transform=self._to_step_batch)
+            self._prefetcher = Prefetcher(self._stream, self._to_step_batch, depth=self._depth)
         return self._prefetcher.next()
 
     def rollback(self, state: StreamState) -> None:

@@ -62,7 +62,7 @@ class LoaderBatches:
         """A power of two, so that compiled blocks are recompiled only a few times."""
         self._loader: Any = None
         self._items = self._iterate()
-        fingerprint = f"loader:{recipe.data.loader} seq_len:{recipe.data.seq_len}"
+        fingerprint = {"loader": recipe.data.loader, "seq_len": str(recipe.data.seq_len)}
         self.state = StreamState(step=0, row=0, seed=recipe.run.seed, fingerprint=fingerprint)
         self._gather(lambda: self._open_loader(saved))
 
@@ -79,7 +79,7 @@ class LoaderBatches:
     def _resume(self, state: StreamState, states: Mapping[str, Any]) -> None:
         expected, dp_size = self.state, self._topology.dp_size
         self.state, end = state, state.row // dp_size
-        before, now = (f"{one.fingerprint} seed:{one.seed}" for one in (state, expected))
+        before, now = ({**one.fingerprint, "seed": one.seed} for one in (state, expected))
         if before != now:
             raise LoaderError(f"the checkpoint belongs to other rows: {before}, the run's are {now}")
         if len(states) not in (0, dp_size) or state.row % dp_size:

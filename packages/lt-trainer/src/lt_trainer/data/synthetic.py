@@ -31,9 +31,9 @@ class SyntheticRows:
     def __init__(self, *, vocab_size: int, seq_len: int, seed: int) -> None:
         self.vocab_size, self.seq_len, self._seed = vocab_size, seq_len, seed
 
-    def fingerprint_at(self, position: int) -> str:
+    def fingerprint_at(self, position: int) -> dict[str, str]:
         """Return the description of the rows, the same at every position."""
-        return f"synthetic:2 vocab_size:{self.vocab_size} seq_len:{self.seq_len}"
+        return {"synthetic": "2", "vocab_size": str(self.vocab_size), "seq_len": str(self.seq_len)}
 
     def rows_at(self, position: int, count: int, *, seed: int, shuffle: bool) -> np.ndarray:
         """Return the rows at some positions: row p at position p (int64 [count])."""
@@ -43,7 +43,7 @@ class SyntheticRows:
         """Return the epochs of some positions: all 0 (int64 [count])."""
         return np.zeros(count, np.int64)
 
-    def locate(self, row: int) -> tuple[RowReader, int]:
+    def locate(self, row: int) -> tuple[str, RowReader, int]:
         """Raise: no store has the row.
 
         Raises:

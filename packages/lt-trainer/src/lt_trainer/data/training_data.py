@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from lt_data import Buckets, Mixture, Phase, RowReader, Rows, Stream, StreamBatch, StreamState, TokenStore, open_pack
+from lt_data import Mixture, Phase, RowReader, Rows, Stream, StreamBatch, StreamState, TokenStore, open_pack
 from lt_data.store.generations import locate_generation, names_generation
 from lt_trainer.config.data_section import DataOptions
 from lt_trainer.config.sections import Recipe
@@ -46,7 +46,7 @@ class ValidationSet:
 class TrainingData:
     """Opened data of a recipe: training rows (None with a custom loader), validation sets, vocabulary."""
 
-    train: RowReader | Mixture | Buckets | SyntheticRows | None
+    train: RowReader | Mixture | SyntheticRows | None
     validation: tuple[ValidationSet, ...]
     vocab_size: int
     tokenizer_files: dict[str, bytes]
@@ -91,7 +91,7 @@ def open_data(recipe: Recipe, *, read: Mapping[str, str] | None = None) -> Train
 
 def open_rows(
     recipe: Recipe, stores: Mapping[str, TokenStore], vocab_size: int
-) -> RowReader | Mixture | Buckets | SyntheticRows | None:
+) -> RowReader | Mixture | SyntheticRows | None:
     """Open the training rows of a recipe, of open stores by field; None with a custom loader.
 
     Raises:
@@ -103,12 +103,10 @@ def open_rows(
     if data.source_kind == "mixture":
         readers = {name: _reader(data, stores[f"data.mixture.{name}.store"]) for name in data.mixture}
         max_epochs = {name: source.max_epochs for name, source in data.mixture.items() if source.max_epochs}
-        return Mixture(readers, [Phase(**phase) for phase in _phases(recipe)], max_epochs=max_epochs)
-    if data.source_kind == "store" and data.packing == "buckets":
-        store, mask, batch = stores["data.store"], data.document_mask, recipe.batch.global_batch_size
-        pack = open_pack(store, seq_len=data.seq_len, mode="buckets", min_seq_len=data.min_seq_len)
-        weights = [Phase(**phase) for phase in _phases(recipe)] if data.bucket_weights else None
-        return Buckets(store, pack, global_batch_size=batch, weights=weights, document_mask=mask)
+        ramp, batch = recipe.batch.batch_ramp(data.seq_len), recipe.batch.global_batch_size
+        phases = data.weight_phases(lambda step: batch * step if ramp is None else ramp.rows_before(step))
+        weights = [Phase(from_row=row, weights=weights) for row, weights in phases]
+        return Mixture(readers, weights, max_epochs=max_epochs)
     return _reader(data, stores["data.store"]) if data.source_kind == "store" else None
 
 
@@ -152,8 +150,8 @@ def _check_tokenizer(recipe: Recipe, store: TokenStore) -> None:
 
 def _reader(data: DataOptions, store: TokenStore) -> RowReader:
     """Return the rows of one store, all of seq_len positions."""
-    mode = "bfd" if data.packing == "buckets" else data.packing
-    return RowReader(store, open_pack(store, seq_len=data.seq_len, mode=mode), document_mask=data.document_mask)
+    pack = open_pack(store, seq_len=data.seq_len, mode=data.packing)
+    return RowReader(store, pack, document_mask=data.document_mask)
 
 
 def _validation_set(recipe: Recipe, name: str, store: TokenStore, n_sets: int) -> ValidationSet:
@@ -184,32 +182,6 @@ def text_bytes(store: TokenStore) -> int:
     tokenizer = store.tokenizer()
     documents = (store[i] for i in range(store.n_documents))
     return sum(len(tokenizer.decode(ids, skip_special_tokens=True).encode()) for ids in documents)
-
-
-def _phases(recipe: Recipe) -> list[dict[str, Any]]:
-    """Return the weight phases as `lt_data.Phase` arguments; phases in steps are converted to rows."""
-    ramp, batch = recipe.batch.batch_ramp(recipe.data.seq_len), recipe.batch.global_batch_size
-    phases = recipe.data.weight_phases(lambda step: batch * step if ramp is None else ramp.rows_before(step))
-    return [{"from_row": row, "weights": weights} for row, weights in phases]
-
-
-def data_event_fields(recipe: Recipe) -> dict[str, Any]:
-    """Return the fields of the event `data` that, with the position, identify the rows of a step.
-
-    Read by lt_data.analysis.run_inspection.
-    """
-    data, ramp, kind = recipe.data, recipe.batch.batch_ramp(recipe.data.seq_len), recipe.data.source_kind
-    rows: dict[str, Any] = {"kind": kind}
-    if kind == "mixture":
-        rows["stores"] = {name: source.store for name, source in data.mixture.items()}
-        rows["max_epochs"] = {name: one.max_epochs for name, one in data.mixture.items() if one.max_epochs}
-        rows["phases"] = _phases(recipe)
-    elif kind == "store" and data.packing == "buckets":
-        phases = _phases(recipe) if data.bucket_weights else []
-        rows = {"kind": "buckets", "store": data.store, "min_seq_len": data.min_seq_len, "phases": phases}
-    elif kind == "loader":
-        rows["loader"] = data.loader
-    return ({"ramp": ramp.to_dict()} if ramp else {}) | ({"rows": rows} if rows != {"kind": "store"} else {})
 
 
 def parse_stream_state(saved: Mapping[str, Any]) -> StreamState:
@@ -251,17 +223,10 @@ def to_micro_batches(
     return StepBatch(**arrays, cu_seqlens=bounds, valid_tokens=valid_tokens)
 
 
-def to_step_batch(batch: StreamBatch, micro_batch_size: int, seq_len: int = 0) -> StepBatch:
-    """Return this rank's rows of one step as a step batch.
-
-    Args:
-        batch: batch of a stream.
-        micro_batch_size: rows per micro-batch.
-        seq_len: positions of such a row; a micro-batch of shorter rows has proportionally more of them.
-    """
-    tokens = batch.tokens
-    starts, size = tokens.segments()[0], micro_batch_size * max(1, seq_len // tokens.input_ids.shape[1])
-    bound, labels = tokens.max_segments_per_row, batch.valid_tokens
+def to_step_batch(batch: StreamBatch, micro_batch_size: int) -> StepBatch:
+    """Return this rank's rows of one step as a step batch."""
+    starts, bound = batch.tokens.segments()[0], batch.tokens.max_segments_per_row
+    size, labels = micro_batch_size, batch.valid_tokens
     return to_micro_batches(batch.rows, starts, bound, micro_batch_size=size, valid_tokens=labels)
 
 

@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,8 +63,6 @@ class ComputeCost:
     flops_per_token: float
     recomputed_flops_per_token: float = 0.0
     """Recomputed FLOPs per token; nan if unknown."""
-    flops_by_length: Mapping[int, float] = field(default_factory=dict)
-    """`flops_per_token` by row length, for rows shorter than seq_len."""
     attention_flops: float = math.nan
     """FLOPs per token and position of its document; those of `flops_per_token` are seq_len times as many."""
 
@@ -77,7 +75,6 @@ class ComputeCost:
             micro_batch_size=recipe.batch.micro_batch_size,
             seq_len=recipe.data.seq_len,
             flops_per_token=flops_per_token(model, recipe.data.seq_len, FLOPS_CONVENTION),
-            flops_by_length={n: flops_per_token(model, n, FLOPS_CONVENTION) for n in recipe.data.row_lengths[1:]},
             attention_flops=attention_flops_per_token(model, 1, FLOPS_CONVENTION),
             recomputed_flops_per_token=recomputed_flops_per_token,
         )
@@ -86,9 +83,7 @@ class ComputeCost:
         """Return micro-batches, rows, tokens, FLOPs, those with recomputation, and those within documents of steps."""
         rows = sum(record.rows for record in records)
         per_token = self.flops_per_token
-        flops = self.seq_len * sum(
-            record.rows * self.flops_by_length.get(record.row_length, per_token) for record in records
-        )
+        flops = rows * self.seq_len * per_token
         document_flops = self.seq_len * sum(
             record.rows * (per_token - self.attention_flops * (self.seq_len - record.document_length))
             for record in records

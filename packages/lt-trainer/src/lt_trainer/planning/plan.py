@@ -129,7 +129,7 @@ def make_plan(recipe: Recipe, *, device: DeviceModel, devices: int, mfu: float |
         layout,
         global_batch_size=recipe.batch.global_batch_size,
         kv_heads=config.n_kv_heads,
-        row_lengths=recipe.data.row_lengths if has_cp else (),
+        row_lengths=(seq_len,) if has_cp else (),
     )
     for one in candidates:
         if plan_memory(config, seq_len, one).needed <= device.memory_bytes:

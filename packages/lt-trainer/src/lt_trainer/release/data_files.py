@@ -24,7 +24,7 @@ import numpy as np
 
 from lt_data import StoreManifest, TokenStore
 from lt_data.file_names import to_local_name
-from lt_data.packing.pack_header import PACK_FILE
+from lt_data.packing.pack_index import PACK_FILE
 from lt_data.packing.packs import open_pack
 from lt_data.sources.reader import summarize_sources
 from lt_data.store.document_sources import SOURCES_FILE, encode_source_files
@@ -121,8 +121,7 @@ class StoreToRelease:
         source_folders: Sequence[Path],
     ) -> None:
         self.name, self.store, self._text_filter = name, store, text_filter
-        min_seq_len = data.min_seq_len if data.packing == "buckets" else None
-        self._pack = open_pack(store, seq_len=data.seq_len, mode=data.packing, min_seq_len=min_seq_len)
+        self._pack = open_pack(store, seq_len=data.seq_len, mode=data.packing)
         sizes = {file.bytes for file in store.source_files if licenses.source(file.path).redistribute}
         own = [Path(to_local_name(file.path)) for file in store.source_files if "://" not in file.path]
         below = [path for folder in source_folders for path in sorted(folder.rglob("*"))]

@@ -71,11 +71,10 @@ def store_commands(facts: Facts, store: StoreFacts) -> list[str]:
     if not store.has_tokens:
         lines = [f"mkdir -p sources; [ ! -d {where} ] || cp -R {where} sources/"]
         where = quote(sources)
-    shortest = f" --min-seq-len {min(length for length, _ in pack['buckets'])}" if pack["mode"] == "buckets" else ""
     return [
         *lines,
         " ".join([f"lt data prepare {where}", *_prepare_options(facts, store), f"--out {quote(out)}"]),
-        f"lt data pack {quote(out)} --seq-len {pack['seq_len']} --mode {quote(pack['mode'])}{shortest}",
+        f"lt data pack {quote(out)} --seq-len {pack['seq_len']} --mode {quote(pack['mode'])}",
     ]
 
 

@@ -17,8 +17,7 @@ class StepRecord:
     """One completed step, counted from 1; values are equal on all ranks.
 
     Attributes:
-        rows: Rows of the whole run; shorter ones count as the number of data.seq_len rows with as many positions.
-        row_length: Positions per row.
+        rows: Rows of the whole run.
         document_length: Length of a position's document, averaged over the positions of rank 0.
     """
 
@@ -28,7 +27,6 @@ class StepRecord:
     learning_rate: float
     valid_tokens: int
     rows: int
-    row_length: int
     document_length: float
 
 

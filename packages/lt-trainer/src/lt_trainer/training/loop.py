@@ -151,7 +151,6 @@ class TrainingLoop:
             learning_rate=lr,
             valid_tokens=batch.valid_tokens,
             rows=batch.input_ids.size // self._recipe.data.seq_len * self._engine.topology.dp_size,
-            row_length=batch.input_ids.shape[-1],
             document_length=float(np.square(document_lengths).sum() / document_lengths.sum()),
         ), pending
 
@@ -222,7 +221,7 @@ class TrainingLoop:
         problem = f"{self._n_skipped} steps up to step {self.step} had a non-finite loss or gradient norm"
         diagnosis = (
             "training has diverged; saved checkpoints are intact. Lower optimizer.lr, lengthen schedule.warmup_steps, "
-            "or inspect the rows of these steps (lt data inspect)"
+            "or inspect the rows of these steps (lt train inspect)"
         )
         if self._n_rollbacks == self._recipe.fault_tolerance.max_rollbacks:
             raise TrainingError(f"{problem}{times}: {diagnosis}")
