@@ -49,7 +49,7 @@ def start_ranks(recipe: Path, cwd: Path, layout: str, *more: str, ranks: int = 0
         "fault_tolerance.hang_timeout_s=30",
     )
     arguments = [text for value in (*fixed, *sets, *more) for text in ("--set", value)]
-    preload = ("lt_trainer_neuron.engine", "lt_trainer_neuron.cpu.backend")
+    preload = ("lt_trainer_neuron.engine", "lt_trainer_neuron.nxd.backend")
     return start_run(["run", recipe, *arguments], ranks=ranks or n, cwd=cwd, preload=preload)
 
 

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional as F
 
 from lt_ckpt import open_source
 from lt_model import LlamaConfig, config_from_hf
@@ -23,10 +22,9 @@ from lt_test_helpers.layouts import step_batch
 from lt_trainer.checkpointing.pretrained import PretrainedWeights
 from lt_trainer.config.recipe import load
 from lt_trainer.engine import StepBatch, World
-from lt_trainer_neuron.cpu.backend import CpuBackend
-from lt_trainer_neuron.cpu.collectives import all_gather
 from lt_trainer_neuron.engine import NeuronEngine
 from lt_trainer_neuron.grid import build_nxd_options
+from lt_trainer_neuron.nxd.backend import NxdBackend
 from lt_trainer_neuron.spec import SPEC
 
 DATA = Path(__file__).parent / "data" / "nxd"
@@ -42,7 +40,7 @@ def config_in(folder: Path) -> LlamaConfig:
     return config_from_hf(json.loads((folder / "config.json").read_text()))
 
 
-def open_engine(weights: Path, seq_len: int, rows: int, *sets: str) -> tuple[NeuronEngine, CpuBackend]:
+def open_engine(weights: Path, seq_len: int, rows: int, *sets: str) -> tuple[NeuronEngine, NxdBackend]:
     """An engine with the weights of a Hugging Face folder."""
     world, config = World.from_env(os.environ), config_in(weights)
     fields = ("hidden_size", "intermediate_size", "n_heads", "n_kv_heads", "n_layers", "rope_theta", "norm_eps")
@@ -58,7 +56,7 @@ def open_engine(weights: Path, seq_len: int, rows: int, *sets: str) -> tuple[Neu
     SPEC.check(recipe, world)
     engine = SPEC.open(recipe, config, world)
     assert isinstance(engine, NeuronEngine)
-    assert isinstance(engine.backend, CpuBackend)
+    assert isinstance(engine.backend, NxdBackend)
     with PretrainedWeights(source=open_source(str(weights)), source_model=config, model=config) as pretrained:
         engine.load_weights(pretrained)
     return engine, engine.backend
@@ -73,7 +71,7 @@ def batch_of(ids: np.ndarray, valid_tokens: int) -> StepBatch:
     )
 
 
-def rank_file(folder: Path, backend: CpuBackend, kind: str = "model") -> Any:
+def rank_file(folder: Path, backend: NxdBackend, kind: str = "model") -> Any:
     grid = backend.grid
     dp_rank = grid.dp_rank if kind == "optim" else 0
     name = f"dp_rank_{dp_rank:02d}_tp_rank_{grid.tp_rank:02d}_pp_rank_{grid.pp_rank:02d}.pt"
@@ -101,17 +99,13 @@ def compute(case: str, ids: np.ndarray, sets: tuple[str, ...]) -> Computed:
     for key, tensor in shards.items():
         assert torch.equal(backend.weights[key], tensor.to(torch.float32)), key
     batch = batch_of(ids, valid_tokens=ids.size - ids.shape[0] * ids.shape[1])
+    outputs: list[torch.Tensor] = []
+    hook = backend.stage.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
+    backend.validate(batch)
+    hook.remove()
     logits = None
-    stage, pipeline, groups = backend._stage, backend._pipeline, backend._groups
-    with torch.no_grad():
-        (micro,) = backend._micro_batches(batch)
-        first = backend.grid.is_first_stage
-        output = stage.forward(micro, None if first else pipeline._recv(micro, -1, 0))
-        if backend.grid.is_last_stage:
-            own = F.linear(stage._copy_to_tp(output), stage.weights["lm_head.weight"])
-            logits = all_gather(own, groups.tp, dim=-1).numpy()
-        else:
-            pipeline._send(output, 1, 0)
+    if backend.grid.is_last_stage:
+        logits = backend._collectives.all_gather(outputs[0].movedim(-1, 0), "tp").movedim(0, -1).numpy()
     (numbers,) = engine.fetch_metrics([engine.step(batch, 1e-3)])
     boxes: Boxes = [
         (s.name, s.offset, s.bytes().view(np.float32).reshape(s.shape) / np.float32(1 - BETA1))

@@ -35,18 +35,17 @@ from lt_trainer.engine import Snapshot
 from lt_trainer.optimizers import optimizer_spec
 from lt_trainer.optimizers.driver import optimizer_record
 from lt_trainer.torch import DTYPE_CODES
-from lt_trainer_neuron.compute_backend import MASTER_WEIGHTS, ComputeBackend, RowSlice
 from lt_trainer_neuron.grid import build_nxd_options
 from lt_trainer_neuron.options import NeuronOptions
+from lt_trainer_neuron.row_slice import MASTER_WEIGHTS, RowSlice
 
 if TYPE_CHECKING:
     from lt_model import LlamaConfig
     from lt_trainer.config.sections import Recipe
+    from lt_trainer_neuron.nxd.backend import NxdBackend
 
-__all__ = ["nxd_snapshot", "nxd_state_bytes"]
 
-
-def nxd_snapshot(recipe: Recipe, config: LlamaConfig, backend: ComputeBackend) -> Snapshot:
+def nxd_snapshot(recipe: Recipe, config: LlamaConfig, backend: NxdBackend) -> Snapshot:
     """Return a backend's state as this rank's part of an NxD checkpoint.
 
     Args:
@@ -75,7 +74,7 @@ def nxd_snapshot(recipe: Recipe, config: LlamaConfig, backend: ComputeBackend) -
     )
 
 
-def nxd_state_bytes(recipe: Recipe, backend: ComputeBackend) -> int:
+def nxd_state_bytes(recipe: Recipe, backend: NxdBackend) -> int:
     """Return the bytes this rank saves to a checkpoint, without ZeRO-1's padding."""
     zero1 = engine_options(recipe, "neuron", NeuronOptions).zero1
     first = backend.grid.dp_rank == 0
@@ -86,7 +85,7 @@ def nxd_state_bytes(recipe: Recipe, backend: ComputeBackend) -> int:
     return weights + sum(rows.n_bytes for group in slots for rows in group)
 
 
-def _state_kinds(backend: ComputeBackend) -> dict[str, str]:
+def _state_kinds(backend: NxdBackend) -> dict[str, str]:
     """Map NxD's kinds of state to the backend's groups.
 
     Master weights are left out where the layers compute with the same tensors in the same dtype.
@@ -98,13 +97,13 @@ def _state_kinds(backend: ComputeBackend) -> dict[str, str]:
     return slots | ({NXD_MASTER_WEIGHTS: MASTER_WEIGHTS} if masters else {})
 
 
-def _group_dtype(backend: ComputeBackend, group: str) -> torch.dtype:
+def _group_dtype(backend: NxdBackend, group: str) -> torch.dtype:
     """Return the dtype of a state group, which all its tensors share."""
     (dtype,) = {rows.dtype for rows in backend.optimizer_state[group].values()}
     return dtype
 
 
-def _shards(part: NxdRankWriter, backend: ComputeBackend) -> Iterator[Shard]:
+def _shards(part: NxdRankWriter, backend: NxdBackend) -> Iterator[Shard]:
     """Yield this rank's tensors as `part` expects them."""
     weights = backend.weights
     if part.dp_rank == 0:
@@ -135,7 +134,7 @@ def _row_shard(kind: str, key: str, rows: RowSlice, shape: tuple[int, ...]) -> S
     )
 
 
-def _build_nxd_part(recipe: Recipe, config: LlamaConfig, backend: ComputeBackend) -> NxdRankWriter:
+def _build_nxd_part(recipe: Recipe, config: LlamaConfig, backend: NxdBackend) -> NxdRankWriter:
     grid, nxd_options, options = backend.grid, build_nxd_options(recipe), recipe.optimizer
     keys = optimizer_state_keys(config, nxd_options, grid.tp_rank, grid.pp_rank)
     step_count = backend.step_count

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from lt_model import LlamaConfig
     from lt_trainer.engine import World
 
-__all__ = ["check_model", "check_recipe"]
 
 FLASH_SEQ_LEN_MULTIPLE = 2048
 """NxD's flash attention kernel requires row lengths that are multiples of this."""

@@ -27,16 +27,6 @@ from typing import Literal
 
 from lt_trainer.errors import TrainerError
 
-__all__ = [
-    "DEFAULT_CACHE",
-    "CompileCacheEntry",
-    "CompileCacheError",
-    "cache_url",
-    "local_cache_folder",
-    "remove_entries",
-    "scan_cache",
-]
-
 DEFAULT_CACHE = "/var/tmp/neuron-compile-cache"
 """The compiler's default, used when no flag or variable sets another."""
 

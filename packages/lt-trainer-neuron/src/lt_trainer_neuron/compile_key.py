@@ -29,7 +29,6 @@ from lt_trainer_neuron.options import NeuronOptions
 if TYPE_CHECKING:
     from lt_model import LlamaConfig
 
-__all__ = ["NotCompiledError", "check_compiled", "compile_key", "diff_keys", "keys_folder", "read_keys", "write_key"]
 
 KEYS_FOLDER = "lt-compile-keys"
 KEY_PACKAGES = ("libneuronxla", "lt-model", "lt-trainer-neuron", "neuronx-cc", "neuronx-distributed", "torch-neuronx")

@@ -1,4 +1,4 @@
-"""Trainium engine, the `lt_trainer.engine.Engine` over a compute backend: step order and named state.
+"""Trainium engine, the `lt_trainer.engine.Engine` over the Trainium backend: step order and named state.
 
 A backend holds tensors under neuronx-distributed's (NxD's) keys, sharded over tensor-parallel ranks and stages; of the
 optimizer state it holds the rows that ZeRO-1 assigns to the rank. The engine addresses them as slices of model tensors
@@ -46,9 +46,10 @@ from lt_trainer.torch import (
     translate_dist_errors,
 )
 from lt_trainer_neuron.checkpoint import nxd_snapshot, nxd_state_bytes
-from lt_trainer_neuron.compute_backend import MASTER_WEIGHTS, ComputeBackend, RowSlice
 from lt_trainer_neuron.grid import build_nxd_options
+from lt_trainer_neuron.nxd.backend import NxdBackend
 from lt_trainer_neuron.options import NeuronOptions
+from lt_trainer_neuron.row_slice import MASTER_WEIGHTS, RowSlice
 from lt_trainer_neuron.tensor_slices import TensorSlice, build_tensor_slices, intersect_rows
 
 
@@ -61,7 +62,7 @@ class NeuronEngine:
         backend: backend opened for both, with unfilled tensors.
     """
 
-    def __init__(self, recipe: Recipe, config: LlamaConfig, backend: ComputeBackend) -> None:
+    def __init__(self, recipe: Recipe, config: LlamaConfig, backend: NxdBackend) -> None:
         self.backend = backend
         self._recipe, self._config = recipe, config
         self.topology = backend.grid.topology

@@ -23,16 +23,6 @@ from lt_trainer.errors import RecipeError
 from lt_trainer_neuron.options import SECTION, NeuronOptions
 from lt_trainer_neuron.sdk import LATEST_SDK_RELEASE, SDK_RELEASES
 
-__all__ = [
-    "ENV_RECORD_VARIABLE",
-    "EnvVariable",
-    "build_env",
-    "check_environment",
-    "launch_env",
-    "list_variables",
-    "neuron_env",
-]
-
 ENV_RECORD_VARIABLE = "LT_NEURON_ENV"
 """Variable that holds, as JSON, the values set by this module."""
 

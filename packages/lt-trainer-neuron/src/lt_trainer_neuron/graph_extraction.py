@@ -2,7 +2,7 @@
 
 `neuron_parallel_compile` runs this with NEURON_EXTRACT_GRAPHS_ONLY set: graphs are written, nothing is computed, and
 returned values are meaningless. So no data is read, nothing is saved and no value is used; saving and restoring have no
-graphs (`compute_backend.RowSlice`), and a run starts with the same ones however it gets its weights. The rows have the
+graphs (`row_slice.RowSlice`), and a run starts with the same ones however it gets its weights. The rows have the
 recipe's shapes (in validation and evaluation one micro-batch at a time), and the options are those of the run. With
 pipeline stages a rank sees only the graphs of its own stage, so all ranks of the run execute the steps. Started as
 `python -m lt_trainer_neuron.graph_extraction RUN.toml --steps 3 [--set A.B=C ...] [--hyperparameters FILE]`.
@@ -25,8 +25,6 @@ from lt_trainer.data.batches import open_batches
 from lt_trainer.engine import StepBatch, World
 from lt_trainer.training.benchmark import resolve_bench_recipe
 from lt_trainer.training.run import read_inputs
-
-__all__ = ["extract_graphs", "main"]
 
 
 def extract_graphs(resolved: ResolvedRecipe, *, steps: int, validate: bool, evaluate: bool = False) -> int:

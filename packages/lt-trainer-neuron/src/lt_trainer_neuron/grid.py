@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from lt_ckpt.nxd.options import NxdOptions
     from lt_trainer.config.sections import ParallelOptions
 
-__all__ = ["Axis", "Grid", "build_nxd_options"]
 
 Axis = Literal["tp", "dp", "pp"]
 

@@ -18,8 +18,6 @@ from lt_trainer.config.section import extra_of, leaves
 from lt_trainer.errors import RecipeError
 from lt_trainer_neuron.options import SECTION, NeuronOptions
 
-__all__ = ["ALIASES", "resolve_alias"]
-
 AliasResolver = Callable[[str, str], dict[str, Any]]
 """Maps a name and its value as text to recipe fields with their values as text."""
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import ctypes
 
-__all__ = ["limit_malloc_arenas"]
-
 M_ARENA_MAX = -8
 """Constant from glibc's malloc.h."""
 

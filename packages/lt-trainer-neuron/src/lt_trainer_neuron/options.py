@@ -10,8 +10,6 @@ from pydantic import model_validator
 
 from lt_trainer.config.section import Section, option
 
-__all__ = ["SECTION", "NeuronOptions"]
-
 SECTION = "engine.neuron"
 
 
@@ -23,7 +21,7 @@ class NeuronOptions(Section, table=SECTION):
     backend: Literal["nxd", "xla", "cpu"] = option(
         "nxd",
         "nxd: neuronx-distributed on Trainium; xla: one rank on plain torch-xla; "
-        "cpu: the same plan over gloo, to compare numbers",
+        "cpu: the same program over gloo, to compare numbers",
     )
     graph_scope: Literal["micro_batch", "step"] = option(
         "micro_batch",

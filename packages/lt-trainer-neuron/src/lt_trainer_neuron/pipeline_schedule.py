@@ -18,8 +18,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-__all__ = ["PEER_ACTIONS", "ActionKind", "PipelineAction", "forward_only", "one_forward_one_backward"]
-
 ActionKind = Literal["recv_forward", "forward", "send_forward", "recv_backward", "backward", "send_backward"]
 
 PipelineAction = tuple[ActionKind, int]

@@ -9,8 +9,6 @@ from lt_model import n_parameters
 from lt_trainer.planning.plan import format_count, format_duration
 from lt_trainer_neuron.planning import GIB, NeuronPlan
 
-__all__ = ["format_plan"]
-
 
 def format_plan(plan: NeuronPlan) -> str:
     """Return the plan as a text report."""

@@ -37,8 +37,6 @@ from lt_trainer_neuron.checks import check_model, check_recipe
 from lt_trainer_neuron.grid import build_nxd_options
 from lt_trainer_neuron.options import SECTION, NeuronOptions
 
-__all__ = ["NEURON_CORES", "CoreMemory", "EpochEstimate", "NeuronCore", "NeuronPlan", "core_memory", "make_plan"]
-
 GIB = 2**30
 RESERVE_SHARE, RESERVE_BYTES = 0.05, 1 << 30
 ASSUMED_MFU = 0.345

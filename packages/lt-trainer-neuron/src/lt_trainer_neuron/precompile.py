@@ -29,8 +29,6 @@ from lt_trainer_neuron.environment import check_environment
 from lt_trainer_neuron.options import SECTION, NeuronOptions
 from lt_trainer_neuron.sdk import detect_packages, require_installed
 
-__all__ = ["PARALLEL_COMPILE_TOOL", "CompileFailedError", "build_command", "precompile"]
-
 PARALLEL_COMPILE_TOOL = "neuron_parallel_compile"
 
 

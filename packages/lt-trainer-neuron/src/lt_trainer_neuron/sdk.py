@@ -17,16 +17,6 @@ from types import MappingProxyType
 
 from lt_trainer.errors import TrainerError
 
-__all__ = [
-    "LATEST_SDK_RELEASE",
-    "SDK_RELEASES",
-    "InstalledPackages",
-    "NeuronSdk",
-    "NotInstalledError",
-    "detect_packages",
-    "require_installed",
-]
-
 NXD_MODULE, NXD_FOLDER = "neuronx_distributed", "parallel_layers"
 PLACEHOLDER_VERSIONS: Mapping[str, str] = MappingProxyType(
     {"libneuronxla": "1.0", "neuronx-cc": "1.0.post1", "neuronx-distributed": "0.1", "torch-neuronx": "1.0"}

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from lt_model import LlamaConfig
     from lt_trainer.engine import Engine, World
 
-__all__ = ["SPEC", "NeuronSpec"]
-
 
 class NeuronSpec:
     """Specification of the Trainium engine: options, checks, environment and plan."""
@@ -80,10 +78,10 @@ class NeuronSpec:
                     values={f"{SECTION}.num_neuroncores": options.num_neuroncores},
                     remedy=f"set it to {world.local_size}, or start as many ranks",
                 )
-            from lt_trainer_neuron.cpu.backend import CpuBackend
             from lt_trainer_neuron.engine import NeuronEngine
+            from lt_trainer_neuron.nxd.backend import NxdBackend
 
-            return NeuronEngine(recipe, model, CpuBackend(recipe, model, world))
+            return NeuronEngine(recipe, model, NxdBackend(recipe, model, world))
         from lt_trainer_neuron.malloc import limit_malloc_arenas
 
         limit_malloc_arenas(neuron_env(recipe, environ=os.environ)["MALLOC_ARENA_MAX"])

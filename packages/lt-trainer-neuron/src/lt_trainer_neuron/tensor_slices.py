@@ -21,15 +21,6 @@ if TYPE_CHECKING:
     from lt_model import LlamaConfig
     from lt_trainer_neuron.grid import Grid
 
-__all__ = [
-    "EMBED",
-    "HEAD",
-    "RankCoordinates",
-    "TensorSlice",
-    "build_tensor_slices",
-    "intersect_rows",
-    "replicated_kv_heads",
-]
 
 RankCoordinates = tuple[int, int]
 """(pp_rank, tp_rank)"""

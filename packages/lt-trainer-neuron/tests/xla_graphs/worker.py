@@ -20,8 +20,8 @@ from lt_test_helpers.harness_tasks import write_task
 from lt_test_helpers.runs import run
 from lt_trainer.config.recipe import load
 from lt_trainer.training.benchmark import resolve_bench_recipe
-from lt_trainer_neuron.compute_backend import RowSlice
 from lt_trainer_neuron.graph_extraction import extract_graphs
+from lt_trainer_neuron.row_slice import RowSlice
 
 RECIPE = """
 [run]

@@ -16,8 +16,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["MASKED_SCORE", "CoreAttention", "eager_attention", "flash_attention"]
-
 CoreAttention = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(queries, keys, values, attention mask) → [B, H, T, K]."""
 

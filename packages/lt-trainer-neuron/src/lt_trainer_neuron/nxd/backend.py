@@ -1,8 +1,9 @@
 """Trainium compute backend: process groups, one pipeline stage, its schedule and the training step.
 
-With `engine.neuron.backend = "nxd"` groups and layers are NxD's; with "xla" one rank trains on plain torch-xla. Stages
+With `engine.neuron.backend = "nxd"` groups and layers are NxD's; with "xla" one rank trains on plain torch-xla; with
+"cpu" groups and layers go over gloo (`gloo`), in `cpu_dtype` with masters, norms and loss in fp32 or wider. Stages
 use our own schedule over NxD's transfers (`pipeline`): NxD's pipeline model class would trace the layers again. In
-NxD's CPU mode (NXD_CPU_MODE=1) tensors are on the host and collectives use gloo, for tests.
+NxD's CPU mode (NXD_CPU_MODE=1) tensors are on the host and NxD's collectives use gloo, for tests.
 
 Dtypes in torch, with `→` followed by the dtype on the device if it differs:
 
@@ -26,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lt_ckpt.llama_tensors import EMBED, HEAD
 from lt_ckpt.nxd.layout import nxd_layout, rank_rules
 from lt_ckpt.nxd.zero1 import shard_rows
 from lt_model import LlamaConfig, param_specs
@@ -34,8 +36,7 @@ from lt_trainer.config.sections import Recipe
 from lt_trainer.control import Control
 from lt_trainer.engine import Device, StepBatch, Stopwatch, World
 from lt_trainer.errors import RecipeError
-from lt_trainer.torch import GlooControl, weight_decay_names
-from lt_trainer_neuron.compute_backend import MASTER_WEIGHTS, RowSlice
+from lt_trainer.torch import GlooControl, translate_dist_errors, weight_decay_names
 from lt_trainer_neuron.grid import Grid, build_nxd_options
 from lt_trainer_neuron.nxd.attention import eager_attention, flash_attention
 from lt_trainer_neuron.nxd.collectives import (
@@ -46,20 +47,21 @@ from lt_trainer_neuron.nxd.collectives import (
     SingleRankCollectives,
 )
 from lt_trainer_neuron.nxd.device import HostDevice, TensorDevice, XlaDevice
+from lt_trainer_neuron.nxd.gloo import GlooCollectives, GlooLayerFactory, GlooPipelineP2P
+from lt_trainer_neuron.nxd.gloo_groups import ProcessGroups, init_process_group
 from lt_trainer_neuron.nxd.layers import LayerFactory, NxdLayerFactory, TorchLayerFactory
 from lt_trainer_neuron.nxd.llama import NxdPipelineStage
 from lt_trainer_neuron.nxd.pipeline import NxdPipelineSchedule
 from lt_trainer_neuron.nxd.process_groups import check_grid, init_process_groups
-from lt_trainer_neuron.nxd.signatures import check_nxd_signatures
 from lt_trainer_neuron.nxd.single_stage import SingleStageSchedule, StageWithLoss, load_micro_batches
 from lt_trainer_neuron.nxd.train_step import DtypePolicy, LocalWeight, MicroBatchSchedule, TrainStep
 from lt_trainer_neuron.options import SECTION, NeuronOptions
-from lt_trainer_neuron.tensor_slices import EMBED, HEAD, TensorSlice, build_tensor_slices
+from lt_trainer_neuron.row_slice import MASTER_WEIGHTS, RowSlice
+from lt_trainer_neuron.tensor_slices import TensorSlice, build_tensor_slices, replicated_kv_heads
 
 if TYPE_CHECKING:
     from lt_ckpt.nxd.options import NxdOptions
 
-__all__ = ["DTYPE_POLICIES", "PEAK_FLOPS", "NxdBackend"]
 
 DTYPE_POLICIES: Mapping[str, DtypePolicy] = {
     "bf16_sr": DtypePolicy(compute_dtype=torch.float32, master_dtype=torch.float32, upcast_dtype=torch.float32),
@@ -75,7 +77,14 @@ PEAK_FLOPS = 95e12
 
 
 class NxdBackend:
-    """`ComputeBackend` over NxD or plain torch-xla.
+    """One rank's part of the model on its device, over NxD, plain torch-xla or gloo.
+
+    The engine defines the order of a step and maps model tensors to their positions in rank tensors; per step it calls,
+    on every rank, `forward_backward`, `optimizer_step` and `mark_step`, none of which waits for the device;
+    `fetch_scalars` does. A new backend has its layers built and its tensors unfilled; the engine then fills
+    `optimizer_state` (initial weights, checkpoint or pretrained model) and calls `sync_model_params`. Tensors are
+    identified by NxD's keys. Numbers that change from step to step (lr, valid tokens, the step count) enter a lazy
+    device's graph as tensors: as Python numbers, each new value would be a new graph.
 
     Args:
         recipe: checked recipe of the run.
@@ -92,9 +101,9 @@ class NxdBackend:
     ) -> None:
         options = engine_options(recipe, "neuron", NeuronOptions)
         _check_world_size(recipe, config, options, world)
-        self._dtype_policy = dtype_policy = dtype_policy or DTYPE_POLICIES[options.precision]
+        self._dtype_policy = dtype_policy = dtype_policy or _default_policy(options)
         self.grid = Grid.from_options(recipe.parallel, world.rank, world.size)
-        device, collectives, p2p, layers = _open_runtime(recipe, options, self.grid, dtype_policy)
+        device, collectives, p2p, layers = _open_runtime(recipe, config, options, self.grid, dtype_policy)
         self._tensor_device, self._collectives, nxd_options = device, collectives, build_nxd_options(recipe)
         self.control: Control = (
             GlooControl(recipe.fault_tolerance.collective_timeout_s) if world.size > 1 else Control()
@@ -170,12 +179,22 @@ class NxdBackend:
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
-        """Layer tensors by NxD's key, in the order of the rank's file."""
+        """NxD's key → this rank's full layer tensor, in the order of the rank's file.
+
+        In the compute dtype, norms in fp32 or wider.
+
+        A tied head has its own key: with one stage it is the same tensor as the embedding, else a replica on the last
+        stage.
+        """
         return {key: self._parameters[key] for key in _nxd_keys(self._config, self._nxd_options, self.grid)}
 
     @property
     def optimizer_state(self) -> Mapping[str, Mapping[str, RowSlice]]:
-        """Master weights and slots, as new views on each call, since a step may move device tensors."""
+        """State group → NxD's key → the rows that this rank updates, as new views: a step may move device tensors.
+
+        Groups are `MASTER_WEIGHTS` and the optimizer's slots. With ZeRO-1 the rows are those of
+        `lt_ckpt.nxd.zero1.shard_rows`, without it all rows. A head that is the embedding's tensor has no entry.
+        """
         groups = {MASTER_WEIGHTS: self._train_step.master_weights, **self._train_step.optimizer.slots}
         return {
             group: {key: self._row_slice(key, tensor) for key, tensor in tensors.items()}
@@ -204,21 +223,36 @@ class NxdBackend:
         self._train_step.sync_model_params()
 
     def forward_backward(self, batch: StepBatch) -> Tensor:
-        """Run forward and backward of all micro-batches; see `ComputeBackend.forward_backward`."""
+        """Run forward and backward of all micro-batches; accumulate gradients of (sum of the loss) / valid_tokens.
+
+        Returns:
+            Summed cross-entropy in nats of this rank's rows, divided by batch.valid_tokens: a scalar on the device.
+            Equal on all tensor-parallel ranks; 0 on every stage but the last.
+        """
         return self._train_step.forward_backward(
             self._schedule, load_micro_batches(batch, self._tensor_device), batch.valid_tokens
         )
 
     def optimizer_step(self, loss: Tensor, lr: float) -> tuple[Tensor, Tensor]:
-        """Reduce gradients, clip and step; see `ComputeBackend.optimizer_step`."""
+        """Reduce and clip gradients, update the weights, zero the gradients.
+
+        If the loss or the norm is not finite, weights, moments and step count stay unchanged; this is decided on the
+        device.
+
+        Returns:
+            Loss of the global batch and its gradient norm before clipping, scalars, equal on every rank.
+        """
         return self._train_step.optimizer_step(loss, lr)
 
     def validate(self, batch: StepBatch) -> Tensor:
-        """Return the summed loss of this rank's rows."""
+        """Return the summed loss in nats, without gradients or z-loss; 0 on every stage but the last."""
         return self._schedule.validate(load_micro_batches(batch, self._tensor_device))
 
     def score(self, batch: StepBatch) -> Tensor | None:
-        """Return the scores of this rank's labels; see `ComputeBackend.score`."""
+        """Return log-probability and greedy flag (1 or 0) of each label, [2, M, B * T]; None but on the last stage.
+
+        0 where there is no label.
+        """
         return self._schedule.score(load_micro_batches(batch, self._tensor_device))
 
     def mark_step(self) -> None:
@@ -269,13 +303,32 @@ def _check_world_size(recipe: Recipe, config: LlamaConfig, options: NeuronOption
         )
 
 
+def _default_policy(options: NeuronOptions) -> DtypePolicy:
+    """Return the dtypes of the recipe; on the host masters, norms and loss are fp32 or wider."""
+    if options.backend != "cpu":
+        return DTYPE_POLICIES[options.precision]
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}[options.cpu_dtype]
+    wide = torch.promote_types(dtype, torch.float32)
+    return DtypePolicy(compute_dtype=dtype, master_dtype=wide, upcast_dtype=wide)
+
+
 def _open_runtime(
-    recipe: Recipe, options: NeuronOptions, grid: Grid, dtype_policy: DtypePolicy
+    recipe: Recipe, config: LlamaConfig, options: NeuronOptions, grid: Grid, dtype_policy: DtypePolicy
 ) -> tuple[TensorDevice, Collectives, PipelineP2P | None, LayerFactory]:
     """Return device, collectives, stage transfers (None with one stage) and layer factory."""
+    if options.backend == "cpu":
+        timeout_s = recipe.fault_tolerance.collective_timeout_s
+        with translate_dist_errors():
+            init_process_group(World(rank=grid.rank, size=grid.world_size), timeout_s)
+            kv_head_ranks = replicated_kv_heads(build_nxd_options(recipe), config.n_kv_heads)
+            groups = ProcessGroups.make(grid, kv_head_ranks, timeout_s)
+        on_gloo = GlooLayerFactory(
+            dtype_policy.compute_dtype, groups, sequence_parallel=recipe.parallel.sequence_parallel
+        )
+        stages = GlooPipelineP2P(groups.pp) if grid.pp > 1 else None
+        return HostDevice(), GlooCollectives(groups), stages, on_gloo
     if options.backend == "xla":
         return XlaDevice(), SingleRankCollectives(), None, TorchLayerFactory(dtype_policy.compute_dtype)
-    check_nxd_signatures()
     on_host = int(os.environ.get("NXD_CPU_MODE", "0")) > 0
     init_process_groups(recipe, on_host=on_host)
     check_grid(grid)

@@ -23,8 +23,6 @@ from torch import Tensor
 
 from lt_trainer_neuron.grid import Axis
 
-__all__ = ["Collectives", "Direction", "NxdCollectives", "NxdPipelineP2P", "PipelineP2P", "SingleRankCollectives"]
-
 Direction = Literal["forward", "backward"]
 """"forward": activations to the next stage; "backward": their gradients to the previous one."""
 

@@ -21,8 +21,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["HostDevice", "TensorDevice", "XlaDevice"]
-
 
 class TensorDevice(Protocol):
     """Interface of the device that holds a rank's tensors."""

@@ -2,8 +2,8 @@
 
 NxD 0.18 sums the input gradient of its column-parallel layers in `reduce_dtype`, float32 by default, by casting into a
 temporary tensor and dropping it: with bf16 weights and no sequence parallelism the sum over tensor-parallel ranks is
-silently lost. So `reduce_dtype` is always the weights' dtype where sums are not reduce-scattered, and a release of NxD
-without the option is rejected (`signatures`).
+silently lost. So `reduce_dtype` is always the weights' dtype where sums are not reduce-scattered; a release of NxD
+without the option ends with Python's TypeError.
 
 Layers are created on the meta device; the caller allocates and fills them.
 
@@ -17,8 +17,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-
-__all__ = ["LayerFactory", "NxdLayerFactory", "QkvProjections", "TorchLayerFactory"]
 
 META = torch.device("meta")
 

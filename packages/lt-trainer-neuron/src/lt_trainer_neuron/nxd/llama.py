@@ -26,8 +26,6 @@ from lt_model.rope import apply_rope, rope_tables
 from lt_trainer_neuron.nxd.attention import CoreAttention
 from lt_trainer_neuron.nxd.layers import LayerFactory
 
-__all__ = ["NxdPipelineStage", "RecomputeFn"]
-
 RecomputeFn = Callable[..., Any]
 """Calls its first argument with the others and recomputes intermediate tensors in the backward pass."""
 
@@ -37,7 +35,8 @@ class NxdRMSNorm(nn.Module):
 
     def __init__(self, width: int, eps: float, dtype: torch.dtype, upcast_dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(width, dtype=dtype, device="meta"))
+        wide = torch.promote_types(dtype, torch.float32)  # as in the files of NxD's own training in bf16
+        self.weight = nn.Parameter(torch.empty(width, dtype=wide, device="meta"))
         self._eps, self._upcast_dtype = eps, upcast_dtype
 
     def forward(self, x: Tensor) -> Tensor:

@@ -19,8 +19,6 @@ from torch import Tensor
 from lt_model.loss import LossParts, SoftmaxTerms, vocab_parallel_softmax
 from lt_trainer_neuron.nxd.collectives import Collectives
 
-__all__ = ["vocab_parallel_loss"]
-
 
 def vocab_parallel_loss(
     logits_NV: Tensor,

@@ -29,8 +29,6 @@ from lt_trainer_neuron.nxd.single_stage import StageWithLoss
 from lt_trainer_neuron.nxd.train_step import MicroBatchCallback
 from lt_trainer_neuron.pipeline_schedule import forward_only, one_forward_one_backward
 
-__all__ = ["NxdPipelineSchedule"]
-
 
 class NxdPipelineSchedule:
     """Pipeline-parallel schedule of one stage.

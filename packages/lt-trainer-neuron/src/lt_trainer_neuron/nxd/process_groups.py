@@ -19,8 +19,6 @@ from lt_trainer.config.sections import Recipe
 from lt_trainer.errors import RecipeError
 from lt_trainer_neuron.grid import Grid
 
-__all__ = ["check_grid", "init_process_groups"]
-
 
 def init_process_groups(recipe: Recipe, *, on_host: bool) -> None:
     """Initialize torch.distributed and NxD's process groups if not done yet."""

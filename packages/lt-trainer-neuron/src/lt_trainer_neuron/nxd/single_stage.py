@@ -22,8 +22,6 @@ from lt_trainer_neuron.nxd.llama import NxdPipelineStage
 from lt_trainer_neuron.nxd.loss import vocab_parallel_loss
 from lt_trainer_neuron.nxd.train_step import MicroBatchCallback
 
-__all__ = ["SingleStageSchedule", "StageWithLoss", "load_micro_batches"]
-
 
 def load_micro_batches(batch: StepBatch, device: TensorDevice) -> list[Tensor]:
     """Return a step's micro-batches, int32 [4, B, T] each, copied to the device without waiting."""

@@ -45,8 +45,6 @@ from lt_trainer_neuron.nxd.device import TensorDevice
 if TYPE_CHECKING:
     from lt_model import ParamSpec
 
-__all__ = ["DtypePolicy", "LocalWeight", "MicroBatchCallback", "MicroBatchSchedule", "TrainStep"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class DtypePolicy:

@@ -1,4 +1,4 @@
-"""Gloo process groups of a rank: one per axis of NxD's rank mesh, and two for shared weights.
+"""Gloo process groups of a rank: one per axis of NxD's rank mesh, and one for shared heads.
 
 Every rank creates every group, in one order; groups of one rank are not created.
 
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from lt_trainer.engine import World
-from lt_trainer_neuron.cpu.collectives import RankGroup
 from lt_trainer_neuron.grid import Grid
+from lt_trainer_neuron.nxd.gloo_collectives import RankGroup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,20 +22,16 @@ class ProcessGroups:
     """Process groups that this rank belongs to.
 
     Attributes:
-        world: all ranks.
         tp: tensor-parallel ranks, which compute each layer together.
         dp: data-parallel ranks, with the same weights and different rows.
         pp: ranks of all pipeline stages.
         kv_heads: the ranks of `tp` that hold the same key/value head.
-        embedding: the first and the last stage, which both hold a tied embedding; other stages form groups of one.
     """
 
-    world: RankGroup
     tp: RankGroup
     dp: RankGroup
     pp: RankGroup
     kv_heads: RankGroup
-    embedding: RankGroup
 
     @staticmethod
     def make(grid: Grid, kv_head_ranks: list[list[int]], timeout_s: float) -> ProcessGroups:
@@ -48,16 +44,12 @@ class ProcessGroups:
         """
         timeout = datetime.timedelta(seconds=timeout_s)
         tp_groups = grid.groups("tp")
-        pp_groups = grid.groups("pp")
         same_head = [[group[rank] for rank in ranks] for group in tp_groups for ranks in kv_head_ranks]
-        ends = [[group[0], group[-1]] for group in pp_groups if grid.pp > 1]
         return ProcessGroups(
-            world=RankGroup(ranks=tuple(range(grid.world_size)), rank=grid.rank, process_group=dist.group.WORLD),
             tp=_new_rank_group(tp_groups, grid.rank, timeout),
             dp=_new_rank_group(grid.groups("dp"), grid.rank, timeout),
-            pp=_new_rank_group(pp_groups, grid.rank, timeout),
+            pp=_new_rank_group(grid.groups("pp"), grid.rank, timeout),
             kv_heads=_new_rank_group(same_head, grid.rank, timeout),
-            embedding=_new_rank_group(ends, grid.rank, timeout),
         )
 
 
