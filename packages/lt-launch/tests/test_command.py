@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from lt_launch import catalog, command, installed_commands, installed_packages, main
+from lt_launch import catalog, command
+from lt_launch.__main__ import main
+from lt_launch.catalog import installed_commands, installed_packages
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -135,7 +137,7 @@ def test_the_catalog_agrees_with_the_installed_packages() -> None:
 
 @pytest.mark.skipif("data" not in installed_commands(), reason="needs lt-data")
 def test_without_typer_the_install_line_is_printed() -> None:
-    program = "import sys; sys.modules['typer'] = None; from lt_launch import main; sys.exit(main(['data']))"
+    program = "import sys; sys.modules['typer'] = None; from lt_launch.__main__ import main; sys.exit(main(['data']))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.stderr == "lt data: the command needs typer: pip install 'lt-data[cli]'\n"
     assert done.returncode == 64

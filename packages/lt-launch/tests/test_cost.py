@@ -7,8 +7,7 @@ from importlib.metadata import entry_points
 
 import pytest
 
-from lt_launch import installed_commands
-from lt_launch.catalog import COMMANDS
+from lt_launch.catalog import COMMANDS, installed_commands
 
 HEAVY = (
     "torch",
@@ -24,7 +23,7 @@ HEAVY = (
 
 MODULES = """
 import json, sys
-from lt_launch import main
+from lt_launch.__main__ import main
 code = main(sys.argv[1:])
 sys.stderr.write(json.dumps([code, sorted(sys.modules)]))
 """

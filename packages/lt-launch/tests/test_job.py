@@ -6,7 +6,6 @@ import pytest
 
 from lt_launch.job import ContainerImage, Job, Pipeline, Resources, RestartPolicy, Stage
 from lt_launch.k8s.options import KubernetesOptions
-from lt_launch.profile import Profile
 from lt_launch.sagemaker.options import SageMakerOptions
 from lt_launch.slurm.options import SlurmOptions
 from lt_trainer.errors import RecipeError
@@ -119,54 +118,12 @@ def test_variables_that_only_sound_like_secrets_are_taken(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "line",
-    [
-        *("export HF_TOKEN=hush-hush", "a; WANDB_API_KEY='hush-hush' b", "MY_SECRET=hush", "PGPASSWORD=hush-hush psql"),
-        *("x --hf-token=hush-hush", "x --hf-token hush-hush", "x --api_key 'hush-hush'", "x -password=hush"),
-        *("curl -H 'Authorization: Bearer hush-hush-hush-hush'", "curl https://me:hush-hush@host/x"),
-    ],
+    "value", ["hf_" + "x" * 34, "sk-proj-" + "x" * 40, "AKIA" + "X" * 16, "-----BEGIN OPENSSH PRIVATE KEY-----"]
 )
-def test_a_secret_in_a_command_or_a_line_of_set_up_is_refused(line: str) -> None:
-    for made in (
-        lambda: job(argv=("bash", "-c", line)),
-        lambda: Profile().with_values({"setup": [line]}, "test").setup,
-    ):
-        with pytest.raises(RecipeError, match="looks like a secret") as caught:
-            made()
-        assert "hush" not in str(caught.value)
-        assert "pass_env = [" in str(caught.value)
-
-
-def test_a_secret_in_the_word_after_its_option_is_refused() -> None:
-    with pytest.raises(RecipeError, match="looks like a secret") as caught:
-        job(argv=("python", "x.py", "--hf-token", "hush-hush"))
-    assert "hush" not in str(caught.value)
-
-
-@pytest.mark.parametrize("value", ["hf_" + "x" * 34, "postgres://me:hush-hush@db/x", "Bearer hush-hush-hush-hush"])
 def test_a_variable_of_any_name_whose_value_is_a_secret_is_refused(value: str) -> None:
     with pytest.raises(RecipeError, match="looks like a secret") as caught:
         job(env={"INNOCENT": value})
     assert value not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        *(
-            "export HF_TOKEN=$(cat token)",
-            'HF_TOKEN="$OTHER" lt data prepare',
-            "HF_TOKEN= lt",
-            "--set data.eos_token=x",
-        ),
-        *("echo $TOKEN", "TOKENIZERS_PARALLELISM=false", 'x --hf-token "$HF_TOKEN"', "x --token --verbose"),
-        *("lt data prepare text --text-key content --tokenizer tok", "x --eos-token=x", "x --token-file t --key=a"),
-        *("curl -H 'Authorization: Bearer $TOKEN'", "curl https://me@host:8080/x"),
-    ],
-)
-def test_a_command_that_takes_a_secret_from_elsewhere_is_taken(line: str) -> None:
-    assert job(argv=("bash", "-c", line)).argv[2] == line
-    assert Profile().with_values({"setup": [line]}, "test").setup == (line,)
 
 
 def test_a_pipeline_names_stages_before_they_are_waited_for() -> None:

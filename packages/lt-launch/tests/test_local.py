@@ -120,7 +120,6 @@ def test_a_run_to_its_end_keeps_what_a_person_may_want_to_know_later(lt: Lt) -> 
     kept = lt.folder / "runs" / "x" / "launch"
     assert json.loads((kept / "rendered" / "x.spec.json").read_text())["env"] == {"GREETING": "hello"}
     assert json.loads((kept / "launch.json").read_text())["target"] == "local"
-    assert "lt-launch" in json.loads((kept / "environment.json").read_text())["packages"]
     assert all(b"hush" not in path.read_bytes() for path in kept.rglob("*") if path.is_file())
     assert (lt.folder / "runs" / "x" / ".lt-run").exists()  # lt-trainer takes the folder as its own
     assert "completed already, skipped" in lt.run("run", "run.toml")
@@ -293,40 +292,19 @@ def test_a_pipeline_stops_at_a_failure_goes_on_there_and_skips_what_is_done_by_c
     assert ran(lt) == once | {"convert": 3, "export": 3}
 
 
-SIDE_BY_SIDE = """
-[pipeline]
-out = "runs/p"
-[[stages]]
-name = "left"
-argv = ["bash", "-c", "touch left; until [ -e right ]; do sleep 0.01; done; echo left is here"]
-[[stages]]
-name = "right"
-argv = ["bash", "-c", "touch right; until [ -e left ]; do sleep 0.01; done"]
-[[stages]]
-name = "both"
-after = ["left", "right"]
-argv = ["bash", "-c", "ls left right > both"]
-[profile.local]
-slots = 2
-"""
-
-
-def test_stages_that_do_not_wait_for_each_other_run_side_by_side(lt: Lt) -> None:
-    """Each of the two ends only when the other has begun."""
-    lt.write(SIDE_BY_SIDE)
+def test_elements_run_side_by_side_as_far_as_there_is_room(lt: Lt) -> None:
+    """Each of two ends only when the other has begun; those that use the devices never meet."""
+    meet = "touch at.$LT_ARRAY_INDEX; until [ -e at.0 -a -e at.1 ]; do sleep 0.01; done; echo here"
+    alone = "mkdir running && sleep 0.3 && rmdir running"
+    lt.write(
+        f'[[stages]]\nname = "p"\narray = 2\nargv = ["bash", "-c", "{meet}"]\n'
+        f'[[stages]]\nname = "q"\narray = 2\nargv = ["bash", "-c", "{alone}"]\nresources = {{ gpus_per_node = 1 }}\n'
+        f'[[stages]]\nname = "r"\narray = 2\nargv = ["bash", "-c", "{alone}"]\narray_limit = 1\n'
+        "[profile.local]\nslots = 2\n"
+    )
     shown = lt.run("run", "run.toml")
-    assert "[left] left is here" in shown
-    assert (lt.folder / "both").read_text() == "left\nright\n"
-    assert "both: completed already, skipped" in lt.run("run", "run.toml")
-
-
-@pytest.mark.parametrize(("slots", "more"), [(1, ""), (8, "resources = { gpus_per_node = 1 }")])
-def test_what_there_is_no_room_for_waits(lt: Lt, slots: int, more: str) -> None:
-    """By places, or because both use the devices: neither begins while the other runs."""
-    alone = 'argv = ["bash", "-c", "mkdir running && sleep 0.3 && rmdir running"]'
-    stages = "".join(f'[[stages]]\nname = "{name}"\n{alone}\n{more}\n' for name in "abc")
-    lt.write(f"{stages}[profile.local]\nslots = {slots}\n")
-    lt.run("run", "run.toml")
+    assert "[p.0] here" in shown
+    assert "[p.1] here" in shown
 
 
 def test_a_failure_keeps_what_comes_after_it_from_beginning_and_disturbs_no_other(lt: Lt) -> None:
@@ -336,39 +314,42 @@ def test_a_failure_keeps_what_comes_after_it_from_beginning_and_disturbs_no_othe
 out = "runs/p"
 [[stages]]
 name = "bad"
-argv = ["bash", "-c", "until [ -e began ]; do sleep 0.01; done; exit 7"]
+argv = ["bash", "-c", "exit 7"]
 [[stages]]
 name = "behind"
 after = ["bad"]
 argv = ["touch", "behind"]
 [[stages]]
 name = "good"
-argv = ["bash", "-c", "touch began; sleep 0.5; touch good"]
+argv = ["touch", "good"]
 [[stages]]
 name = "last"
 after = ["good"]
 argv = ["touch", "last"]
-[profile.local]
-slots = 2
 """
     )
     shown = lt.run("run", "run.toml", code=7)
     assert "behind: not started, because bad did not succeed" in shown
-    assert sorted(path.name for path in lt.folder.iterdir() if path.is_file()) == ["began", "good", "last", "run.toml"]
+    assert sorted(path.name for path in lt.folder.iterdir() if path.is_file()) == ["good", "last", "run.toml"]
     states = {row["stage"]: row["state"] for row in json.loads(lt.run("status", "p", "--json"))}
     assert states == {"bad": "failed", "behind": "pending", "good": "completed", "last": "completed"}
 
 
 def test_a_stop_ends_all_that_runs_and_begins_nothing_more(lt: Lt) -> None:
-    lt.write(SIDE_BY_SIDE.replace("[ -e right ]", "false").replace("[ -e left ]", "false"))
+    wait = "touch at.$LT_ARRAY_INDEX; while :; do sleep 0.01; done"
+    lt.write(
+        f'[pipeline]\nout = "runs/p"\n[[stages]]\nname = "p"\narray = 3\nargv = ["bash", "-c", "{wait}"]\n'
+        '[[stages]]\nname = "q"\nargv = ["touch", "q"]\n[profile.local]\nslots = 2\n'
+    )
     process = lt.start("run", "run.toml")
-    lt.until(lambda: (lt.folder / "left").exists() and (lt.folder / "right").exists())
+    lt.until(lambda: (lt.folder / "at.0").exists() and (lt.folder / "at.1").exists())
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 75, out
     kinds = {event["stage"]: event["kind"] for event in lt.events("p") if event["event"] == "attempt_ended"}
-    assert kinds == {"left": "stopped", "right": "stopped"}
-    assert not (lt.folder / "both").exists()
+    assert kinds == {"p.0": "stopped", "p.1": "stopped"}
+    assert not (lt.folder / "at.2").exists()
+    assert not (lt.folder / "q").exists()
     assert not lt.pids("sleep 0.01")
 
 

@@ -85,7 +85,7 @@ def test_a_folder_that_is_there_is_not_written_into(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("example", "target"), EXAMPLES)
 def test_rendering_loads_nothing_heavy(example: str, target: str) -> None:
     program = (
-        "import json, sys\nfrom lt_launch import main\ncode = main(sys.argv[1:])\n"
+        "import json, sys\nfrom lt_launch.__main__ import main\ncode = main(sys.argv[1:])\n"
         "sys.stderr.write(json.dumps([code, sorted(sys.modules)]))"
     )
     command = [sys.executable, "-c", program, "launch", "render", f"examples/launch/{example}.toml", "--on", target]

@@ -9,8 +9,6 @@ import traceback
 from collections.abc import Sequence
 from errno import EACCES, ENAMETOOLONG, EPERM
 
-__all__ = ["main"]
-
 EXIT_USER, EXIT_INTERNAL, EXIT_INTERRUPTED = 64, 70, 130
 TYPER_USAGE_ERROR = 2
 PATH_ERRORS = (EACCES, EPERM, ENAMETOOLONG)

@@ -76,8 +76,6 @@ class Transport(Protocol):
     """Access to the nodes of a target."""
 
     connect_timeout_s: float
-    memory_gib: float
-    """Of each host; infinite where it is not known."""
 
     def slots(self, host: Host) -> int:
         """Return how many processes may run side by side on a host."""

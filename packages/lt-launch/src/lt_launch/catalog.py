@@ -8,18 +8,6 @@ import re
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, requires, version
 
-__all__ = [
-    "COMMANDS",
-    "ENTRY_POINT_GROUP",
-    "PACKAGES",
-    "CommandInfo",
-    "command_summary",
-    "extra_for",
-    "installed_commands",
-    "installed_packages",
-    "package_name",
-]
-
 ENTRY_POINT_GROUP = "lt.commands"
 
 PACKAGES = ("lt-ckpt", "lt-data", "lt-launch", "lt-model", "lt-trainer", "lt-trainer-gpu", "lt-trainer-neuron")

@@ -104,9 +104,6 @@ def run(
     out: Out = "",
     stage: Stage = "",
     detach: Annotated[bool, typer.Option("--detach", help="local and ssh: run in the background.")] = False,
-    include_untracked: Annotated[
-        bool, typer.Option("--include-untracked", help="Keep the content of untracked files in diff.patch.")
-    ] = False,
 ) -> None:
     """Submit a run to a target. Completed stages are skipped; launching into the same folder resumes it.
 
@@ -115,7 +112,7 @@ def run(
     from lt_launch.launcher import launch
 
     run_file = _load_run_file(file, on, profile, nodes, nproc_per_node, env, sets, hostfile, out, stage)
-    sys.exit(launch(run_file.pipeline, run_file.profile, on, detach=detach, include_untracked=include_untracked))
+    sys.exit(launch(run_file.pipeline, run_file.profile, on, detach=detach))
 
 
 @app.command()

@@ -14,8 +14,6 @@ from typing import Any
 
 from lt_launch.catalog import COMMANDS, command_summary, installed_commands, installed_packages
 
-__all__ = ["UsageError", "find_command", "help_text", "run_command"]
-
 ABOUT = "Pre-train Llama-family language models: text in, Hugging Face safetensors out."
 
 

@@ -6,8 +6,6 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["count_devices", "numbered_devices"]
-
 CORES_PER_DEVICE = 2
 """NeuronCores of a Trainium1 chip, where its driver does not say how many it has."""
 

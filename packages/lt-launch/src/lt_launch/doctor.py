@@ -12,8 +12,6 @@ from lt_launch.target import Finding, get_target
 if TYPE_CHECKING:
     from lt_launch.run_file import RunFile
 
-__all__ = ["run_doctor"]
-
 LEVEL_MARKUP = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "error": "[red]error[/]"}
 
 

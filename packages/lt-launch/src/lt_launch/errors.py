@@ -1,7 +1,5 @@
 """User errors of lt-launch."""
 
-__all__ = ["LaunchError"]
-
 
 class LaunchError(ValueError):
     """Launch that cannot be made, or target that cannot be used. Commands end with `exit_code`.

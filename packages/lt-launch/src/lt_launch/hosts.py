@@ -20,8 +20,6 @@ from pathlib import Path
 from lt_launch.errors import LaunchError
 from lt_launch.job import check_env
 
-__all__ = ["Host", "parse_hostfile", "read_hostfile", "slots_per_host"]
-
 NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._:-]*[A-Za-z0-9])?")
 GRAMMAR = "write lines of 'host [slots=N] [port=P] [user=U] [addr=A] [env.NAME=VALUE]'"
 

@@ -9,12 +9,11 @@ Values are checked at construction; errors name the field as in a run file. Noth
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from lt_launch.secrets import find_secret_in_command, find_secret_value, is_secret_name
 from lt_trainer.config.section import Section, option
 from lt_trainer.errors import RecipeError
 
@@ -30,6 +29,21 @@ RESERVED_VARIABLES = (
     "MASTER_PORT",
 )
 """Variables that identify a process (rank, world size, ...); a job cannot set them."""
+
+SECRET_NAME = re.compile(
+    r"(?:PASSWORD|PASSWD|PASSPHRASE|TOKEN|SECRET|CREDENTIALS?|APIKEY)$"
+    r"|(?:^|_)(?:PAT|PWD|PASS|AUTH|DSN|JWT|[A-Z0-9]+_KEY|ACCESS_KEY_ID)$"
+)
+PLAIN_NAME = re.compile(
+    r"(?:^|_)(?:BOS|EOS|EOT|PAD|UNK|SEP|CLS|MASK)_TOKEN$|(?:^|_)(?:SORT|TEXT|ID|JSON|GROUP|PRIMARY|PUBLIC|HASH|CACHE)_KEY$"
+    r"|^(?:OLD)?PWD$"
+)
+"""Names of the special tokens of a vocabulary and of columns, which end like secrets."""
+SECRET_VALUE = re.compile(
+    r"-----BEGIN [A-Z ]*PRIVATE KEY|\bhf_[A-Za-z0-9]{20,}|\bsk-[A-Za-z0-9_-]{20,}|\bgh[pousr]_[A-Za-z0-9]{20,}"
+    r"|\bgithub_pat_\w{20,}|\bAKIA[0-9A-Z]{16}\b|\bASIA[0-9A-Z]{16}\b"
+)
+"""Shapes of values that are secret under any name."""
 
 
 def _one_line(text: str) -> str:
@@ -54,6 +68,13 @@ def _field_error(name: str, value: object, problem: str, remedy: str) -> RecipeE
     return RecipeError(problem, values={name: value}, remedy=remedy)
 
 
+def is_secret(name: str, value: object) -> bool:
+    """Return True if a variable holds a secret, by its name or by the shape of its value."""
+    plain = name.upper()
+    named = bool(SECRET_NAME.search(plain)) and not PLAIN_NAME.search(plain)
+    return named or bool(SECRET_VALUE.search(str(value)))
+
+
 def check_env(source: str, env: Mapping[str, object]) -> None:
     """Reject variables that are invalid, set by the launcher itself, or would store a secret.
 
@@ -61,7 +82,7 @@ def check_env(source: str, env: Mapping[str, object]) -> None:
         RecipeError: naming `source`, the variable and the remedy.
     """
     for name, value in env.items():
-        if is_secret_name(name) or (isinstance(value, str) and find_secret_value(value)):
+        if is_secret(name, value):
             problem = "looks like a secret, and the environment is saved with the launch"
             raise _field_error(f"{source}.{name}", "...", problem, f'pass it by name: pass_env = ["{name}"]')
         if not isinstance(value, str) or not VARIABLE.fullmatch(name) or "\0" in value or "\n" in value:
@@ -70,28 +91,6 @@ def check_env(source: str, env: Mapping[str, object]) -> None:
             )
         if name in RESERVED_VARIABLES:
             raise _field_error(f"{source}.{name}", value, "is set by the launcher", "leave it out")
-
-
-def check_shell_lines(source: str, lines: Sequence[str]) -> None:
-    """Reject shell lines that assign a value to a secret.
-
-    Raises:
-        RecipeError: naming `source` and the variable or option, never the value.
-    """
-    for line in lines:
-        check_command(source, [line])
-
-
-def check_command(source: str, argv: Sequence[str]) -> None:
-    """Reject a command that assigns a value to a secret, or gives it to an option.
-
-    Raises:
-        RecipeError: naming `source` and the variable or option, never the value.
-    """
-    if found := find_secret_in_command(argv):
-        problem = "looks like a secret, and commands are saved with the launch"
-        remedy = 'pass it by name: pass_env = ["NAME"], and write "$NAME" in a line of shell'
-        raise _field_error(source, f"{found} ...", problem, remedy)
 
 
 class Resources(Section, table="resources"):
@@ -180,7 +179,6 @@ class Job(Section, table="job"):
         if self.completion == "run_dir" and not self.run_dir:
             raise self.wrong("run_dir", "completion = run_dir needs it", "set job.run_dir to the recipe's run.dir")
         check_env("env", self.env)
-        check_command("argv", self.argv)
         for name in self.pass_env:
             if not VARIABLE.fullmatch(name):
                 problem = "is not the name of an environment variable"
@@ -196,6 +194,12 @@ class Job(Section, table="job"):
     def is_training(self) -> bool:
         """True if rank 0's completion record in the run directory decides success."""
         return self.completion == "run_dir"
+
+    @property
+    def uses_devices(self) -> bool:
+        """True if it uses a node's devices, which jobs never share."""
+        resources = self.resources
+        return self.is_training or resources.gpus_per_node > 0 or resources.neuron_cores_per_node > 0
 
 
 class Stage(Section, table="stage"):

@@ -12,8 +12,6 @@ from typing import TextIO
 
 from lt_launch.terminal import escape_controls
 
-__all__ = ["format_lines"]
-
 COLOR = re.compile(r"\x1b\[[0-9;:]*m")
 
 

@@ -3,18 +3,15 @@
     launch.json         format, name, target, job_ids, pipeline and profile values; when, where and by whom it was made
     rendered/           exactly what was sent
     stages/             what runs on the nodes, and its records (see `policy`)
-    policy.py nodes/    our modules that run there (Slurm, ssh)
-    git.json diff.patch the commit of the working folder and its uncommitted changes (see `git_state`)
-    environment.json    versions of packages, the machine, variables by allow-list only, since others may hold secrets
+    policy.py           our module that runs there (Slurm)
     events.jsonl        submissions, starts and ends of attempts, cancellations
     launch.lock         held by the process that runs it, if the target has no queue
 
-These files may be read by their owner alone, and a launch that looks as if it held a secret is refused.
+These files may be read by their owner alone. The commit, its uncommitted changes and the environment of a training are
+in the run directory, which lt-trainer writes.
 
 Launching into the same folder resumes: completed stages are not repeated. Every launch is listed in
-`$LT_LAUNCH_HOME/launches` (default ~/.local/state/lt-launch), one line per folder. Of a launch that is not listed
-there, or whose launch.json belongs to another user, the saved profile is not used: its ssh options are commands, its
-endpoints receive credentials.
+`$LT_LAUNCH_HOME/launches` (default ~/.local/state/lt-launch), one line per folder.
 """
 
 from __future__ import annotations
@@ -33,28 +30,12 @@ from pathlib import Path
 from typing import Any
 
 from lt_launch.errors import LaunchError
-from lt_launch.git_state import git_state
 from lt_launch.job import Pipeline
 from lt_launch.process_start import process_start
-from lt_launch.profile import Profile, load_profile
-from lt_launch.secrets import find_secret
+from lt_launch.profile import Profile
 from lt_launch.spec import launch_files
 from lt_launch.target import Launch, RenderedLaunch
 from lt_trainer.config.section import Given
-
-__all__ = [
-    "acquire_lock",
-    "check_own",
-    "create",
-    "find_launch_dir",
-    "is_own",
-    "list_launch_dirs",
-    "load_launch",
-    "lock_owner",
-    "log_event",
-    "read_events",
-    "save_job_ids",
-]
 
 FORMAT, VERSION = "lt-launch", 1
 
@@ -67,7 +48,6 @@ def create(
     specs: Mapping[str, Mapping[str, Any]],
     *,
     out: Path | None = None,
-    include_untracked: bool = False,
 ) -> Launch:
     """Create the launch directory, or resume in an existing one.
 
@@ -78,10 +58,9 @@ def create(
         rendered: the files and commands to be sent.
         specs: by stage.
         out: the folder to use in place of `pipeline.out`.
-        include_untracked: keep the content of untracked files, too.
 
     Raises:
-        LaunchError: a file would hold a secret, the folder has other content, a running launch uses it, or the list of
+        LaunchError: the folder has other content, a running launch uses it, or the list of
             launches cannot be written.
     """
     root = (out or Path(pipeline.out)).absolute()
@@ -98,12 +77,10 @@ def create(
     launch = Launch(directory=directory, target=target, pipeline=pipeline, profile=profile)
     files = launch_files(pipeline, specs, target) | {f"rendered/{name}": text for name, text in rendered.files.items()}
     files["launch.json"] = _launch_file(launch, rendered)
-    _check_no_secrets(files)
     _register_launch(directory)
     _create_run_dir(root, pipeline)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        _write_environment(directory, include_untracked=include_untracked)
         for name, text in files.items():
             _write(directory / name, text)
     except OSError as exc:
@@ -127,8 +104,6 @@ def save_job_ids(launch: Launch, ids: Mapping[str, str]) -> Launch:
 def load_launch(path: str | Path) -> Launch:
     """Load the launch of a folder: its `out`, its `launch/`, or a name from `list_launch_dirs`.
 
-    The profile is the saved one if the launch `is_own`, else that of the user.
-
     Raises:
         LaunchError: there is no such launch, or it is damaged.
     """
@@ -138,23 +113,19 @@ def load_launch(path: str | Path) -> Launch:
         values = json.loads(file.read_bytes())
         if values["format"] != FORMAT or values["version"] != VERSION:
             raise LaunchError(f"{file} has version {values.get('version')!r}; use the lt-launch that made it")
-        texts = [values["target"], *values["job_ids"], *values["job_ids"].values()]
-        if not all(isinstance(text, str) for text in texts):
-            raise TypeError("target or job_ids are not text")
         assignments = {name: Given(value, "launch.json") for name, value in values["profile"].items()}
-        profile = Profile(values=assignments) if is_own(directory) else load_profile()
         return Launch(
             directory=directory,
             target=values["target"],
             pipeline=Pipeline.model_validate(values["pipeline"]),
-            profile=profile,
+            profile=Profile(values=assignments),
             job_ids=values["job_ids"],
         )
     except LaunchError:
         raise
     except PermissionError as exc:
         raise LaunchError(f"{file} may be read by its owner alone; ask the user who made the launch") from exc
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
         raise LaunchError(f"{file} is damaged ({exc}); launch again with the same --out") from exc
 
 
@@ -187,7 +158,7 @@ def _job_names(directory: Path) -> set[str]:
         values = json.loads((directory / "launch.json").read_bytes())
         name, ids = values["pipeline"]["name"], dict(values["job_ids"])
         return {name, *ids.values(), *(f"{name}-{stage}" for stage in ids)}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return set()
 
 
@@ -199,29 +170,6 @@ def list_launch_dirs() -> list[Path]:
         return []
     paths = [Path(line) for line in dict.fromkeys(lines)]
     return [path for path in paths if (path / "launch.json").is_file()]
-
-
-def is_own(directory: Path) -> bool:
-    """Return True if this user made the launch on this machine: it is listed here and its file is theirs."""
-    try:
-        owner = (directory / "launch.json").stat().st_uid
-    except OSError:
-        return False
-    found = os.path.realpath(directory)
-    return owner == os.getuid() and any(found == os.path.realpath(listed) for listed in list_launch_dirs())
-
-
-def check_own(directory: Path) -> None:
-    """Refuse to stop what a launch names unless this user made it: its ids may be those of anything.
-
-    Raises:
-        LaunchError: it is not this user's.
-    """
-    if not is_own(directory):
-        raise LaunchError(
-            f"{directory} is not a launch that you made on this machine; only such a one names what to stop: ask the "
-            "user who made it to cancel it, or use the scheduler's own command"
-        )
 
 
 def state_dir() -> Path:
@@ -247,7 +195,7 @@ def read_log(path: Path, offset: int) -> bytes:
         LaunchError: it cannot be read.
     """
     try:
-        with open(path, "rb") as file:
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:  # a link leads out of the launch
             file.seek(offset)
             return file.read()
     except FileNotFoundError:
@@ -320,15 +268,6 @@ def _launch_file(launch: Launch, rendered: RenderedLaunch) -> str:
     return json.dumps(values, indent=1, ensure_ascii=False) + "\n"
 
 
-def _check_no_secrets(files: Mapping[str, str]) -> None:
-    for name, text in files.items():
-        if not name.endswith(".py") and (found := find_secret(text)):
-            raise LaunchError(
-                f"{name} of the launch would hold {found}, which looks like a secret; pass it by name "
-                '(pass_env = ["NAME"]), or name a file that the job reads'
-            )
-
-
 def _create_run_dir(root: Path, pipeline: Pipeline) -> None:
     """Initialize the folder of a training launch as a run directory, as lt-trainer requires."""
     if any(stage.job.is_training and Path(stage.job.run_dir).absolute() == root for stage in pipeline.stages):
@@ -336,15 +275,6 @@ def _create_run_dir(root: Path, pipeline: Pipeline) -> None:
 
         if not (root / "launch").exists():
             RunDir.open(root).close()
-
-
-def _write_environment(directory: Path, *, include_untracked: bool) -> None:
-    from lt_trainer.run_directory.environment import describe_environment
-
-    _write(directory / "environment.json", json.dumps(describe_environment(), indent=1, ensure_ascii=False) + "\n")
-    state, patch = git_state(Path.cwd(), include_untracked=include_untracked)
-    _write(directory / "git.json", json.dumps(state, indent=1) + "\n")
-    _write(directory / "diff.patch", patch)
 
 
 def _register_launch(directory: Path) -> None:
@@ -355,8 +285,7 @@ def _register_launch(directory: Path) -> None:
             listed.write(f"{directory}\n")
     except OSError as exc:
         raise LaunchError(
-            f"cannot write {file}: {exc.strerror}; it lists your launches, and only one that it lists is yours to "
-            "cancel: set LT_LAUNCH_HOME to a folder that you can write"
+            f"cannot write {file}: {exc.strerror}; it lists your launches: set LT_LAUNCH_HOME to a folder you can write"
         ) from exc
 
 

@@ -15,8 +15,6 @@ from lt_launch.errors import LaunchError
 from lt_launch.policy import Place, Table, log_file, read_table
 from lt_launch.target import Launch, StageState, StageStatus
 
-__all__ = ["element_status", "find_stage_dir", "read_logs", "read_stage_statuses"]
-
 POLL_S = 0.2
 KINDS = (policy.DONE, policy.STOPPED, policy.REQUEUED, policy.LOST, policy.KILLED, policy.FAILED)
 

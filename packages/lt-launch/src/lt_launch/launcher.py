@@ -15,12 +15,8 @@ from lt_launch.profile import Profile
 from lt_launch.target import RenderedLaunch, get_target
 from lt_trainer.errors import RecipeError
 
-__all__ = ["format_rendered", "format_submitted", "launch", "resolve_stage_specs", "write_rendered"]
 
-
-def launch(
-    pipeline: Pipeline, profile: Profile, on: str, *, detach: bool = False, include_untracked: bool = False
-) -> int:
+def launch(pipeline: Pipeline, profile: Profile, on: str, *, detach: bool = False) -> int:
     """Submit a pipeline to a target.
 
     Returns:
@@ -37,7 +33,7 @@ def launch(
     _check_pass_env(pipeline)  # after render, since some targets reject pass_env altogether
     specs = resolve_stage_specs(target, pipeline, profile, cwd=os.getcwd())
     _check_not_running(target, Path(pipeline.out), on)
-    new_launch = launch_dir.create(pipeline, profile, on, rendered, specs, include_untracked=include_untracked)
+    new_launch = launch_dir.create(pipeline, profile, on, rendered, specs)
     for note in rendered.notes:
         echo_error(f"# {note}")
     ids, code = target.submit(new_launch, rendered, detach=detach)

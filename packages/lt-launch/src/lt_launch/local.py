@@ -37,7 +37,6 @@ class LocalTransport:
 
     def __init__(self, slots: int = 0) -> None:
         self._slots = slots or os.cpu_count() or 1
-        self.memory_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
 
     def slots(self, host: Host) -> int:
         """Return the slots of the profile, else the number of cores."""

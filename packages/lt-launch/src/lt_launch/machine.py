@@ -9,8 +9,6 @@ from typing import Any
 from lt_launch.job import Pipeline
 from lt_launch.target import Finding
 
-__all__ = ["describe_machine", "machine_findings"]
-
 LOW_DISK_GIB, LOW_SHM_GIB = 20.0, 1.0
 MIN_PYTHON = (3, 11)
 ENGINE_PACKAGES = {"gpu": "lt-trainer-gpu", "neuron": "lt-trainer-neuron"}

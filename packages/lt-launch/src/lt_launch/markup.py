@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["escape"]
-
 
 def escape(text: str) -> str:
     """Return the text as rich must be given it: no markup, no ANSI escapes, one line."""

@@ -12,8 +12,6 @@ from typing import Any
 
 from lt_launch.policy import Place
 
-__all__ = ["ARRAY", "INDEX", "RECIPE", "node_commands", "ranks_of"]
-
 RECIPE, INDEX, ARRAY = "{recipe}", "{index}", "{array}"
 """Words of a command line that stand for the path of the resolved recipe, an element's index, the array's width."""
 TRAIN = ("-P", "-m", "lt_trainer", "run")

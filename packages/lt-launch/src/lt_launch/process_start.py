@@ -6,8 +6,6 @@ import os
 import subprocess
 from pathlib import Path
 
-__all__ = ["identify_process", "process_start"]
-
 
 def process_start(pid: int) -> str:
     """Return the start time of a running process as opaque text, "" if there is none.

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lt_launch.errors import LaunchError
-from lt_launch.job import check_env, check_shell_lines
+from lt_launch.job import check_env
 from lt_launch.target_registry import TARGETS
 from lt_trainer.config.recipe import read_toml
 from lt_trainer.config.section import Given, Section, build, flatten, suggest
@@ -61,7 +61,6 @@ class Profile:
         value = self._top_level_value("setup", [])
         if not isinstance(value, list | tuple) or not all(isinstance(line, str) for line in value):
             raise self._field_error("setup", "expected a list of lines", 'write setup = ["module load cuda"]')
-        check_shell_lines("setup", value)
         return tuple(value)
 
     @property

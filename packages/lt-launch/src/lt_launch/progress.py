@@ -17,8 +17,6 @@ from typing import Any
 
 from lt_launch.job import Job
 
-__all__ = ["Progress", "parse_progress", "read_progress"]
-
 TAIL_BYTES = 1 << 16
 METRIC_PATTERN = re.compile(r"(?:^|\s)(step|loss|tokens_per_sec|mfu)=(\S+)")
 """One field of a metrics line as `lt_trainer.run_directory.jsonl.format_record` writes it."""

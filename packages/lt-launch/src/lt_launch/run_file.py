@@ -42,8 +42,6 @@ from lt_trainer.config.recipe import load, to_toml
 from lt_trainer.config.section import Given, build, flatten, suggest
 from lt_trainer.errors import RecipeError
 
-__all__ = ["RunFile", "RunOverrides", "read_run_file"]
-
 TABLES = ("job", "stages", "pipeline", "profile")
 JOB_FIELDS = {*Job.model_fields, "sets", "time_limit"}
 SECONDS_PER_UNIT = {"s": 1, "m": 60, "h": 3600, "d": 86400}

@@ -15,8 +15,6 @@ from typing import Any
 from lt_launch.job import Pipeline, Stage
 from lt_launch.profile import Profile
 
-__all__ = ["PYTHON_PLACEHOLDER", "launch_files", "recipe_hash", "stage_spec", "with_python"]
-
 VERSION = 1
 PYTHON_PLACEHOLDER = "python"
 

@@ -11,7 +11,6 @@ and secrets by name (`pass_env`).
 
 import inspect
 import json
-import math
 import secrets
 import shlex
 import subprocess
@@ -66,8 +65,6 @@ def resolve_hosts(options: SshOptions) -> tuple[Host, ...]:
 
 class SshTransport:
     """Transport over one ssh connection per host and attempt."""
-
-    memory_gib = math.inf
 
     def __init__(self, options: SshOptions, python: str) -> None:
         self.connect_timeout_s, self.options, self.python = options.connect_timeout_s, options, python

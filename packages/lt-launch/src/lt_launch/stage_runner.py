@@ -1,10 +1,11 @@
-"""Pipeline runner of targets without a queue: independent stages in parallel, with restarts.
+"""Pipeline runner of targets without a queue: stages one after the other, with restarts.
 
-Semantics equal those of the job chain on Slurm: a stage starts when all its predecessors have succeeded and hosts are
-free (`scheduler`). A stage with a current stamp is skipped. A failed stage prevents only its dependents; the next
-launch resumes there. The process that runs this holds the launch's lock.
+Semantics equal those of the job chain on Slurm: a stage starts when all its predecessors have succeeded. A stage with a
+current stamp is skipped. A failed stage prevents only its dependents; the next launch resumes there. Elements of an
+array go round the hosts, as many at a time as their slots hold; those that use devices have a host for themselves. The
+process that runs this holds the launch's lock.
 
-Cost: one thread per stage, and one per array element that runs or waits for hosts.
+Cost: one thread per element of an array that runs.
 """
 
 from __future__ import annotations
@@ -14,23 +15,22 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TextIO
 
 from lt_launch import launch_dir, policy
 from lt_launch.attempt import Attempt, Stop, Transport
+from lt_launch.errors import LaunchError
 from lt_launch.hosts import Host
-from lt_launch.job import Pipeline, Stage
+from lt_launch.job import Stage
 from lt_launch.job_output import format_lines
 from lt_launch.policy import Place
-from lt_launch.scheduler import HostScheduler, resource_request
 from lt_launch.target import Launch
 
-__all__ = ["StageRunner", "has_parallel_stages"]
-
-SKIPPED, NOT_STARTED = "skipped", "not started"
+SKIPPED = "skipped"
 SUCCESS_KINDS = (policy.DONE, SKIPPED)
-MAX_BACKOFF_S, POLL_S = 30.0, 0.2
+STOPPED = {"kind": policy.STOPPED, "code": policy.REQUEUE}
+MAX_BACKOFF_S = 30.0
 
 
 class StageRunner:
@@ -40,7 +40,7 @@ class StageRunner:
         launch: the launch.
         specs: specs by stage.
         transport: transport that reaches the hosts.
-        hosts: in allocation order; a stage takes the first with free slots that were not lost.
+        hosts: in allocation order; a stage takes the first that were not lost.
         stop: stop request of the user.
     """
 
@@ -52,56 +52,63 @@ class StageRunner:
         hosts: Sequence[Host],
         stop: Stop,
     ) -> None:
-        self.launch, self.specs, self.transport, self.stop = launch, specs, transport, stop
-        self.scheduler = HostScheduler(hosts, transport.slots, transport.memory_gib)
-        self._priorities = {stage.name: priority for priority, stage in enumerate(launch.pipeline.stages)}
-        self._has_parallel_stages = has_parallel_stages(launch.pipeline)
-        self._failures: list[tuple[str, dict[str, Any]]] = []
-        """Failed stages with their results, in the order of their ends."""
+        self.launch, self.specs, self.transport, self.hosts, self.stop = launch, specs, transport, hosts, stop
+        self._lost: set[str] = set()
+        """Names of hosts that are used only if too few others remain."""
         self._lock = threading.Lock()
 
     def run(self) -> int:
         """Run all stages; return 0, or the exit code of the first failure."""
         stages = self.launch.pipeline.stages
         for stage in stages:
-            self.scheduler.check_feasible(stage.name, resource_request(stage.job))
+            if (found := len(self._usable_hosts(stage))) < stage.job.nodes:
+                with_slots = "" if found == len(self.hosts) else f" with {stage.job.procs_per_node} slots"
+                needs = f"stage {stage.name} needs {stage.job.nodes} hosts{with_slots} and there are {found}"
+                raise LaunchError(f"{needs}; lower nodes or add hosts")
+        failures: dict[str, Mapping[str, Any]] = {}
+        not_done: set[str] = set()
         with launch_dir.acquire_lock(self.launch):
-            futures: dict[str, Future[bool]] = {}
-            with ThreadPoolExecutor(max_workers=len(stages)) as pool:  # each waits for its predecessors
-                for stage in stages:
-                    before = {name: futures[name] for name in stage.after}
-                    futures[stage.name] = pool.submit(self._run_stage, stage, before)
-                while wait(futures.values(), timeout=POLL_S).not_done:
-                    pass  # wake up regularly: signal handlers run in the main thread only
-            for future in futures.values():
-                future.result()  # re-raise unexpected exceptions
-            if self._failures:
-                name, result = self._failures[0]
-                launch_dir.log_event(self.launch, "launch_ended", stage=name, code=result["code"], kind=result["kind"])
-                return int(result["code"])
-            launch_dir.log_event(self.launch, "launch_ended", code=0, kind=policy.DONE)
-        return 0
+            for stage in stages:  # in an order in which each follows its predecessors
+                if missing := [name for name in stage.after if name in not_done]:
+                    self._log(f"{stage.name}: not started, because {', '.join(missing)} did not succeed")
+                    not_done.add(stage.name)
+                    continue
+                failed = [result for result in self._run_elements(stage) if result["kind"] not in SUCCESS_KINDS]
+                if failed:
+                    failures[stage.name] = failed[0]
+                    not_done.add(stage.name)
+                if self.stop.number and stage is not stages[-1]:
+                    failures.setdefault(stage.name, STOPPED)
+                    break
+            name, result = next(iter(failures.items()), ("", {"code": 0, "kind": policy.DONE}))
+            values = {"code": result["code"], "kind": result["kind"]} | ({"stage": name} if name else {})
+            launch_dir.log_event(self.launch, "launch_ended", **values)
+        return int(result["code"])
 
-    def _run_stage(self, stage: Stage, before: Mapping[str, Future[bool]]) -> bool:
-        """Run one stage after its predecessors have ended; return True if it succeeded."""
-        missing = [name for name, future in before.items() if not future.result()]
-        if missing:
-            if not self.stop.number:
-                self._log(f"{stage.name}: {NOT_STARTED}, because {', '.join(missing)} did not succeed")
-            return False
-        results = self._run_elements(stage)
-        failed = [result for result in results if result["kind"] not in SUCCESS_KINDS]
-        if failed:
-            with self._lock:
-                self._failures.append((stage.name, failed[0]))
-        return not failed
+    def _usable_hosts(self, stage: Stage) -> list[Host]:
+        """Return the hosts with slots enough, those that were lost last."""
+        procs = stage.job.procs_per_node
+        hosts = [host for host in self.hosts if host.slots == 0 or host.slots >= procs]
+        return sorted(hosts, key=lambda host: host.name in self._lost)
 
     def _run_elements(self, stage: Stage) -> list[dict[str, Any]]:
         if not stage.array:
             return [self._run_element(stage, None)]
-        slots = sum(max(1, self.transport.slots(host)) for host in self.scheduler.hosts)
-        with ThreadPoolExecutor(max_workers=min(slots, stage.array_limit or slots, stage.array)) as pool:
-            return list(pool.map(lambda index: self._run_element(stage, index), range(stage.array)))
+        job, hosts = stage.job, self._usable_hosts(stage)
+        slots = max(1, job.resources.cpus_per_proc)
+        places = {host.name: 1 if job.uses_devices else max(1, self.transport.slots(host) // slots) for host in hosts}
+        free = {name: threading.Semaphore(count) for name, count in places.items()}
+        at_once = min(sum(places.values()), stage.array_limit or stage.array)
+
+        def run(index: int) -> dict[str, Any]:
+            with free[hosts[index % len(hosts)].name]:
+                return dict(STOPPED) if self.stop.number else self._run_element(stage, index)
+
+        with ThreadPoolExecutor(max_workers=at_once) as pool:
+            futures = [pool.submit(run, index) for index in range(stage.array)]
+            while not all(future.done() for future in futures):
+                time.sleep(0.1)  # wake up regularly: signal handlers run in the main thread only
+            return [future.result() for future in futures]
 
     def _run_element(self, stage: Stage, index: int | None) -> dict[str, Any]:
         """Run one stage or element: skip it, or run attempts until success or the last failure."""
@@ -113,14 +120,11 @@ class StageRunner:
             launch_dir.log_event(self.launch, "skipped", stage=name)
             return {"kind": SKIPPED, "code": 0}
         backoff_s, launched = 1.0, True
-        priority = (self._priorities[stage.name], index or 0)
         while True:
-            with self.scheduler.acquire(
-                priority, resource_request(stage.job, index), lambda: bool(self.stop.number)
-            ) as hosts:
-                if not hosts or self.stop.number:
-                    return {"kind": policy.STOPPED, "code": policy.REQUEUE}
-                result = self._run_attempt(stage, spec, place, name, hosts, launched=launched)
+            hosts = self._usable_hosts(stage)
+            if index is not None:
+                hosts = hosts[index % len(hosts) :]
+            result = self._run_attempt(stage, spec, place, name, hosts[: stage.job.nodes], launched=launched)
             launched = False
             if self.stop.number or result["kind"] not in policy.AGAIN:
                 return result
@@ -129,6 +133,8 @@ class StageRunner:
             if not should_restart:
                 return result
             self._sleep(backoff_s)
+            if self.stop.number:
+                return dict(STOPPED)
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 
     def _run_attempt(
@@ -148,7 +154,7 @@ class StageRunner:
             connect_timeout_s=self.transport.connect_timeout_s,
             env={variable: os.environ[variable] for variable in stage.job.pass_env if variable in os.environ},
             stop=self.stop,
-            show=self._output_printer(name if stage.array or self._has_parallel_stages else ""),
+            show=self._output_printer(name if stage.array else ""),
         )
         result = attempt.run()
         if stage.job.restart.exclude_bad_nodes:
@@ -161,7 +167,7 @@ class StageRunner:
     def _mark_lost_hosts(self, result: Mapping[str, Any]) -> None:
         first = result.get("first") or {}
         lost = [first["host"]] if result["kind"] == policy.LOST and first else result.get("hosts", [])
-        self.scheduler.lost_hosts.update(lost)
+        self._lost.update(lost)
 
     def _output_printer(self, prefix: str) -> Any:
         def show(rank: int, text: str) -> None:
@@ -188,17 +194,6 @@ class StageRunner:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not self.stop.number:
             time.sleep(0.05)
-
-
-def has_parallel_stages(pipeline: Pipeline) -> bool:
-    """Return True if the pipeline has two stages that do not depend on each other."""
-    before: dict[str, set[str]] = {}
-    for stage in pipeline.stages:
-        before[stage.name] = set(stage.after).union(*(before[name] for name in stage.after))
-    return any(
-        len(before[stage.name]) < position  # topological order: at most `position` stages can precede it
-        for position, stage in enumerate(pipeline.stages)
-    )
 
 
 def _event_fields(result: Mapping[str, Any]) -> dict[str, Any]:

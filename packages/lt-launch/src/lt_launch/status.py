@@ -26,8 +26,6 @@ from lt_launch.terminal import echo_error
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["format_duration", "show_launches", "show_nodes", "show_status", "show_target_jobs", "status_rows"]
-
 STATE_COLORS = {
     "pending": "yellow",
     "running": "cyan",

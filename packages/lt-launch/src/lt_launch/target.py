@@ -21,17 +21,6 @@ if TYPE_CHECKING:
     from lt_launch.job import Pipeline
     from lt_launch.profile import Profile
 
-__all__ = [
-    "Finding",
-    "Launch",
-    "LaunchTarget",
-    "RenderedLaunch",
-    "StageState",
-    "StageStatus",
-    "TargetNode",
-    "get_target",
-]
-
 StageState = Literal["pending", "running", "completed", "failed", "requeued", "cancelled", "skipped", "lost", "unknown"]
 """pending: submitted, not started; requeued: ended early with exit code 75, resumes; lost: no process runs it and there
 is no record of its end."""

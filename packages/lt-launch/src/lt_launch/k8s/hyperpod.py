@@ -12,8 +12,6 @@ from lt_launch.job import Job
 from lt_launch.k8s.options import KubernetesOptions
 from lt_launch.k8s.pod import RECIPE_FILE, metadata, pod_spec
 
-__all__ = ["hyperpod_job"]
-
 
 def hyperpod_job(job: Job, options: KubernetesOptions) -> dict[str, Any]:
     """Return the manifest."""

@@ -13,8 +13,6 @@ from lt_launch.job import Job
 from lt_launch.k8s.options import KubernetesOptions
 from lt_launch.k8s.pod import metadata, pod_spec, torchrun_command
 
-__all__ = ["job_set"]
-
 REPLICATED_JOB = "node"
 MASTER_PORT = 29500
 FINAL_EXIT_CODES = [64, 70]

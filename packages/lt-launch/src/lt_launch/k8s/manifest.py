@@ -19,8 +19,6 @@ from lt_launch.k8s.pod import RECIPE_MOUNT_PATH, SHM_PATH, image_of, termination
 from lt_launch.k8s.trainjob import DEFAULT_GRACE_PERIOD_S, TRAINER_VERSIONS, train_job
 from lt_trainer.errors import RecipeError
 
-__all__ = ["manifest_notes", "manifests"]
-
 LABEL = re.compile(r"[a-z](?:[a-z0-9-]{0,61}[a-z0-9])?")
 """Names that Kubernetes takes as part of a host name (RFC 1035)."""
 MAX_LABEL_CHARS = 63

@@ -8,20 +8,6 @@ from typing import Any
 from lt_launch.job import Job
 from lt_launch.k8s.options import KubernetesOptions
 
-__all__ = [
-    "RECIPE_FILE",
-    "RECIPE_MOUNT_PATH",
-    "SHM_PATH",
-    "environment",
-    "image_of",
-    "metadata",
-    "pod_spec",
-    "resources",
-    "termination_grace_period",
-    "torchrun_command",
-    "volumes_and_mounts",
-]
-
 RECIPE_MOUNT_PATH = "/etc/lt"
 RECIPE_FILE = f"{RECIPE_MOUNT_PATH}/run.toml"
 SHM_PATH = "/dev/shm"

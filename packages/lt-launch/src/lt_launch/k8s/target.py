@@ -12,8 +12,6 @@ from lt_launch.k8s.options import KubernetesOptions
 from lt_launch.profile import Profile
 from lt_launch.target import Finding, Launch, RenderedLaunch, StageStatus, TargetNode
 
-__all__ = ["KubernetesTarget"]
-
 
 class KubernetesTarget:
     """Launch target that renders Kubernetes manifests."""

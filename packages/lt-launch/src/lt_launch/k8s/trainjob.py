@@ -30,8 +30,6 @@ from lt_launch.k8s.pod import (
     volumes_and_mounts,
 )
 
-__all__ = ["DEFAULT_GRACE_PERIOD_S", "TRAINER_VERSIONS", "train_job"]
-
 REPLICATED_JOB = CONTAINER = "node"
 """Names in the runtimes of Kubeflow Trainer: the replicated job of the trainer, and its container."""
 MANAGER = "lt-launch/render"

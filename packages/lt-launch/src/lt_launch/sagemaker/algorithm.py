@@ -18,8 +18,6 @@ from lt_trainer.config.section import extra_of, leaves
 from lt_trainer.config.sections import Recipe
 from lt_trainer.run_directory.records import METRIC_DEFINITIONS
 
-__all__ = ["HYPERPARAMETER_RANGES", "create_algorithm_request", "hyperparameter_specifications"]
-
 INT32_MAX = 2**31 - 1
 HYPERPARAMETER_RANGES: dict[str, tuple[float, float]] = {
     "VOCAB_SIZE": (0, INT32_MAX),

@@ -14,8 +14,6 @@ from botocore.exceptions import BotoCoreError, ClientError
 from lt_launch.sagemaker.errors import SageMakerError
 from lt_launch.sagemaker.options import SageMakerOptions
 
-__all__ = ["LOG_GROUP", "SageMakerClient"]
-
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 PAGE_SIZE = 100
 

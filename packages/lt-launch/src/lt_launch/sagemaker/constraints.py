@@ -15,8 +15,6 @@ from typing import Any
 
 from lt_launch.sagemaker.errors import SageMakerError
 
-__all__ = ["check_request", "find_violations", "load_model_shapes"]
-
 SOURCES: Mapping[str, str] = {
     "TrainingJobName": "job.name",
     "RoleArn": "sagemaker.role",

@@ -21,8 +21,6 @@ from lt_launch.sagemaker.request import VALIDATION_CHANNEL_PREFIX, channel_for_f
 if TYPE_CHECKING:
     from lt_trainer.config.recipe import ResolvedRecipe
 
-__all__ = ["check_tokenizer", "find_store", "procs_per_node", "resolve_recipe", "run_dir"]
-
 RUN_FOLDER = "run"
 
 

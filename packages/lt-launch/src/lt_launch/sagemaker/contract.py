@@ -22,19 +22,6 @@ from typing import Any
 
 from lt_launch.sagemaker.errors import SageMakerError
 
-__all__ = [
-    "GRACE_PERIOD_S",
-    "PROCS_PER_NODE_VARIABLE",
-    "ROOT",
-    "RUN_CHANNEL",
-    "Cluster",
-    "Contract",
-    "engine_of",
-    "natural_sort_key",
-    "read_contract",
-    "resolve_path",
-]
-
 ROOT = Path("/opt/ml")
 GRACE_PERIOD_S = 115.0
 """Grace period from SIGTERM to SIGKILL; the service kills everything after 120 s, and the failure must be written

@@ -13,8 +13,6 @@ from lt_launch.sagemaker.options import SageMakerOptions, parse_pairs
 from lt_launch.target import Finding
 from lt_trainer.errors import RecipeError
 
-__all__ = ["sagemaker_findings"]
-
 PERMISSIONS_REMEDY = (
     "see containers/iam/sagemaker-client.json and sagemaker-job.json; the job's own role needs the same"
 )

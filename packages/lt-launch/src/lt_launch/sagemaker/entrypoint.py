@@ -36,8 +36,6 @@ from lt_launch.sagemaker.errors import SageMakerError
 from lt_launch.sagemaker.failure import failure_text, write_failure
 from lt_launch.spec import recipe_hash
 
-__all__ = ["MASTER_PORT", "run_entrypoint"]
-
 MASTER_PORT = 7777
 """Port used by SageMaker's own containers."""
 MAX_RESTARTS, MAX_WITHOUT_PROGRESS = 10, 2

@@ -2,8 +2,6 @@
 
 from lt_launch.errors import LaunchError
 
-__all__ = ["SageMakerError"]
-
 
 class SageMakerError(LaunchError):
     """Invalid request, contract or response; the message names field, value and remedy."""

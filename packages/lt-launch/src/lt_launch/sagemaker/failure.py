@@ -6,8 +6,6 @@ The cause comes first, so that truncation does not remove it. The file is writte
 import os
 from pathlib import Path
 
-__all__ = ["FAILURE_REASON_LIMIT", "failure_text", "write_failure"]
-
 FAILURE_REASON_LIMIT = 1024
 
 

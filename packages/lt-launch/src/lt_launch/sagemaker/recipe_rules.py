@@ -23,8 +23,6 @@ from lt_launch.sagemaker.options import SageMakerOptions
 from lt_trainer.config.section import flatten
 from lt_trainer.config.sections import FaultToleranceOptions
 
-__all__ = ["DEFAULT_VOLUME_GB", "OVERRIDE_PREFIX", "check_compatible", "request_notes"]
-
 OVERRIDE_PREFIX = "LT_SET_"
 TOOLKIT_PREFIX = "SM_"
 DEFAULT_VOLUME_GB = 1

@@ -26,14 +26,6 @@ from lt_trainer.config.toml import format_value
 from lt_trainer.engine import engine_names, engine_spec
 from lt_trainer.run_directory.records import METRIC_DEFINITIONS
 
-__all__ = [
-    "VALIDATION_CHANNEL_PREFIX",
-    "channel_for_field",
-    "create_training_job_request",
-    "hyperparameters",
-    "recipe_overrides",
-]
-
 LAUNCHER_ONLY_FIELDS = ("run.dir", "model.preset", "parallel.n_nodes")
 """Fields that have no meaning in the container or reach it in another way."""
 FIELD_CHANNELS = {"data.store": "train", "data.validation": "validation", "model.init_from": "init"}

@@ -10,15 +10,12 @@ from datetime import UTC, datetime
 from typing import Any
 
 from lt_launch.job import Pipeline, with_container_env
-from lt_launch.launch_dir import check_own
 from lt_launch.profile import Profile
 from lt_launch.sagemaker.errors import SageMakerError
 from lt_launch.sagemaker.options import SageMakerOptions
 from lt_launch.sagemaker.recipe_rules import request_notes
 from lt_launch.sagemaker.request import create_training_job_request
 from lt_launch.target import Finding, Launch, RenderedLaunch, StageState, StageStatus, TargetNode
-
-__all__ = ["REQUEST_FILE", "STATES", "SageMakerTarget", "to_stage_status", "unique_job_name"]
 
 REQUEST_FILE = "request.json"
 STATES: Mapping[str, StageState] = {
@@ -113,7 +110,6 @@ class SageMakerTarget:
         name = launch.job_ids.get(launch.pipeline.single_job.name, "")
         if not name:
             return ["it was not submitted"]
-        check_own(launch.directory)
         self._client(launch.profile).stop_training_job(name)
         return [f"{name} was signaled to save and stop; it has 120 s"]
 

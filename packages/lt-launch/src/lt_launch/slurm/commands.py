@@ -15,8 +15,6 @@ from pathlib import Path
 from lt_launch.errors import LaunchError
 from lt_launch.target import StageState, TargetNode
 
-__all__ = ["STATES", "QueueJob", "parse_jobs", "parse_nodes", "parse_sacct", "run_slurm_command", "submit_chain"]
-
 FIELD_PATTERN = re.compile(r"(?:^| )([A-Za-z:/_]+)=((?:(?! [A-Za-z:/_]+=).)*)")
 STATES: Mapping[str, StageState] = {
     "PENDING": "pending",

@@ -16,8 +16,6 @@ from lt_launch.slurm.commands import run_slurm_command
 from lt_launch.slurm.options import SlurmOptions
 from lt_launch.target import Finding, LaunchTarget
 
-__all__ = ["check_auto_resume", "findings"]
-
 HYPERPOD_MARKER = Path("/opt/sagemaker_cluster")
 """Folder that the machines of a SageMaker HyperPod cluster have."""
 LOCAL_FILE_SYSTEMS = ("ext2/ext3", "xfs", "btrfs", "tmpfs", "overlayfs", "zfs")

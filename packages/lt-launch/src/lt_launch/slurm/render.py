@@ -16,8 +16,6 @@ from lt_launch.slurm.script import script_body
 from lt_launch.target import RenderedLaunch
 from lt_trainer.errors import RecipeError
 
-__all__ = ["render", "sbatch_directives"]
-
 QUOTED = re.compile(r"""["'].*["']\s*""")
 """Values that enroot's common::envfmt changes."""
 EXIT_MARGIN_S = 30

@@ -19,8 +19,6 @@ from lt_launch.profile import Profile
 from lt_launch.slurm.options import SlurmOptions
 from lt_launch.spec import with_python
 
-__all__ = ["script_body"]
-
 HEAD = """\
 # {stage} of {pipeline}, by lt launch. By hand: sbatch {stage}.sbatch, in this folder.
 # shellcheck disable=SC2016 # what stands in single quotes is expanded on the nodes

@@ -5,14 +5,16 @@ Sources of the status in order of precedence: launch directory, controller, acco
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lt_launch.errors import LaunchError
 from lt_launch.job import Pipeline
-from lt_launch.launch_dir import check_own, read_log
+from lt_launch.launch_dir import read_log
 from lt_launch.launch_dir_status import element_status, find_stage_dir
 from lt_launch.policy import Place, log_file, read_bytes
 from lt_launch.profile import Profile
@@ -28,10 +30,9 @@ from lt_launch.slurm.commands import (
 from lt_launch.slurm.options import SlurmOptions
 from lt_launch.target import Finding, Launch, RenderedLaunch, StageStatus, TargetNode
 
-__all__ = ["SlurmTarget"]
-
 UNKNOWN_JOB_ERRORS = ("Invalid job id",)
 NO_ACCOUNTING_ERRORS = ("accounting storage is disabled", "Slurm accounting", "Connection refused", "not running")
+JOB_ID = re.compile("[0-9]+")
 POLL_S = 1.0
 ACTIVE_STATES = ("running", "pending", "requeued")
 TERMINAL_STATES = ("completed", "failed", "cancelled", "lost", "skipped")
@@ -113,6 +114,10 @@ class SlurmTarget:
     def _query_jobs(self, ids: Iterable[str]) -> list[QueueJob]:
         jobs: list[QueueJob] = []
         for job_id in dict.fromkeys(ids):
+            if not JOB_ID.fullmatch(job_id):
+                raise LaunchError(
+                    f"{job_id!r} in launch.json is no id of a Slurm job; launch again with the same --out"
+                )
             jobs += parse_jobs(
                 run_slurm_command("scontrol", "-o", "show", "job", job_id, allowed_errors=UNKNOWN_JOB_ERRORS)
             )
@@ -143,7 +148,6 @@ class SlurmTarget:
 
     def cancel(self, launch: Launch) -> Iterable[str]:
         """Cancel pending jobs; signal running ones to save, without requeueing."""
-        check_own(launch.directory)
         messages: list[str] = []
         for stage in reversed(launch.pipeline.stages):  # dependents first
             id_ = launch.job_ids.get(stage.name, "")
