@@ -36,16 +36,14 @@ class Hub:
     def environment(self) -> dict[str, str]:
         """What points a process here, with nothing of the user's own."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
-        return {
-            **kept,
-            "HF_ENDPOINT": f"http://127.0.0.1:{self.port}",
-            "HF_HOME": str(self.home),
-            "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
-            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-            "HF_HUB_DISABLE_TELEMETRY": "1",
-            "HF_HUB_DISABLE_XET": "1",
-            "no_proxy": "127.0.0.1",
-        }
+        switches = (
+            "DATASETS_DISABLE_PROGRESS_BARS",
+            "HUB_DISABLE_PROGRESS_BARS",
+            "HUB_DISABLE_TELEMETRY",
+            "HUB_DISABLE_XET",
+        )
+        own = {"HF_ENDPOINT": f"http://127.0.0.1:{self.port}", "HF_HOME": str(self.home), "no_proxy": "127.0.0.1"}
+        return {**kept, **own, **{f"HF_{name}": "1" for name in switches}}
 
     def run(self, *command: str, given: str = "", folder: Path | None = None, **environment: str) -> str:
         """Standard output of a Python program that has this hub."""
@@ -111,11 +109,8 @@ class Handler(BaseHTTPRequestHandler):
         if name not in files:
             return self.answer(404, {"X-Error-Code": "EntryNotFound", "X-Error-Message": "Entry not found"})
         data = files[name]
-        headers = {
-            "ETag": f'"{_blob(data)}"',
-            "X-Repo-Commit": OLDER if OLDER in self.path else COMMIT,
-            "Accept-Ranges": "bytes",
-        }
+        commit = OLDER if OLDER in self.path else COMMIT
+        headers = {"ETag": f'"{_blob(data)}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
         if not (wanted := self.headers.get("Range")):
             return self.answer(200, headers, data)
         first, _, last = wanted.removeprefix("bytes=").partition("-")

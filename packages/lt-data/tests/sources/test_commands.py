@@ -1,6 +1,5 @@
 """The options of the commands that say what is read, and that a store holds exactly what the sources hold."""
 
-import gzip
 import io
 import json
 import sys
@@ -10,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import lt_data
 from lt_data import Tokenizer, TokenStore
 from lt_data.__main__ import main
 
@@ -65,15 +63,6 @@ def test_bad_input_stops_or_is_left_out_and_told(
     assert Tokenizer.load(tmp_path / "new").encode_batch(texts)[3].tolist() == tokenizer.encode_batch(texts)[3].tolist()
 
 
-def test_a_wrong_choice_is_told(tmp_path: Path, run: Run, tokenizer: Tokenizer) -> None:
-    tokenizer.save(tmp_path / "tok")
-    (tmp_path / "a.txt").write_text("text")
-    arguments = ("prepare", tmp_path / "a.txt", "--tokenizer", tmp_path / "tok", "--out", tmp_path / "out")
-    code, _, err = run(*arguments, "--on-bad", "ignore")
-    assert (code, "on_bad = 'ignore': choose error or skip" in err) == (64, True)
-    assert not (tmp_path / "out").exists()
-
-
 def test_ids_of_a_split_of_a_saved_dataset(tmp_path: Path, run: Run, tokenizer: Tokenizer) -> None:
     pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
     tokenizer.save(tmp_path / "tok")
@@ -100,34 +89,3 @@ def test_ids_of_a_split_of_a_saved_dataset(tmp_path: Path, run: Run, tokenizer: 
     train = ("train-tokenizer", tmp_path / "saved", "--split", "train", "--vocab-size", 300, "--out", tmp_path / "new")
     code, _, err = run(*train)
     assert (code, "for the ids in 'input_ids' give" in err) == (64, True)
-
-
-def test_units_of_files_of_every_kind(tmp_path: Path, tokenizer: Tokenizer, texts: list[str]) -> None:
-    pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
-    import pyarrow.parquet
-
-    folder = tmp_path / "in"
-    folder.mkdir()
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts[20:40]) + "{\n"
-    (folder / "a.txt").write_bytes(texts[0].encode())
-    pyarrow.parquet.write_table(pa.table({"text": [*texts[1:20], None]}), folder / "b.parquet", row_group_size=3)
-    (folder / "c.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
-    (folder / "d.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[40:]))
-
-    def prepare(out: Path, **more: int) -> lt_data.StoreManifest:
-        return lt_data.prepare(
-            [folder],
-            options=lt_data.SourceOptions(on_bad="skip"),
-            tokenizer=tokenizer,
-            out=out,
-            engine="hf",
-            shard_tokens=900,
-            **more,
-        )
-
-    whole = prepare(tmp_path / "whole")
-    assert ids_of(tmp_path / "whole") == expected(tokenizer, texts)
-    assert whole.skipped == {"broken JSON line": 1, "null": 1}
-    units = prepare(tmp_path / "units", unit_bytes=3000)
-    assert (units.documents, units.tokens, units.skipped) == (whole.documents, whole.tokens, whole.skipped)
-    assert ids_of(tmp_path / "units") == ids_of(tmp_path / "whole")

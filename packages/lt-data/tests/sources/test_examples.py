@@ -75,16 +75,7 @@ def test_litespark(
 ) -> None:
     (tmp_path / "part-0.parquet").write_bytes(text_parquet)
     s3.mkdir("litespark")
-    arguments = (
-        "--source",
-        tmp_path / "part-0.parquet",
-        "--tokenizer",
-        saved_tokenizer,
-        "--seq-len",
-        64,
-        "--workers",
-        1,
-    )
+    arguments = ("--source", "part-0.parquet", "--tokenizer", saved_tokenizer, "--seq-len", 64, "--workers", 1)
     out = run("litespark.py", *arguments, "--upload", "s3://litespark/train")
     assert "rows of 65 tokens" in out
     assert "files sent to s3://litespark/train, 0 were there" in out
@@ -108,19 +99,8 @@ def test_papers(tmp_path: Path, run: Run, saved_tokenizer: Path, make_pdf: Any, 
         pages = [f"Paper {i} page {page} " + "the quick brown fox " * (i % 4) for page in range(3)]
         (tmp_path / f"papers/{i:02}.pdf").write_bytes(make_pdf(pages))
     (tmp_path / "papers/broken.pdf").write_bytes(b"%PDF-1.4 and nothing else")
-    arguments = (
-        "--tokenizer",
-        saved_tokenizer,
-        "--seq-len",
-        256,
-        "--global-batch-size",
-        4,
-        "--dp-size",
-        2,
-        "--workers",
-        1,
-    )
-    out = run("papers.py", "papers", *arguments)
+    words = f"papers --tokenizer {saved_tokenizer} --seq-len 256 --global-batch-size 4 --dp-size 2 --workers 1"
+    out = run("papers.py", *words.split())
     assert out.startswith("12 papers, ")
     assert "not readable: {'damaged PDF': 1}" in out
     rows = arrow_rows(tmp_path / "data/hf")

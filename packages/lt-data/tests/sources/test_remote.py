@@ -3,7 +3,6 @@
 import gzip
 import io
 import json
-import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -145,15 +144,6 @@ def test_a_transfer_that_is_cut_off_is_never_skipped(web: Web, name: str, cut: i
     with pytest.raises(DataError, match=name) as caught:
         list(reader)
     assert "secret" not in str(caught.value)
-
-
-def test_a_server_that_is_gone(web: Web) -> None:
-    web.files = {"x.jsonl": LINES}
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{nobody.getsockname()[1]}/x.jsonl"
-        with pytest.raises(DataError, match=f"cannot read {url}: "):
-            list(read_documents([url]))
 
 
 def test_user_and_password_of_a_url_are_not_shown() -> None:
