@@ -14,16 +14,11 @@ from hypothesis import strategies as st
 import lt_data
 from lt_data import (
     DataError,
-    RowReader,
     Selection,
     SourceOptions,
-    Stream,
     Tokenizer,
     TokenStore,
-    inspect_batch,
-    open_pack,
 )
-from lt_data.cli import app
 from lt_data.store.document_sources import decode_source, encode_source, format_source
 
 FORMATS = ("jsonl", "jsonl.gz", "json", "parquet", "arrow", "txt")
@@ -207,35 +202,13 @@ def test_too_many_files_are_refused_before_anything_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_inspect_names_the_place(
-    tmp_path: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_lines_without_a_document_keep_their_numbers(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("in.jsonl").write_text('\n{"text": "one"}\n{"text": ""}\n{"text": "two"}\n', encoding="utf-8")
     lt_data.prepare(["in.jsonl"], tokenizer=tokenizer, out="store")
-    lt_data.pack(TokenStore("store"), seq_len=32)
-
-    def inspect(*arguments: object) -> str:
-        app(["inspect", *map(str, arguments)], standalone_mode=False)
-        return capsys.readouterr().out
-
-    assert inspect("store", "--document", 1, "--no-color") == (
-        'document 1 (in.jsonl:4): 5 tokens\n  "<|bos|>two<|eos|>"\n'
-    )
-    assert "document 0 (in.jsonl:2): tokens 0 to " in inspect("store", "--no-color")
-    opened = TokenStore("store")
-    stream = Stream(RowReader(opened, open_pack(opened, seq_len=32)), global_batch_size=1)
-    (row,) = inspect_batch(stream)
-    assert sorted(span.source or "" for span in row.spans) == ["in.jsonl:2", "in.jsonl:4"]
-    values = json.loads(inspect("store", "--document", 0, "--json"))
-    assert (values["source"], values["text"], values["labels"]) == ("in.jsonl:2", "<|bos|>one<|eos|>", 0)
-    for arguments, message in (
-        (("store", "--document", 2), "document 2: the store has the documents 0 to 1"),
-        (("store", "--document", 1, "--row", 0), "--document: not with --seq-len"),
-        (("--run", "x", "--step", 1, "--document", 1), "--run: requires --step"),
-    ):
-        with pytest.raises(DataError, match=message):
-            inspect(*arguments)
+    assert [str(TokenStore("store").document_source(i)) for i in (0, 1)] == ["in.jsonl:2", "in.jsonl:4"]
 
 
 def test_the_records_are_those_of_the_source_after_a_map(

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lt_data
-from lt_data import DataError, Document, DocumentReader, Selection, SourceOptions, Tokenizer, TokenStore, stats
+from lt_data import DataError, Document, DocumentReader, Selection, SourceOptions, Tokenizer, TokenStore
 from lt_data.cli import app
-from lt_data.display.stats_text import format_stats
 from lt_data.store.document_columns import make_row, parse_columns
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
@@ -130,32 +129,16 @@ def test_a_table_gives_its_columns_without_the_others(
     assert kept(store)[0] == {"url": "a", "at": '"2026-01-02"', "tags": '["x", "y"]', "missing": None}
     with pytest.raises(IndexError):
         store.document_columns(3)
-    text = format_stats(stats(store))
-    assert "column url           string, 1 of 3 documents without it\n" in text
-    assert json.loads(json.dumps(stats(store).to_dict()))["columns"][3] == {
-        "name": "missing",
-        "type": "string",
-        "nulls": 3,
-    }
 
 
-def test_columns_after_a_map_and_of_documents_of_the_caller(
-    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "scores.py").write_text("def add(record):\n    return {**record, 'n': len(record['text'])}\n")
-    write_records(tmp_path / "in.jsonl", [{"text": "one", "url": "a"}, {"text": "three", "url": "b"}])
+def test_columns_of_documents_in_memory(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    documents = [Document(text="one", fields={"url": "a"}), Document(text="two")]
+    lt_data.prepare(documents, tokenizer=tokenizer, out=tmp_path / "documents", keep=["url"])
     lt_data.prepare(
-        [tmp_path / "in.jsonl"],
-        tokenizer=tokenizer,
-        out=tmp_path / "mapped",
-        record_map="scores:add",
-        keep=["n:int", "url"],
+        [{"text": "one", "url": "a"}, {"text": "two"}], tokenizer=tokenizer, out=tmp_path / "r", keep=["url"]
     )
-    assert kept(check_store(tmp_path / "mapped")) == [{"n": 3, "url": "a"}, {"n": 5, "url": "b"}]
-    documents = [Document(text="one", source="", fields={"url": "a"}), Document(text="two", source="")]
-    lt_data.prepare(documents, tokenizer=tokenizer, out=tmp_path / "given", keep=["url"])
-    assert kept(check_store(tmp_path / "given")) == [{"url": "a"}, {"url": None}]
+    for name in ("documents", "r"):
+        assert kept(check_store(tmp_path / name)) == [{"url": "a"}, {"url": None}]
 
 
 @pytest.mark.parametrize(
@@ -220,7 +203,11 @@ def small(tmp_path: Path, tokenizer: Tokenizer) -> Path:
     return tmp_path / "store"
 
 
-def test_damaged_columns_are_found(small: Path) -> None:
+def test_damaged_columns_are_found_and_are_no_part_of_the_fingerprint(
+    small: Path, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    plain = lt_data.prepare([tmp_path / "in.jsonl"], tokenizer=tokenizer, out=tmp_path / "plain")
+    assert plain.fingerprint == TokenStore(small).manifest.fingerprint
     path = small / "shards/00000.arrow"
     content = bytearray(path.read_bytes())
     content[content.index(b"ab")] ^= 1
@@ -232,38 +219,13 @@ def test_damaged_columns_are_found(small: Path) -> None:
         TokenStore(small)
 
 
-def test_the_fingerprint_does_not_change(small: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
-    plain = lt_data.prepare([tmp_path / "in.jsonl"], tokenizer=tokenizer, out=tmp_path / "plain")
-    assert plain.fingerprint == TokenStore(small).manifest.fingerprint
-    text = (tmp_path / "plain/manifest.json").read_text(encoding="utf-8")
-    assert "arrow" not in text
-    assert "columns" not in text
-
-
-def test_the_command(
-    tmp_path: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     tokenizer.save(Path("tok"))
     write_records(Path("in.jsonl"), [{"text": "one", "url": "a\x1b", "n": 7}, {"text": "two"}])
-
-    def run(*arguments: object) -> str:
-        app(list(map(str, arguments)), standalone_mode=False)
-        return capsys.readouterr().out
-
-    run("prepare", "in.jsonl", "--tokenizer", "tok", "--out", "store", "--keep", "url,n:int")
-    assert run("inspect", "store", "--document", 0, "--no-color").splitlines() == [
-        "document 0 (in.jsonl:1): 5 tokens",
-        r'  url "a\x1b"',
-        "  n 7",
-        '  "<|bos|>one<|eos|>"',
-    ]
-    lt_data.pack(TokenStore("store"), seq_len=32)
-    assert "    url null\n    n null\n" in run("inspect", "store", "--no-color")
-    assert json.loads(run("inspect", "store", "--json"))[0]["spans"][0]["columns"] in (
-        {"url": "a\x1b", "n": 7},
-        {"url": None, "n": None},
-    )
+    command = ["prepare", "in.jsonl", "--tokenizer", "tok", "--out", "store", "--keep", "url,n:int"]
+    app(command, standalone_mode=False)
+    assert kept(TokenStore("store")) == [{"url": "a\x1b", "n": 7}, {"url": None, "n": None}]
 
 
 def test_without_pyarrow(small: Path, tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

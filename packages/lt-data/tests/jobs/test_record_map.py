@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet
 import pytest
 
-from lt_data import DataError, Document, DocumentReader, SourceOptions, Tokenizer, TokenStore, prepare
+from lt_data import DataError, Document, SourceOptions, Tokenizer, TokenStore, prepare
 from lt_data.__main__ import main
 
 Contents = Callable[[Path], dict[str, bytes]]
@@ -39,7 +37,7 @@ def renames(record):
     return {"content": record["text"]}
 
 def counts(record):
-    return LeftOut(str(record["score"]))
+    return LeftOut(record["url"])
 
 NUMBER = 7
 """
@@ -97,42 +95,16 @@ def test_selects_and_changes_with_any_number_of_workers(
     assert "map" not in json.loads((fast_path / "plain/manifest.json").read_text())
 
 
-@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
-def test_tables_give_all_columns(fast_path: Path, module: str, tokenizer: Tokenizer, suffix: str) -> None:
-    rows = [{"text": f"text {i}", "score": i, "nested": [{"a": i}]} for i in range(300)]
-    table = pa.Table.from_pylist(rows)
-    if suffix == "parquet":
-        pyarrow.parquet.write_table(table, "rows.parquet")
-    else:
-        with pa.OSFile("rows.arrow", "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
-            writer.write_table(table)
-    reader = DocumentReader([f"rows.{suffix}"], SourceOptions(keep_fields=True))
-    assert [document.fields for document in reader] == rows
-    assert all(document.fields is None for document in DocumentReader([f"rows.{suffix}"]))
-    prepare(
-        [f"rows.{suffix}"],
-        tokenizer=tokenizer,
-        out="store",
-        record_map=f"{module}:select",
-        map_args={"least": 290, "suffix": "!"},
-    )
-    assert texts_of(fast_path / "store") == [f"TEXT {i}!" for i in range(290, 300)]
-
-
-def test_ids_and_documents_of_the_caller(fast_path: Path, module: str, tokenizer: Tokenizer) -> None:
-    lines = [json.dumps({"input_ids": [0, 5, 6, 7, 0], "attention_mask": [0, 1, 1, 1, 0]})]
-    Path("ids.jsonl").write_text("\n".join(lines))
-    policy: dict[str, Any] = {"tokenizer": tokenizer, "bos": False, "eos": False, "record_map": f"{module}:shorten"}
+def test_ids_and_documents_in_memory(module: str, tokenizer: Tokenizer) -> None:
+    job: dict[str, Any] = {"tokenizer": tokenizer, "bos": False, "eos": False, "record_map": f"{module}:shorten"}
+    masked = {"input_ids": [0, 5, 6, 7, 0], "attention_mask": [0, 1, 1, 1, 0]}
+    fields = SourceOptions(tokens_field="input_ids")
     with pytest.raises(DataError, match=r"attention_mask is not a list of 2 values"):
-        prepare(["ids.jsonl"], options=SourceOptions(tokens_field="input_ids"), out="store", **policy)
-    Path("ids.jsonl").write_text(json.dumps({"input_ids": [5, 6, 7]}))
-    prepare(["ids.jsonl"], options=SourceOptions(tokens_field="input_ids"), out="store", **policy)
-    prepare([Document(ids=np.array([5, 6, 7]), source="x")], out="given", **policy)
-    for name in ("store", "given"):
+        prepare([masked], options=fields, out="store", **job)
+    prepare([{"input_ids": [5, 6, 7]}], options=fields, out="records", **job)
+    prepare([Document(ids=np.array([5, 6, 7]))], out="documents", **job)
+    for name in ("records", "documents"):
         assert TokenStore(name)[0].tolist() == [5, 6]
-    (fast_path / "a.txt").write_text("some text")
-    with pytest.raises(DataError, match=r"a\.txt: map = .*:select raised KeyError: 'score' \(filter_.*\.py:7\)"):
-        prepare(["a.txt"], tokenizer=tokenizer, out="text", record_map=f"{module}:select")
 
 
 @pytest.mark.usefixtures("rows")
@@ -201,26 +173,17 @@ def test_the_hash_is_of_the_whole_package(
         ("{m}:raises", {}, r"000\.jsonl:1: map = .* raised KeyError: 'missing' \(filter_.*\.py:15\); correct the func"),
         ("{m}:returns_text", {}, r"returned str; return a record \(dict\), None or LeftOut"),
         ("{m}:renames", {}, r"returned a record with no field 'text' \(found fields 'content'\)"),
+        ("{m}:counts", {}, r"\.jsonl:\d+: .*more than 100 reasons; return categories"),
+        ("broken:f", {}, "importing it raised ZeroDivisionError"),
     ],
 )
 def test_errors_name_the_function(
     fast_path: Path, module: str, tokenizer: Tokenizer, function: str, arguments: dict[str, Any], message: str
 ) -> None:
+    Path("broken.py").write_text("1 / 0")
     with pytest.raises(DataError, match=message):
         prepare(["in"], tokenizer=tokenizer, out="store", record_map=function.format(m=module), map_args=arguments)
     assert not list(fast_path.glob("store*"))
-
-
-def test_reasons_are_categories(fast_path: Path, module: str, tokenizer: Tokenizer) -> None:
-    Path("many.jsonl").write_text("\n".join(json.dumps({"text": "x", "score": i}) for i in range(101)))
-    Path("broken.py").write_text("1 / 0")
-    for function, said in (
-        (f"{module}:counts", r"many\.jsonl:101: .*more than 100 reasons; return categories"),
-        ("broken:f", "importing it raised ZeroDivisionError"),
-    ):
-        with pytest.raises(DataError, match=said):
-            prepare(["many.jsonl"], tokenizer=tokenizer, out="store", record_map=function)
-    assert not (fast_path / "store").exists()
 
 
 @pytest.mark.usefixtures("rows")
