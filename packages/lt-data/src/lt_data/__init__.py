@@ -7,13 +7,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lt_data.analysis.inspection import DocumentSpan, InspectedRow, inspect_batch, inspect_document, inspect_rows
+    from lt_data.analysis.inspection import inspect_batch, inspect_document, inspect_rows
     from lt_data.analysis.stats import stats
     from lt_data.analysis.verification import verify
     from lt_data.errors import DataError
     from lt_data.exports.export import export
-    from lt_data.exports.import_tokens import import_tokens
-    from lt_data.exports.options import ExportOptions, ExportReport, ImportOptions, ImportReport
+    from lt_data.exports.options import ExportOptions
     from lt_data.packing.pack_index import PackIndex
     from lt_data.packing.packs import open_pack, pack
     from lt_data.preparation.append import append
@@ -22,12 +21,9 @@ if TYPE_CHECKING:
     from lt_data.preparation.record_map import LeftOut
     from lt_data.preparation.split import split
     from lt_data.progress import Progress
-    from lt_data.remote.download import download
-    from lt_data.remote.upload import upload
     from lt_data.sources.document import Document
     from lt_data.sources.options import SourceOptions
     from lt_data.sources.reader import DocumentReader, read_documents
-    from lt_data.store.generations import locate_generation, names_generation
     from lt_data.store.manifest import DocumentTotals, Selection, StoreManifest
     from lt_data.store.token_store import TokenStore
     from lt_data.streaming.interleave import Phase
@@ -46,16 +42,11 @@ _MODULES = {
     "Document": "sources.document",
     "DocumentReader": "sources.reader",
     "ExportOptions": "exports.options",
-    "ExportReport": "exports.options",
-    "ImportOptions": "exports.options",
-    "ImportReport": "exports.options",
-    "InspectedRow": "analysis.inspection",
     "LeftOut": "preparation.record_map",
     "StoreManifest": "store.manifest",
     "Mixture": "streaming.mixture",
     "PackIndex": "packing.pack_index",
     "Phase": "streaming.interleave",
-    "DocumentSpan": "analysis.inspection",
     "Prefetcher": "streaming.prefetch",
     "Progress": "progress",
     "RowReader": "streaming.rows",
@@ -69,15 +60,11 @@ _MODULES = {
     "TokenStore": "store.token_store",
     "Tokenizer": "tokenizing.tokenizer",
     "append": "preparation.append",
-    "download": "remote.download",
     "export": "exports.export",
-    "import_tokens": "exports.import_tokens",
     "inspect_batch": "analysis.inspection",
     "inspect_document": "analysis.inspection",
     "inspect_rows": "analysis.inspection",
     "join": "preparation.join",
-    "locate_generation": "store.generations",
-    "names_generation": "store.generations",
     "open_pack": "packing.packs",
     "pack": "packing.packs",
     "prepare": "preparation.prepare",
@@ -85,7 +72,6 @@ _MODULES = {
     "sequence_fingerprint": "streaming.stream",
     "split": "preparation.split",
     "stats": "analysis.stats",
-    "upload": "remote.upload",
     "verify": "analysis.verification",
 }
 
@@ -95,13 +81,8 @@ __all__ = [
     "DataError",
     "Document",
     "DocumentReader",
-    "DocumentSpan",
     "DocumentTotals",
     "ExportOptions",
-    "ExportReport",
-    "ImportOptions",
-    "ImportReport",
-    "InspectedRow",
     "LeftOut",
     "Mixture",
     "PackIndex",
@@ -120,15 +101,11 @@ __all__ = [
     "TokenStore",
     "Tokenizer",
     "append",
-    "download",
     "export",
-    "import_tokens",
     "inspect_batch",
     "inspect_document",
     "inspect_rows",
     "join",
-    "locate_generation",
-    "names_generation",
     "open_pack",
     "pack",
     "prepare",
@@ -136,7 +113,6 @@ __all__ = [
     "sequence_fingerprint",
     "split",
     "stats",
-    "upload",
     "verify",
 ]
 

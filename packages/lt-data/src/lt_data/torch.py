@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lt_data.errors import DataError
 from lt_data.streaming.rows import IGNORE_INDEX, TokenRows
-from lt_data.streaming.stream import Stream, StreamBatch
+from lt_data.streaming.stream import RowSource, Stream, StreamBatch
 
 TensorBatch = dict[str, torch.Tensor]
 
@@ -95,37 +95,45 @@ class _WorkerBatches(IterableDataset[Any]):
 
 
 class StreamLoader:
-    """Loader of a stream's batches as tensors, from worker processes of its own; endless.
+    """Loader of batches as tensors, from worker processes of its own.
 
-    The stream's state is that after the last batch yielded, whatever the workers have made ahead, and a new iteration
-    continues there.
+    It is endless: `len` is the number of whole batches in an epoch, and rows that remain begin the next epoch. The
+    state is that after the last batch yielded, whatever the workers have made ahead; a new iteration continues there.
 
-        loader = StreamLoader(Stream(rows, global_batch_size=8, seed=1), num_workers=2)
+        loader = StreamLoader(rows, batch_size=8, seed=1, num_workers=2)
         for batch in loader:
             ...
             json.dump(loader.state_dict(), file)
 
     Args:
-        stream: the batches; do not call its `next` while the loader is iterated.
+        stream: the batches; do not call its `next` while the loader is iterated. Or the rows: a stream of them is made.
+        batch_size: rows of a batch, of a stream that is made here.
+        seed: seed of the shuffle, likewise.
         num_workers: worker processes; 0: this process. The sequence is the same.
         transform: function from a batch to the yielded item; worker processes must be able to import it.
         options: options of `torch.utils.data.DataLoader`, such as `pin_memory` and `prefetch_factor`.
 
     Attributes:
-        stream: as given.
+        stream: the stream.
 
     Raises:
-        DataError: `persistent_workers=True` or `in_order=False`.
+        DataError: `persistent_workers=True` or `in_order=False`, or a batch size beside a stream.
     """
 
     def __init__(
         self,
-        stream: Stream,
+        stream: Stream | RowSource,
         *,
+        batch_size: int | None = None,
+        seed: int = 0,
         num_workers: int = 0,
         transform: Callable[[StreamBatch], Any] = to_cpu_tensors,
         **options: Any,
     ) -> None:
+        if isinstance(stream, Stream) != (batch_size is None):
+            raise DataError(f"batch_size = {batch_size}: give it with rows, and only there; a stream has its own")
+        if not isinstance(stream, Stream):
+            stream = Stream(stream, global_batch_size=batch_size or 0, seed=seed)
         if options.get("persistent_workers"):
             raise DataError(
                 "persistent_workers=True: such workers keep the stream of the first iteration, so the next one would "
@@ -138,6 +146,9 @@ class StreamLoader:
         self.stream = stream
         batches = _WorkerBatches(stream, transform)
         self._loader: DataLoader[Any] = DataLoader(batches, batch_size=None, num_workers=num_workers, **options)
+
+    def __len__(self) -> int:
+        return self.stream.steps_per_epoch
 
     def __iter__(self) -> Iterator[Any]:
         """Yield batches without end.

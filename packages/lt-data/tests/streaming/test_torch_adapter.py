@@ -175,3 +175,12 @@ def test_without_torch_the_error_names_the_extra() -> None:
     program = "import sys; sys.modules['torch'] = None; import lt_data.torch"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, encoding="utf-8", check=False)
     assert 'lt_data.torch needs torch: pip install "lt-data[torch]"' in run.stderr
+
+
+def test_rows_need_a_batch_size_and_a_stream_has_its_own(mixture: Mixture) -> None:
+    loader = StreamLoader(mixture, batch_size=6, seed=4)
+    assert first(loader, 2) == first(loader_of(mixture), 2)
+    assert len(loader) == mixture.n_rows // 6
+    for source, options in ((mixture, {}), (loader.stream, {"batch_size": 6})):
+        with pytest.raises(DataError, match="batch_size = "):
+            StreamLoader(source, **options)
