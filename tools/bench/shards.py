@@ -60,7 +60,7 @@ def make_memmap_reader(store: TokenStore) -> Callable[[np.ndarray], Any]:
     """Return a reader of full rows by one `numpy.memmap` a shard; each keeps a descriptor."""
     shards = range(len(store.manifest.shards))
     maps = [np.memmap(store.shard_path(number, "bin"), "<u2", mode="r") for number in shards]
-    boundaries = store.extents.first_token
+    boundaries = store.shard_offsets
 
     def read(rows: np.ndarray) -> np.ndarray:
         out = np.empty((rows.size, SEQ_LEN), np.uint16)

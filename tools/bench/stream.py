@@ -36,7 +36,7 @@ import numpy as np
 
 from lt_data import Mixture, RowReader, Stream, TokenStore
 from lt_data.packing.packs import pack
-from lt_data.store.manifest import DocumentTotals, ShardFile, StoreManifest, TokenizerInfo
+from lt_data.store.manifest import DocumentTotals, ShardFile, StoreManifest, StorePart, TokenizerInfo
 from lt_data.store.megatron import encode_index, index_size
 
 SEQ_LEN = 4096
@@ -94,7 +94,7 @@ def make_store(
         bos=False,
         eos=True,
         dtype="uint16",
-        shards=tuple(shards),
+        parts=(StorePart(shards=tuple(shards)),),
         text_bytes=4 * n_tokens,
         read=DocumentTotals(documents=lengths.size, text_bytes=4 * n_tokens, tokens=n_tokens),
         shard_tokens=2**27,

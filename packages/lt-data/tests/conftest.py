@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 
 from lt_data import Document, Tokenizer, TokenStore, prepare
 from lt_data.__main__ import main
-from lt_data.store.manifest import DocumentTotals, ShardFile, StoreManifest, TokenizerInfo, encode_manifest
+from lt_data.store.manifest import DocumentTotals, ShardFile, StoreManifest, StorePart, TokenizerInfo, encode_manifest
 from lt_data.store.megatron import encode_index
 
 settings.register_profile("lt", parent=settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -92,7 +92,7 @@ def counting_store(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., To
             bos=False,
             eos=False,
             dtype="uint32",
-            shards=tuple(shards),
+            parts=(StorePart(shards=tuple(shards)),),
             text_bytes=4 * (token - 1),
             read=DocumentTotals(documents=len(lengths), text_bytes=4 * (token - 1), tokens=token - 1),
             shard_tokens=2**27,

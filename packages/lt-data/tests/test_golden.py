@@ -92,5 +92,5 @@ def test_a_store_of_selected_documents() -> None:
         "too few tokens": DocumentTotals(documents=2, text_bytes=2, tokens=6),
         "too many characters": DocumentTotals(documents=1, text_bytes=243),
     }
-    assert (manifest.selection, manifest.shard_tokens, manifest.merged_from) == (SELECTION, 30, 1)
+    assert (manifest.selection, manifest.shard_tokens) == (SELECTION, 30)
     assert manifest.engine["name"] == "hf"

@@ -13,7 +13,7 @@ from lt_trainer.config.recipe import load
 from lt_trainer.observability.inspection import inspect_step
 from lt_trainer.run_directory.jsonl import read_jsonl
 
-OLD, NEW = "generations/00000", "generations/00001"
+OLD, NEW = "manifest-00000.json", "manifest-00001.json"
 
 
 def start(base, *overrides: str, **options) -> int:

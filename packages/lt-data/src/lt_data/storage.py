@@ -146,6 +146,22 @@ def write_file(path: Path, content: bytes | memoryview) -> None:
         fsync(file.fileno())
 
 
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file so that a reader sees the one before or this; what a kill leaves is `<path>.tmp-<random>`.
+
+    Raises:
+        DataError: a file system error; nothing is left.
+    """
+    building = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
+    try:
+        write_file(building, content)
+        with translate_os_errors("write", path):
+            os.replace(building, path)
+            fsync_folder(path.parent)
+    finally:
+        building.unlink(missing_ok=True)
+
+
 @contextmanager
 def atomic_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """Build a folder and rename it to `target` when the block ends without an exception.

@@ -41,7 +41,9 @@ def read_store(files: dict[str, bytes]) -> list[list[int]]:
     assert manifest["version"] == 1
     size, letter, code = {"uint16": (2, "H", 8), "uint32": (4, "I", 4)}[manifest["dtype"]]
     documents: list[list[int]] = []
-    for number, shard in enumerate(manifest["shards"]):
+    (part,) = manifest["parts"]
+    assert part["path"] == "."
+    for number, shard in enumerate(part["shards"]):
         assert shard["name"] == f"{number:05d}"
         content = files[f"shards/{shard['name']}.bin"]
         index = files[f"shards/{shard['name']}.idx"]
@@ -52,7 +54,7 @@ def read_store(files: dict[str, bytes]) -> list[list[int]]:
             sources = files[f"shards/{shard['name']}.src"]
             assert hashlib.sha256(sources).hexdigest() == shard["src_sha256"]
             numbers = struct.unpack(f"<{shard['documents']}Q", sources)
-            assert max(numbers) >> 40 < manifest["sources"]["files"]
+            assert max(numbers) >> 40 < part["sources"]["files"]
         places = read_index(index, code)
         assert len(places) == shard["documents"]
         end = 0
@@ -73,15 +75,15 @@ def read_store(files: dict[str, bytes]) -> list[list[int]]:
         digest.update(f"{name} {len(content)}\n".encode() + content)
     assert digest.hexdigest() == manifest["tokenizer"]["sha256"]
     names = {name: manifest[name] for name in ("format", "bos", "eos", "dtype")}
-    names["shards"] = [{name: s[name] for name in s if name != "src_sha256"} for s in manifest["shards"]]
+    names["shards"] = [{name: s[name] for name in s if name != "src_sha256"} for s in part["shards"]]
     assert manifest["fingerprint"] == canonical({**names, "version": 1, "tokenizer": manifest["tokenizer"]["sha256"]})
     assert manifest["checksum"] == canonical({name: manifest[name] for name in manifest if name != "checksum"})
     check_counts(manifest)
-    listed = manifest["sources"]["listed"]
-    if len(listed) == manifest["sources"]["files"]:
+    listed = part["sources"].get("listed", [])
+    if len(listed) == part["sources"]["files"]:
         lines = "".join(f"{file['sha256']} {file['bytes']} {file['path']}\n" for file in listed)
-        assert hashlib.sha256(lines.encode()).hexdigest() == manifest["sources"]["sha256"]
-        assert sum(file["bytes"] for file in listed) == manifest["sources"]["bytes"]
+        assert hashlib.sha256(lines.encode()).hexdigest() == part["sources"]["sha256"]
+        assert sum(file["bytes"] for file in listed) == part["sources"]["bytes"]
     return documents
 
 

@@ -1,20 +1,17 @@
-"""`lt data split`: documents on one side by their own hash, in two ordinary stores."""
+"""`lt data split`: documents on one side by their own hash, in two stores that name the shards of the first."""
 
 import hashlib
+import json
 import sys
-from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from lt_data import DataError, Document, Tokenizer, TokenStore, prepare, split
+from lt_data import DataError, Tokenizer, TokenStore, prepare, split, verify
 from lt_data.__main__ import main
 from lt_data.preparation.split import parse_holdout
-
-Contents = Callable[[Path], dict[str, bytes]]
 
 
 @pytest.fixture
@@ -24,14 +21,15 @@ def base(fast_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch)
 
 
 def make(tokenizer: Tokenizer, numbers: Any, out: str = "base", **options: Any) -> TokenStore:
-    documents = [Document(text=f"text {i} ü" + " more" * (i % 9), source=str(i)) for i in numbers]
-    prepare(documents, tokenizer=tokenizer, out=out, **{"shard_tokens": 1000, **options})
+    lines = [json.dumps({"text": f"text {i} ü" + " more" * (i % 9)}) + "\n" for i in numbers]
+    Path(f"{out}.jsonl").write_text("".join(lines), encoding="utf-8")
+    prepare([f"{out}.jsonl"], tokenizer=tokenizer, out=out, engine="hf", **{"shard_tokens": 1000, **options})
     return TokenStore(out)
 
 
 def texts_of(store: TokenStore) -> list[str]:
     tokenizer = store.tokenizer()
-    return [tokenizer.decode(store[i], skip_special_tokens=True) for i in range(store.n_documents)]
+    return [tokenizer.decode(ids, skip_special_tokens=True) for ids in store]
 
 
 def expected_side(ids: list[int], share: Fraction) -> bool:
@@ -43,23 +41,37 @@ def expected_side(ids: list[int], share: Fraction) -> bool:
 def test_two_stores_that_are_the_whole(base: TokenStore) -> None:
     train, validation = split(base, holdout="20%", train="train", validation="validation")
     stores = {name: TokenStore(name) for name in ("train", "validation")}
-    for store in stores.values():
-        store.verify()
-        assert store.tokenizer().sha256 == base.tokenizer().sha256
-    held = [expected_side(base[i][1:-1].tolist(), Fraction(1, 5)) for i in range(300)]
+    held = [expected_side(ids[1:-1].tolist(), Fraction(1, 5)) for ids in base]
     assert 30 < sum(held) < 90
-    texts = texts_of(base)
-    assert texts_of(stores["validation"]) == [text for text, out in zip(texts, held, strict=True) if out]
-    assert texts_of(stores["train"]) == [text for text, out in zip(texts, held, strict=True) if not out]
+    for (name, store), is_held in zip(stores.items(), (False, True), strict=True):
+        mine = [i for i, out in enumerate(held) if out == is_held]
+        assert [ids.tolist() for ids in store] == [base[i].tolist() for i in mine]
+        assert [store.document_source(n) for n in range(len(store))] == [base.document_source(i) for i in mine]
+        assert verify(store) == []
+        assert not list(Path(name).rglob("*.bin")), "nothing is copied"
+        assert store.tokenizer().sha256 == base.tokenizer().sha256
     for manifest in (train, validation):
         assert manifest.split is not None
         assert (manifest.split.fingerprint, manifest.split.holdout) == (base.manifest.fingerprint, "1/5")
         assert manifest.read == base.manifest.kept
-        assert manifest.shard_tokens == 1000
     assert validation.text_bytes == sum(len(text.encode()) for text in texts_of(stores["validation"]))
     assert train.text_bytes + validation.text_bytes == base.manifest.text_bytes
-    assert list(train.left_out) == ["held out"]
-    assert list(validation.left_out) == ["not held out"]
+    assert (list(train.left_out), list(validation.left_out)) == (["held out"], ["not held out"])
+    notices: list[str] = []
+    again = split(base, holdout=0.2, train="train", validation="validation", notify=notices.append)
+    assert (again, len(notices)) == ((train, validation), 2)
+    Path("folder").mkdir()
+    for name in ("base", "train", "validation"):
+        Path(name).rename(f"folder/{name}")
+    assert verify(TokenStore("folder/train")) == [], "links are relative"
+
+
+def test_a_side_is_split_again(base: TokenStore) -> None:
+    split(base, holdout="30%", train="train", validation="validation")
+    split(TokenStore("train"), holdout="50%", train="inner", validation="outer")
+    sides = [texts_of(TokenStore(name)) for name in ("inner", "outer", "validation")]
+    assert sorted(text for side in sides for text in side) == sorted(texts_of(base))
+    assert all(expected_side(ids[1:-1].tolist(), Fraction(1, 2)) for ids in TokenStore("outer"))
 
 
 @pytest.mark.parametrize("options", [{}, {"bos": False, "eos": False}, {"shard_tokens": 50}])
@@ -73,40 +85,25 @@ def test_stable_when_documents_are_added(base: TokenStore, tokenizer: Tokenizer,
     assert not two["train"] & two["validation"]
 
 
-def test_text_bytes_that_the_ids_do_not_tell(base: TokenStore, tokenizer: Tokenizer) -> None:
-    documents = [
-        Document(text="some text", source="a"),
-        *(Document(ids=np.arange(9) + i, source="b") for i in range(30)),
-    ]
-    prepare(documents, tokenizer=tokenizer, out="mixed")
-    notices: list[str] = []
-    train, validation = split(TokenStore("mixed"), holdout="50%", train="t", validation="v", notify=notices.append)
-    assert (train.text_bytes, validation.text_bytes) == (0, 0)
-    assert notices == ["text bytes of the two stores are unknown: those of the ids do not sum to those of the store"]
-    assert base.manifest.split is None
-
-
 @pytest.mark.parametrize("value", ["0", "0%", "100%", "1", "-1%", "a", "1/0", "nan", "inf"])
-def test_shares_that_are_none(value: str) -> None:
+def test_shares(value: str) -> None:
+    assert parse_holdout("0.1%") == parse_holdout(0.001) == parse_holdout("1/1000") == Fraction(1, 1000)
     with pytest.raises(DataError, match="holdout = "):
         parse_holdout(value)
 
 
-def test_shares() -> None:
-    assert parse_holdout("0.1%") == parse_holdout(0.001) == parse_holdout("1/1000") == Fraction(1, 1000)
-
-
 def test_errors(base: TokenStore, tokenizer: Tokenizer) -> None:
-    with pytest.raises(DataError, match=r"none is for validation; give a larger share"):
-        split(base, holdout="0.00001%", train="t", validation="v")
-    with pytest.raises(DataError, match=r"none is for train; give another share"):
-        split(base, holdout="99.9999%", train="t", validation="v")
-    with pytest.raises(DataError, match="give three folders"):
-        split(base, holdout="1%", train="t", validation="./t")
-    make(tokenizer, range(3), "v")
-    with pytest.raises(DataError, match="out = v: holds a token store already"):
-        split(base, holdout="1%", train="t", validation="v")
-    path = base.path / "shards/00000.bin"
+    make(tokenizer, range(3), "other")
+    for holdout, validation, message in (
+        ("0.00001%", "v", r"none is for validation; give a larger share"),
+        ("99.9999%", "v", r"none is for train; give another share"),
+        ("1%", "./t", "give three folders"),
+        ("1%", "other", "out = other: holds a token store already"),
+        ("1%", ".", "out = .: exists and is not a token store"),
+    ):
+        with pytest.raises(DataError, match=message):
+            split(base, holdout=holdout, train="t", validation=validation)
+    path = base.shard_path(0, "bin")
     path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
     with pytest.raises(DataError, match="SHA-256 differs"):
         split(base, holdout="10%", train="t", validation="v2")
@@ -120,5 +117,5 @@ def test_on_the_command_line(
     monkeypatch.setattr(sys, "argv", command)
     assert main() in (0, None)
     sizes = [TokenStore(name) for name in ("t", "v")]
-    lines = [f"{store.n_documents} documents, {store.n_tokens} tokens in {store.path}" for store in sizes]
+    lines = [f"{len(store)} documents, {store.n_tokens} tokens in {store.path}" for store in sizes]
     assert capsys.readouterr().out.splitlines() == lines

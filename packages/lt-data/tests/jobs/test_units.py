@@ -190,7 +190,7 @@ def test_a_unit_that_fails_is_named_and_the_others_finish(
             DataError, match=r"1 of \d+ units failed, the others are finished; 0000\d-of-0000\d: .*05\.jsonl"
         ):
             prepare([tmp_path / "in"], workers=workers, **run)
-    with pytest.raises(DataError, match=r"not all of its units are prepared and joined; run the same lt data prepare"):
+    with pytest.raises(DataError, match=r"not all of its units are prepared; run the same lt data prepare"):
         TokenStore(run["out"])
     finished = {path: path.stat().st_mtime_ns for path in run["out"].glob("units/0*/manifest.json")}
     assert len(finished) > 4

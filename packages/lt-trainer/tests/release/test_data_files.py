@@ -70,7 +70,7 @@ def test_stores_in_a_release_are_whole_and_made_again(texts: Path, tmp_path: Pat
         assert all(hash_file(bundle / entry.file) == entry.sha256 for entry in released.entries)
         (pack_file,) = folder.glob("packs/*/pack.json")
         manifest, header = (json.loads(path.read_text()) for path in (folder / "manifest.json", pack_file))
-        made = SimpleNamespace(stores={name: SimpleNamespace(joined=released.store.is_joined)})
+        made = SimpleNamespace(stores={name: SimpleNamespace(joined=released.is_joined)})
         facts: Any = SimpleNamespace(info=OPEN, release=made)
         lines = store_commands(facts, StoreFacts(name, manifest, header, True, released.entries))
         assert any("cp -R" in line for line in lines) == (name in ("part", "joined"))

@@ -2,7 +2,7 @@
 
     tokenizer/      SHA-256 of each file, and of the tokenizer
     shards          SHA-256 of all files; sums of lengths; offsets; ids within the vocabulary; indices of source files;
-                    columns
+                    columns; masks
     sources.jsonl   SHA-256; number of files
     packs           fingerprints and headers; every token of the store in exactly one row; labels; row lengths
 
@@ -21,7 +21,6 @@ from lt_data.packing.pack_index import PackIndex
 from lt_data.packing.packs import list_packs
 from lt_data.progress import Progress, no_progress
 from lt_data.storage import open_regular, read_file, translate_os_errors
-from lt_data.store.manifest import TOKENIZER_FOLDER
 from lt_data.store.megatron import decode_index, index_size
 from lt_data.store.token_store import TokenStore
 
@@ -30,24 +29,26 @@ _CHUNK = 2**22  # ids checked at a time
 
 def find_problems(store: TokenStore, progress: Progress = no_progress) -> Iterator[str]:
     """Check a store and its packs; yield each problem with the name of its file."""
-    for check in (store.check_index, store.check_extents, store.tokenizer, lambda: store.source_files):
+    for check in (store.tokenizer, lambda: store.source_files):
         yield from _problem_of(check)
-    for part in store.part_folders:
-        for name, sha256 in store.manifest.tokenizer.files.items():
-            yield from _check_hash(part / TOKENIZER_FOLDER / name, sha256, part)
-    done, total = 0, store.n_tokens * store.dtype.itemsize
+    for name, sha256 in store.manifest.tokenizer.files.items():
+        yield from _check_hash(store.folder / store.manifest.tokenizer_folder / name, sha256)
+    done, total = 0, sum(shard.tokens for shard in store.manifest.shards) * store.dtype.itemsize
     are_indexes_valid = True
     for number in range(len(store.manifest.shards)):
         for problem in _check_index(store, number):
             are_indexes_valid = False
             yield problem
-        location = store.shard_location(number)
-        for kind, sha256, decode in (
-            ("src", location.shard.src_sha256, store.shard_sources),
-            ("arrow", location.shard.arrow_sha256, store.shard_columns),
+        shard = store.manifest.shards[number]
+        mask = (shard.mask.file, shard.mask.sha256) if shard.mask else ("", "")
+        for name, sha256, decode in (
+            (store.manifest.shard_file(number, "src"), shard.src_sha256, store.shard_sources),
+            (store.manifest.shard_file(number, "arrow"), shard.arrow_sha256, store.shard_columns),
+            (*mask, store.kept_documents),
         ):
             if sha256:
-                yield from _check_hash(store.shard_path(number, kind), sha256, location.folder)
+                store.download(name)
+                yield from _check_hash(store.folder / name, sha256)
                 yield from _problem_of(lambda decode=decode, number=number: decode(number))
         for n_bytes, problem in _check_ids(store, number):
             done += n_bytes
@@ -70,9 +71,9 @@ def _problem_of(check: Callable[[], object]) -> Iterator[str]:
         yield str(exc)
 
 
-def _check_hash(path: Path, sha256: str, inside: Path) -> Iterator[str]:
+def _check_hash(path: Path, sha256: str) -> Iterator[str]:
     try:
-        with translate_os_errors("read", path), open_regular(path, inside=inside) as file:
+        with translate_os_errors("read", path), open_regular(path) as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
                 yield f"{path}: SHA-256 differs from the manifest"
     except DataError as exc:
@@ -83,7 +84,7 @@ def _check_index(store: TokenStore, number: int) -> Iterator[str]:
     shard, path = store.manifest.shards[number], store.shard_path(number, "idx")
     try:
         with translate_os_errors("read", path):
-            content = read_file(path, max_bytes=index_size(shard.documents), inside=store.shard_location(number).folder)
+            content = read_file(path, max_bytes=index_size(shard.documents))
         if hashlib.sha256(content).hexdigest() != shard.idx_sha256:
             yield f"{path}: SHA-256 differs from the manifest"
         lengths, dtype = decode_index(content, str(path))

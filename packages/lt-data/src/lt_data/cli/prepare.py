@@ -175,9 +175,8 @@ def join(
 ) -> None:
     """Put stores together without copying: OUT gets a manifest that names them."""
     import lt_data
-    from lt_data.display.terminal import echo_error
 
-    _print_summary(lt_data.join(out, stores, notify=echo_error), out)
+    _print_summary(lt_data.join(out, stores), out)
 
 
 def _source_options(

@@ -19,7 +19,7 @@ import numpy as np
 from lt_data.errors import DataError
 from lt_data.packing.pack_index import ARRAYS, PACK_FILE, PackIndex, PackMode, check_mode, read_header, write_pack
 from lt_data.storage import check_inside, make_folder_synced, translate_os_errors
-from lt_data.store.joined import list_generations
+from lt_data.store.generations import list_generations
 from lt_data.store.token_store import TokenStore
 
 
@@ -91,7 +91,7 @@ def open_pack(store: TokenStore, *, seq_len: int, mode: PackMode = "bfd") -> Pac
     folder = store.pack_folder(f"{mode}-{seq_len}")
     if not folder.exists():
         place = "" if store.packs is None else f" in {store.packs}"
-        older = list_generations(store.path)[:-1] if store.is_joined else []
+        older = list_generations(store.folder)[:-1]
         hint = f" (older generations of it: {older[0]} ...)" if older else ""
         raise DataError(
             f"store {store.path} has no pack {folder.name}{place}{hint}; make it with: "

@@ -36,6 +36,7 @@ from lt_data.store.manifest import (
     DocumentTotals,
     Selection,
     StoreManifest,
+    StorePart,
     TokenizerInfo,
     encode_manifest,
 )
@@ -157,7 +158,7 @@ def write_unit(
         bos=options.bos,
         eos=options.eos,
         dtype=encoder.dtype,
-        shards=shards,
+        parts=(StorePart(shards=shards, sources=reader.source_files() if reader else SourceFiles()),),
         text_bytes=totals.text_bytes,
         read=read,
         left_out=dict(sorted(counts.left_out.items())),
@@ -169,7 +170,6 @@ def write_unit(
         map=record_map.info if record_map else None,
         engine=encoder.engine,
         shard_tokens=options.shard_tokens,
-        sources=reader.source_files() if reader else SourceFiles(),
     )
     assert manifest.kept == totals, "documents or tokens were lost"
     if list_documents:

@@ -2,52 +2,43 @@
 
     OUT/plan.json                 the job: settings, listing of the sources, number of units
     OUT/units/00012-of-00040/     a finished unit: a token store of consecutive files, or ranges of them
-    OUT/manifest.json             last: the joined store of all units (lt_data.store.joined)
+    OUT/keep/                     masks of the documents that no earlier unit has, if duplicates are dropped
+    OUT/manifest.json             last: the parts of all units
 
-A small corpus is one unit, which is the store itself and appears as OUT. Units, and then the ranges of hashes in which
-duplicates of different units are found, are tasks that any number of processes take (lt_data.preparation.tasks).
-Whoever finds all of them finished writes the manifest, which is the same from any of them. A killed process loses the
-unit it was at. The same command on a finished store does nothing.
+A small corpus is one unit, which is the store itself and appears as OUT. Units are tasks that any number of processes
+take (lt_data.preparation.tasks). Whoever finds all of them finished writes the manifest, which is the same from any of
+them. A killed process loses the unit it was at. The same command on a finished store does nothing.
 
 Cost: that of its units; the sources are listed once per process. If duplicates are dropped: see
-lt_data.preparation.duplicates and lt_data.preparation.drop_list.
+lt_data.preparation.deduplication.
 """
 
 import json
 import os
-import secrets
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from lt_data import strict_json
 from lt_data.errors import DataError
-from lt_data.preparation.drop_list import write_drop_list
-from lt_data.preparation.duplicates import (
-    BY_HASH,
-    count_documents,
-    count_ranges,
-    encode_duplicates,
-    find_duplicates,
-    write_by_hash,
-)
-from lt_data.preparation.join import join, remove_unfinished
+from lt_data.preparation.deduplication import drop_repeated
+from lt_data.preparation.join import combine_stores
 from lt_data.preparation.tasks import CLAIM, WORK, Tasks, build_task
-from lt_data.preparation.unit_writer import UnitOptions, write_unit
+from lt_data.preparation.unit_writer import DOCUMENTS_FILE, ENTRY_DTYPE, UnitOptions, write_unit
 from lt_data.progress import Progress
 from lt_data.sources.document import Document
 from lt_data.sources.reader import DocumentReader
-from lt_data.storage import fsync_folder, make_folder_synced, read_file, translate_os_errors, write_file
-from lt_data.store.extents import EXTENTS_FILE
-from lt_data.store.joined import PLAN_FILE, UNIT_FOLDER, load_parts, load_store
-from lt_data.store.joined_index import INDEX_FILE
-from lt_data.store.manifest import MANIFEST_FILE, DropList, StoreManifest, read_manifest
+from lt_data.storage import make_folder_synced, read_file, translate_os_errors, write_file
+from lt_data.store.manifest import MANIFEST_FILE, UNIT_FOLDER, StoreManifest, read_manifest, write_manifest
+from lt_data.store.masks import MASK_FOLDER
+from lt_data.store.token_store import TokenStore
 
-_DUPLICATES = "duplicates-"
+PLAN_FILE = "plan.json"
 _LISTING = "listing of the sources"
 _MAX_PLAN_BYTES = 2**20
 
@@ -115,15 +106,7 @@ class UnitJob:
 
         reader = self.reader.slice(*self.units[task])
         folder = work / "unit"
-        write_unit(
-            self.options,
-            reader,
-            folder,
-            on_batch=check_needed,
-            list_documents=self.are_compared,
-        )
-        if self.are_compared:
-            write_by_hash(folder)
+        write_unit(self.options, reader, folder, on_batch=check_needed, list_documents=self.are_compared)
         return folder
 
 
@@ -133,10 +116,10 @@ def run_units(job: UnitJob, run_tasks: RunTasks, *, progress: Progress) -> Store
     Args:
         job: the job.
         run_tasks: does the tasks that are missing.
-        progress: called with the finished units, and ranges of hashes.
+        progress: called with the finished units.
 
     Returns:
-        The manifest of a flat store with the same documents.
+        The manifest of the store.
 
     Raises:
         DataError: units failed (the others are finished first), or the folder holds another job.
@@ -145,17 +128,12 @@ def run_units(job: UnitJob, run_tasks: RunTasks, *, progress: Progress) -> Store
     if not _is_complete(job):
         try:
             run_tasks(job.tasks, progress)
-            duplicates: list[Path] = []
-            if job.are_compared:
-                ranges = _plan_ranges(job)
-                run_tasks(ranges, progress)
-                duplicates = [ranges.published(task) for task in range(len(ranges.names))]
-            _join(job, duplicates)
+            _join(job)
         except DataError:
             if not _is_complete(job):  # else a faster process has joined the units, and removed what was left
                 raise
     _remove_leftovers(job)
-    return load_store(job.out).manifest
+    return read_manifest(job.out)
 
 
 def run_one_unit(
@@ -165,7 +143,6 @@ def run_one_unit(
     plan: Mapping[str, Any] | None,
     progress: Progress,
     skipped: Mapping[str, int] | None = None,
-    add_files: Callable[[Path, StoreManifest], None] | None = None,
 ) -> StoreManifest:
     """Make a store of one unit, beside other processes that do the same.
 
@@ -176,7 +153,6 @@ def run_one_unit(
         plan: what must be the same for all processes; None if the documents are in memory.
         progress: called with the bytes read.
         skipped: records in memory without a document, by reason, complete when the documents are.
-        add_files: writes more files into the folder of the finished store.
 
     Returns:
         Its manifest.
@@ -203,8 +179,6 @@ def run_one_unit(
             raise DataError(describe_empty(where, [manifest], [example for _, example in examples]))
         if plan is not None:
             write_file(folder / PLAN_FILE, encode_plan(plan))
-        if add_files is not None:
-            add_files(folder, manifest)
         made.append(manifest)
         return folder
 
@@ -309,37 +283,20 @@ def _remove_work(task: Tasks) -> None:
             shutil.rmtree(left, ignore_errors=True)
 
 
-def _plan_ranges(job: UnitJob) -> Tasks:
-    """Return the ranges of hashes in which duplicates are found, as tasks."""
-    n_ranges = count_ranges(sum(map(count_documents, job.unit_folders)))
-    names = tuple(f"{_DUPLICATES}{i:03d}-of-{n_ranges:03d}" for i in range(n_ranges))
-    return Tasks(folder=job.folder, names=names, build=partial(_build_range, job, n_ranges), what="ranges of hashes")
-
-
-def _build_range(job: UnitJob, n_ranges: int, index: int, work: Path) -> Path:
-    path = work / "duplicates"
-    write_file(path, encode_duplicates(find_duplicates(job.unit_folders, index, n_ranges)))
-    return path
-
-
-def _join(job: UnitJob, duplicates: list[Path]) -> None:
-    """Join the units; another process may do the same."""
-    parts = load_parts(job.unit_folders)
-    if not any(part.manifest.documents for part in parts):
-        raise DataError(describe_empty(f"any of the {len(parts)} units", [part.manifest for part in parts]))
-    work = job.folder / f"{WORK}{secrets.token_hex(8)}"
-    dropped: DropList | None = None
-    try:
-        if job.are_compared:
-            with translate_os_errors("create", work):
-                work.mkdir()
-            dropped, extents = write_drop_list(parts, duplicates, work)
-            with translate_os_errors("write", job.out / EXTENTS_FILE):
-                extents.rename(job.out / EXTENTS_FILE)
-                fsync_folder(job.out)
-        join(job.out, job.unit_folders, dropped=dropped)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)  # who joined the units may be removing it too
+def _join(job: UnitJob) -> None:
+    """Write the manifest of all units; another process may do the same."""
+    stores = [TokenStore(folder) for folder in job.unit_folders]
+    if not any(store.n_documents for store in stores):
+        raise DataError(describe_empty(f"any of the {len(stores)} units", [store.manifest for store in stores]))
+    manifest = combine_stores(job.out, stores)
+    if job.are_compared:
+        entries: list[np.ndarray] = []
+        for folder in job.unit_folders:
+            with translate_os_errors("read", folder / DOCUMENTS_FILE):
+                entries.append(np.fromfile(folder / DOCUMENTS_FILE, ENTRY_DTYPE))
+        hashes, sizes = [each["hash"] for each in entries], [each["text_bytes"] for each in entries]
+        manifest = drop_repeated(manifest, job.out, hashes, sizes)
+    write_manifest(manifest, job.out / MANIFEST_FILE)
 
 
 def _remove_leftovers(job: UnitJob) -> None:
@@ -347,8 +304,7 @@ def _remove_leftovers(job: UnitJob) -> None:
     with translate_os_errors("clean", job.folder):
         for task in (_as_task(job.out, job.build), job.tasks):
             _remove_work(task)
-        by_hash = [folder / BY_HASH for folder in job.unit_folders] if job.are_compared else []
-        for left in (*job.folder.glob(f"*{CLAIM}"), *job.folder.glob(f"{_DUPLICATES}*"), *by_hash):
+        # the manifest is there: who still writes one, or a mask, has nothing to add
+        unfinished = (*job.out.glob(f"{MANIFEST_FILE}.tmp-*"), *job.out.glob(f"{MASK_FOLDER}/*.tmp-*"))
+        for left in (*job.folder.glob(f"*{CLAIM}"), *unfinished):
             left.unlink(missing_ok=True)
-        for name in (MANIFEST_FILE, INDEX_FILE):  # the manifest is there: who still writes one has nothing to add
-            remove_unfinished(job.out / name)

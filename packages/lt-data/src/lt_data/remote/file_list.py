@@ -17,10 +17,9 @@ from lt_data import strict_json
 from lt_data.errors import DataError
 from lt_data.file_names import check_name
 from lt_data.storage import translate_os_errors
-from lt_data.store.document_sources import SOURCES_FILE
 from lt_data.store.manifest import FORMAT as STORE_FORMAT
 from lt_data.store.manifest import MANIFEST_FILE as MANIFEST
-from lt_data.store.manifest import SHARD_FOLDER, TOKENIZER_FOLDER, StoreManifest
+from lt_data.store.manifest import StoreManifest
 
 LIST = "lt-files.json"
 MAX_LIST_BYTES = 2**31
@@ -116,22 +115,17 @@ def store_hashes(content: bytes, source: str) -> dict[str, str]:
     """Return the SHA-256 (hex) of each file that a store's manifest names; of another file of that name none.
 
     Raises:
-        DataError: it is a store's manifest and broken, or of a store whose shards lie in others.
+        DataError: it is a store's manifest and broken.
     """
     try:
         kind = json.loads(content)["format"]
     except (ValueError, KeyError, TypeError, RecursionError):
         return {}
-    if not str(kind).startswith(STORE_FORMAT):
+    if kind != STORE_FORMAT:
         return {}
-    remedy = "prepare the store again"
-    manifest = StoreManifest.from_dict(strict_json.load_object(content, source, remedy), source)
-    hashes = {f"{TOKENIZER_FOLDER}/{name}": sha256 for name, sha256 in manifest.tokenizer.files.items()}
-    for shard in manifest.shards:
-        hashes |= {f"{SHARD_FOLDER}/{name}": sha256 for name, sha256 in shard.hashes.items()}
-    if manifest.sources.list_sha256:
-        hashes[SOURCES_FILE] = manifest.sources.list_sha256
-    return hashes
+    return StoreManifest.from_dict(
+        strict_json.load_object(content, source, "prepare the store again"), source
+    ).file_hashes()
 
 
 def list_folder(folder: Path) -> FileList:
@@ -141,26 +135,33 @@ def list_folder(folder: Path) -> FileList:
         DamagedError: a file of a token store is not the one of its manifest.
         DataError: it is no folder or has no files, or something in it is no plain file.
     """
-    sizes: dict[str, int] = {}
+    hashes: dict[str, str] = {}
+    if (folder / MANIFEST).is_file():
+        with translate_os_errors("read", folder / MANIFEST):
+            hashes = store_hashes((folder / MANIFEST).read_bytes(), str(folder / MANIFEST))
+    names = sorted({*_names_below(folder, hashes), *hashes})
+    if not names:
+        raise DataError(f"{folder}: there is nothing to upload: no such folder, or no file in it")
+    files: dict[str, ListedFile] = {}
+    for name in names:
+        with translate_os_errors("read", folder / name):
+            files[name] = ListedFile((folder / name).stat().st_size, sha256_of(folder / name))
+    if wrong := [name for name, digest in hashes.items() if files[name].digest != digest]:
+        raise DamagedError(f"{folder / wrong[0]}: is not the file of the store's manifest; copy or prepare it again")
+    return FileList(source=str(folder), files=files, last=last_files(files))
+
+
+def _names_below(folder: Path, hashes: Mapping[str, str]) -> list[str]:
+    """Return the names of all files of a folder, which are plain ones; links to stores with files in `hashes` pass."""
+    linked = {name[:end] for name in hashes for end in range(len(name)) if name[end] == "/"}
+    found: list[str] = []
     with translate_os_errors("look at", folder):
         for at, folders, names in os.walk(folder):
             for path in (Path(at, name) for name in (*folders, *names)):
-                if path.is_symlink() or not (path.is_dir() or path.is_file()):
+                is_link = path.is_symlink() and path.relative_to(folder).as_posix() not in linked
+                if is_link or not (path.is_dir() or path.is_file()):
                     raise DataError(f"{path}: not a plain file or folder: put what it stands for in its place")
-            for path in (Path(at, name) for name in names):
-                name = path.relative_to(folder).as_posix()
-                if not name.isprintable():
-                    raise DataError(f"{path}: a file name that is no printable UTF-8 is no object's name: rename it")
-                sizes[name] = path.stat().st_size
-    sizes.pop(LIST, None)  # of an earlier download by another program: written again
-    if not sizes:
-        raise DataError(f"{folder}: there is nothing to upload: no such folder, or no file in it")
-    files = {name: ListedFile(sizes[name], sha256_of(folder / name)) for name in sorted(sizes)}
-    if MANIFEST in files:
-        with translate_os_errors("read", folder / MANIFEST):
-            hashes = store_hashes((folder / MANIFEST).read_bytes(), str(folder / MANIFEST))
-        if wrong := [name for name, digest in hashes.items() if name not in files or files[name].digest != digest]:
-            raise DamagedError(
-                f"{folder / wrong[0]}: is not the file of the store's manifest; copy or prepare it again"
-            )
-    return FileList(source=str(folder), files=files, last=last_files(files))
+            found += [Path(at, name).relative_to(folder).as_posix() for name in names]
+    if odd := [name for name in found if not name.isprintable()]:
+        raise DataError(f"{folder / odd[0]}: a file name that is no printable UTF-8 is no object's name: rename it")
+    return [name for name in found if name != LIST]  # of an earlier download by another program: written again

@@ -34,7 +34,7 @@ from lt_data.remote.s3_folder import S3Folder
 from lt_data.remote.threads import Meter, pool_of
 from lt_data.storage import translate_os_errors
 from lt_data.store.manifest import MANIFEST_FILE as MANIFEST
-from lt_data.store.manifest import SHARD_FOLDER, TOKENIZER_FOLDER, StoreManifest, read_manifest
+from lt_data.store.manifest import StoreManifest, read_manifest
 
 DEFAULT_CACHE_BYTES = 20 * 2**30
 _CONNECTIONS = 32
@@ -79,8 +79,8 @@ class RemoteShards:
         self._maps: dict[int, np.ndarray] = {}
         self._fetched: dict[int, dict[_Span, np.ndarray]] = {}  # by thread: those of its last `prefetch`
         self.bring(MANIFEST)
-        self.bring(TOKENIZER_FOLDER)
         self.manifest: StoreManifest = read_manifest(self.folder)
+        self.bring(self.manifest.tokenizer_folder)
         self._dtype = np.dtype(self.manifest.dtype).newbyteorder("<")
         n_bytes = sum(file.n_bytes for name, file in self._list.files.items() if name.endswith(".bin"))
         self._is_cached = n_bytes <= self._cache_bytes
@@ -119,7 +119,7 @@ class RemoteShards:
             self._fetched[threading.get_ident()] = dict(zip(wanted, found, strict=True))
 
     def _name(self, shard: int) -> str:
-        return f"{SHARD_FOLDER}/{self.manifest.shards[shard].name}.bin"
+        return self.manifest.shard_file(shard, "bin")
 
     def _read_range(self, span: _Span) -> np.ndarray:
         shard, begin, end = span

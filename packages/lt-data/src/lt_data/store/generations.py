@@ -1,35 +1,52 @@
-"""Search for the generation of a store that a stream has read; lt_data.store.joined defines them.
+"""Generations of a store: its manifest as it was before each time that documents were appended.
 
-The fingerprint of a sequence of rows begins each store's fingerprint. A folder that names a generation means that one;
-the folder of the store means its newest, unless what was read says otherwise.
+    STORE/manifest.json         the newest generation
+    STORE/manifest-00000.json   the store as it was prepared
+    STORE/manifest-00001.json   generation 1: the same parts, then those of the first documents that were appended
+    STORE/appended/00001/       the parts with these documents, a store of their own
+    STORE/packs-00001/          packs of generation 1
 
-Cost: one read of the joined manifest of each generation.
+The path of such a manifest opens that generation, and that of the folder the newest; a store to which nothing was
+appended has `manifest.json` alone. What an older generation names is never changed, so a run that has read it goes on
+with it: the fingerprint of a sequence of rows begins each store's fingerprint.
+
+Cost: one read of each manifest.
 """
 
-import os
 from pathlib import Path
 
-from lt_data.store.joined import GENERATION_FOLDER, find_generation
+from lt_data.store.manifest import MANIFEST_NAME, read_manifest
+
+
+def generation_file(folder: Path, number: int) -> Path:
+    """Return the path of the manifest of a generation."""
+    return folder / f"manifest-{number:05d}.json"
+
+
+def list_generations(folder: Path) -> list[Path]:
+    """Return the manifests of the generations of a store, oldest first; none if nothing was appended to it."""
+    found = [path for path in folder.glob("manifest-*.json") if names_generation(path)]
+    return sorted(found, key=lambda path: (len(path.name), path.name))
 
 
 def names_generation(path: str | Path) -> bool:
-    """Return whether a path names one generation of a store, such as `STORE/generations/00001`."""
-    return _absolute(path).parent.name == GENERATION_FOLDER
+    """Return whether a path names one generation of a store, such as `STORE/manifest-00001.json`."""
+    found = MANIFEST_NAME.fullmatch(Path(path).name)
+    return found is not None and found[1] is not None
 
 
 def locate_generation(path: str | Path, fingerprint: str) -> Path | None:
-    """Return the generation with this beginning of its fingerprint, if any.
+    """Return the manifest of the generation with this beginning of its fingerprint, if any.
 
     Args:
         path: the store, or one of its generations.
         fingerprint: beginning of a fingerprint.
 
     Raises:
-        DataError: a manifest of a generation is broken, or one is missing.
+        DataError: a manifest of a generation is broken.
     """
-    root = _absolute(path).parent.parent if names_generation(path) else Path(path)
-    return find_generation(root, fingerprint)
-
-
-def _absolute(path: str | Path) -> Path:
-    return Path(os.path.abspath(path))
+    folder = Path(path).parent if names_generation(path) else Path(path)
+    for file in reversed(list_generations(folder)):
+        if read_manifest(file).fingerprint.startswith(fingerprint):
+            return file
+    return None

@@ -1,15 +1,22 @@
 """Manifest of a token store: `manifest.json`, format "lt-data-store", version 1.
 
+The shards of a store lie in its parts: folders inside its own, with the shards of each. A store that was prepared as
+one is one part, "."; one of several units or stores names theirs. The manifest has every shard itself, so the manifests
+in those folders are not read. A shard of which a store has not all documents has a mask (lt_data.store.masks).
+
 The manifest holds every hash and every choice that determined the tokens, and nothing else (no date, no machine): the
-same text, tokenizer and policy give the same bytes. `fingerprint` identifies the token sequence; packs and stream
-states carry it, so that none is used with other data. `checksum` covers all fields. Reading checks the format, the
-version, every type, both hashes, and that the documents read are those stored plus those left out; file names are those
-of entries of their folder. Full specification: docs/reference/data-formats.md.
+same text, tokenizer and policy give the same bytes. `fingerprint` identifies the token sequence, wherever its shards
+lie; packs and stream states carry it, so that none is used with other data. `checksum` covers all fields. Reading
+checks the format, the version, every type, both hashes, and that the documents read are those stored plus those left
+out. Full specification: docs/reference/data-formats.md.
+
+Cost: about 10 microseconds a shard to read.
 """
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,19 +26,25 @@ import numpy as np
 
 from lt_data import strict_json
 from lt_data.errors import DataError
-from lt_data.storage import read_file, translate_os_errors
-from lt_data.store.manifest_checks import check_counts, check_hashes, check_names
+from lt_data.file_names import check_name
+from lt_data.storage import read_file, replace_file, translate_os_errors
+from lt_data.store.document_sources import SOURCES_FILE
+from lt_data.store.manifest_checks import check_counts, check_hashes
 from lt_data.store.megatron import index_size
-from lt_data.store.source_files import SourceFiles
+from lt_data.store.source_files import SourceFiles, combine_source_files
 
 FORMAT = "lt-data-store"
 VERSION = 1
 MANIFEST_FILE = "manifest.json"
 TOKENIZER_FOLDER = "tokenizer"
 SHARD_FOLDER = "shards"
+UNIT_FOLDER = "units"
+"""Of a store that was prepared in several units (lt_data.preparation.units)."""
 PACK_FOLDER = "packs"
 MAX_MANIFEST_BYTES = 2**31
 MAX_TOKENIZER_BYTES = 2**28
+MANIFEST_NAME = re.compile(r"manifest(-\d{5,})?\.json")
+"""Name of the manifest of a store, or of one of its generations."""
 EMPTY = "empty"
 DUPLICATE = "duplicate"
 _REMEDY = "copy the store again or prepare it again"
@@ -48,7 +61,8 @@ class TokenizerInfo:
 
     def __post_init__(self) -> None:
         check_counts(vocab_size=self.vocab_size)
-        check_names("tokenizer file", self.files)
+        for name in self.files:
+            check_name(name, "tokenizer.files")
         check_hashes("sha256 of a tokenizer file", [self.sha256, *self.files.values()])
 
 
@@ -67,15 +81,42 @@ class ColumnInfo:
         check_counts(nulls=self.nulls)
 
 
-_METADATA_FIELDS = ("src_sha256", "arrow_sha256", "arrow_bytes")  # of a shard, outside the fingerprint
+@dataclass(frozen=True, kw_only=True)
+class Mask:
+    """Documents of a shard that a store has.
+
+    Attributes:
+        file: the mask (lt_data.store.masks), relative to the folder of the store.
+        sha256: its SHA-256.
+        documents: number of documents that the store has.
+        tokens: their ids.
+    """
+
+    file: str
+    sha256: str
+    documents: int
+    tokens: int
+
+    def __post_init__(self) -> None:
+        check_name(self.file, "mask")
+        check_hashes(f"sha256 of {self.file}", [self.sha256])
+        check_counts(documents=self.documents, tokens=self.tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardFile:
-    """Files `shards/<name>.bin`, `.idx`, `.src` and `.arrow`: their totals, and the SHA-256 of each file.
+    """Files `shards/<name>.bin`, `.idx`, `.src` and `.arrow` of a part.
 
-    `src_sha256` is "" if the sources of the documents are unknown; then there is no `.src` file. Likewise
-    `arrow_sha256` is "" if no columns are kept.
+    Attributes:
+        name: name of the files without their suffix.
+        tokens: ids in the file.
+        documents: documents in the file.
+        sha256: SHA-256 of the ids.
+        idx_sha256: SHA-256 of the index.
+        src_sha256: SHA-256 of the sources of the documents; "" if they are unknown, and there is no file.
+        arrow_sha256: SHA-256 of the kept columns; "" if there are none.
+        arrow_bytes: their bytes.
+        mask: the documents that the store has; None: all of them.
     """
 
     name: str
@@ -86,11 +127,22 @@ class ShardFile:
     src_sha256: str = ""
     arrow_sha256: str = ""
     arrow_bytes: int = 0
+    mask: Mask | None = None
 
     def __post_init__(self) -> None:
-        check_names("shard", [self.name])
+        check_name(self.name, "shard")
         check_counts(tokens=self.tokens, documents=self.documents, arrow_bytes=self.arrow_bytes)
         check_hashes(f"sha256 of shard {self.name}", self.hashes.values())
+
+    @property
+    def kept_documents(self) -> int:
+        """Documents that the store has."""
+        return self.documents if self.mask is None else self.mask.documents
+
+    @property
+    def kept_tokens(self) -> int:
+        """Ids of the documents that the store has."""
+        return self.tokens if self.mask is None else self.mask.tokens
 
     @property
     def hashes(self) -> dict[str, str]:
@@ -105,10 +157,44 @@ class ShardFile:
         sizes["arrow"] = self.arrow_bytes
         return {name: sizes[name.rpartition(".")[2]] for name in self.hashes}
 
-    @property
-    def identity(self) -> dict[str, Any]:
-        """Part that determines the tokens, for the fingerprint."""
-        return {name: value for name, value in vars(self).items() if name not in _METADATA_FIELDS}
+    def identity(self, number: int) -> dict[str, Any]:
+        """Return what determines the tokens of the shard of a number, for the fingerprint."""
+        names = ("tokens", "documents", "sha256", "idx_sha256")
+        mask = {} if self.mask is None else {"mask": self.mask.sha256}
+        return {"name": f"{number:05d}", **{name: getattr(self, name) for name in names}, **mask}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StorePart:
+    """Part of a store: a folder with shards.
+
+    Attributes:
+        path: the folder, relative to that of the store; "." is the store's own.
+        shards: the shards, in document order.
+        sources: the source files of its documents.
+    """
+
+    path: str = "."
+    shards: tuple[ShardFile, ...] = ()
+    sources: SourceFiles = field(default_factory=SourceFiles)
+
+    def __post_init__(self) -> None:
+        if self.path != ".":
+            check_name(self.path, "part")
+
+    def file(self, name: str) -> str:
+        """Return the name of a file of the part, relative to the folder of the store."""
+        return name if self.path == "." else f"{self.path}/{name}"
+
+    def moved(self, folder: str) -> "StorePart":
+        """Return the part as that of a store whose folder is `folder` of another one."""
+
+        def move(shard: ShardFile) -> ShardFile:
+            mask = shard.mask
+            return shard if mask is None else replace(shard, mask=replace(mask, file=f"{folder}/{mask.file}"))
+
+        path = folder if self.path == "." else f"{folder}/{self.path}"
+        return replace(self, path=path, shards=tuple(map(move, self.shards)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,55 +266,6 @@ class StoreSplit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StorePart:
-    """Part `index` of `num_parts` of a job, and the fingerprint of the whole job's source listing.
-
-    `files` maps the files in the folder `part`, which `merge` needs, to their SHA-256.
-    """
-
-    index: int
-    num_parts: int
-    listing_fingerprint: str
-    files: Mapping[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        check_names("file of the part", self.files)
-        check_hashes("sha256 of a file of the part", self.files.values())
-
-
-@dataclass(frozen=True, kw_only=True)
-class DropList:
-    """Documents of its parts that a joined store leaves out: duplicates of documents of an earlier part.
-
-    Attributes:
-        sha256: SHA-256 of the file of the extents that it has (lt_data.store.extents).
-        extents: their number.
-        documents: documents that are left out.
-        tokens: their ids.
-        text_bytes: UTF-8 bytes of the text of the documents that are left; 0 if unknown.
-        read: all documents that were read, and the ids of those that one process would have encoded.
-        left_out: those left out by reason, by the parts or here.
-        special_strings: counts in the documents that are left.
-    """
-
-    sha256: str
-    extents: int
-    documents: int
-    tokens: int
-    text_bytes: int
-    read: DocumentTotals
-    left_out: Mapping[str, DocumentTotals]
-    special_strings: Mapping[str, int]
-
-    def __post_init__(self) -> None:
-        check_hashes("sha256 of the extents", [self.sha256])
-        check_counts(extents=self.extents, documents=self.documents, tokens=self.tokens, text_bytes=self.text_bytes)
-        check_counts(**self.special_strings)
-        for totals in (self.read, *self.left_out.values()):
-            check_counts(**asdict(totals))
-
-
-@dataclass(frozen=True, kw_only=True)
 class StoreManifest:
     """Manifest of a token store.
 
@@ -237,25 +274,22 @@ class StoreManifest:
         bos: whether each document begins with the BOS id.
         eos: whether each document ends with the EOS id.
         dtype: dtype of the token files, little-endian.
-        shards: the shard files, in document order.
-        tokens: ids in the store, BOS and EOS included.
-        documents: documents in the store.
-        text_bytes: UTF-8 bytes of the text of all documents in the store, for bits per byte.
+        parts: the folders of the shards, in document order.
+        text_bytes: UTF-8 bytes of the text of all documents in the store, for bits per byte; 0 if unknown.
         read: all documents that were read; their tokens are those that were encoded.
         left_out: documents that were read and are not in the store, by reason.
         skipped: source records without a document, and ids that an attention mask hides, by reason.
-        special_strings: counts of literal special strings in the text of the stored documents.
+        special_strings: counts of literal special strings in the text of the documents, those included that equal a
+            document of an earlier part.
         special_tokens_as: whether such strings were encoded as text or as the special ids.
         selection: the document filter.
         columns: the kept columns.
         map: function of the user that was applied to the records, if any.
-        engine: tokenizer engine, and the check that selected it.
+        engine: tokenizer engine, and the check that selected it; empty if parts have others.
         shard_tokens: target number of ids of a shard.
-        sources: the source files.
-        merged_from: number of parts that were merged; 1 if one process prepared the store.
         split: the store and the side of the split that made this one, if any.
-        part: the part of a job that this store is; None for a complete store.
-        dropped: documents in the shards that a joined store leaves out; None in the file of a flat store.
+        appended: fingerprints of the listings of the sources that were appended; their number is that of the
+            generation (lt_data.store.generations).
         fingerprint: SHA-256 over everything that determines the tokens.
     """
 
@@ -263,7 +297,7 @@ class StoreManifest:
     bos: bool
     eos: bool
     dtype: Literal["uint16", "uint32"]
-    shards: Sequence[ShardFile]
+    parts: tuple[StorePart, ...]
     text_bytes: int
     read: DocumentTotals
     left_out: Mapping[str, DocumentTotals] = field(default_factory=dict)
@@ -275,44 +309,42 @@ class StoreManifest:
     map: RecordMapInfo | None = None
     engine: Mapping[str, Any] = field(default_factory=dict)
     shard_tokens: int
-    sources: SourceFiles = field(default_factory=SourceFiles)
-    merged_from: int = 1
     split: StoreSplit | None = None
-    part: StorePart | None = None
-    dropped: DropList | None = None
+    appended: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for totals in (self.read, *self.left_out.values()):
             check_counts(**asdict(totals))
         for counts in (self.skipped, self.special_strings):
             check_counts(**counts)
-        if len({column.name for column in self.columns}) < len(self.columns):
-            raise DataError("columns: two of one name")
-        # the entries of a large joined store are checked when its index is written (lt_data.store.joined_index)
-        entries = self.shards if isinstance(self.shards, tuple) else ()
-        if without := [shard.name for shard in entries if bool(shard.arrow_sha256) != bool(self.columns)]:
-            raise DataError(f"shard {without[0]}: arrow_sha256 is {'missing' if self.columns else 'of no column'}")
-        check_counts(text_bytes=self.text_bytes, shard_tokens=self.shard_tokens, merged_from=self.merged_from)
+        check_counts(text_bytes=self.text_bytes, shard_tokens=self.shard_tokens)
+        if not self.parts:
+            raise DataError("parts: none")
 
     @cached_property
-    def shard_tokens_each(self) -> list[int]:
-        """Ids of each shard, those of documents that a joined store leaves out included."""
-        return [shard.tokens for shard in self.shards]
+    def shards(self) -> tuple[ShardFile, ...]:
+        """The shards of all parts, in document order."""
+        return tuple(shard for part in self.parts for shard in part.shards)
 
     @cached_property
-    def shard_documents(self) -> list[int]:
-        """Documents of each shard, likewise."""
-        return [shard.documents for shard in self.shards]
+    def part_of_shard(self) -> list[int]:
+        """Index of the part of each shard."""
+        return [index for index, part in enumerate(self.parts) for _ in part.shards]
+
+    @cached_property
+    def sources(self) -> SourceFiles:
+        """The source files of all parts."""
+        return combine_source_files([part.sources for part in self.parts])
 
     @property
     def tokens(self) -> int:
-        """Ids in the store."""
-        return sum(self.shard_tokens_each) - (self.dropped.tokens if self.dropped else 0)
+        """Ids in the store, BOS and EOS included."""
+        return sum(shard.kept_tokens for shard in self.shards)
 
     @property
     def documents(self) -> int:
         """Documents in the store."""
-        return sum(self.shard_documents) - (self.dropped.documents if self.dropped else 0)
+        return sum(shard.kept_documents for shard in self.shards)
 
     @property
     def empty_documents(self) -> int:
@@ -339,11 +371,31 @@ class StoreManifest:
             "bos": self.bos,
             "eos": self.eos,
             "dtype": self.dtype,
-            "shards": [shard.identity for shard in self.shards],
+            "shards": [shard.identity(number) for number, shard in enumerate(self.shards)],
         }
-        if self.dropped is not None:
-            identity["dropped"] = self.dropped.sha256
-        return hashlib.sha256(json.dumps(identity, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+        return _hash_json(identity)
+
+    def shard_file(self, number: int, kind: str) -> str:
+        """Return the name of a file of a shard by its suffix, relative to the folder of the store."""
+        part = self.parts[self.part_of_shard[number]]
+        return part.file(f"{SHARD_FOLDER}/{self.shards[number].name}.{kind}")
+
+    @property
+    def tokenizer_folder(self) -> str:
+        """Folder of the tokenizer's files, relative to that of the store."""
+        return self.parts[0].file(TOKENIZER_FOLDER)
+
+    def file_hashes(self) -> dict[str, str]:
+        """Return the SHA-256 (hex) of each file of the store but the manifest, by its name in the store's folder."""
+        found = {f"{self.tokenizer_folder}/{name}": sha256 for name, sha256 in self.tokenizer.files.items()}
+        for part in self.parts:
+            if part.sources.list_sha256:
+                found[part.file(SOURCES_FILE)] = part.sources.list_sha256
+            for shard in part.shards:
+                found |= {part.file(f"{SHARD_FOLDER}/{name}"): sha256 for name, sha256 in shard.hashes.items()}
+                if shard.mask is not None:
+                    found[shard.mask.file] = shard.mask.sha256
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         """Return the manifest as JSON values, in the order of the file."""
@@ -353,22 +405,17 @@ class StoreManifest:
             "fingerprint": self.fingerprint,
             "documents": self.documents,
             "tokens": self.tokens,
-            **asdict(replace(self, shards=(), columns=())),
-            "columns": [asdict(column) for column in self.columns],
-            "shards": [asdict(shard) for shard in self.shards],
+            **asdict(replace(self, parts=(StorePart(),))),
         }
-        for entry in (values["sources"], *values["sources"]["listed"]):
-            if not entry["unchecked"]:
-                del entry["unchecked"]
-        for shard in values["shards"]:
-            for name in _METADATA_FIELDS:
-                if not shard[name]:
-                    del shard[name]
-        if not values["sources"]["list_sha256"]:
-            del values["sources"]["list_sha256"]
-        for name in ("columns", "map", "split", "dropped"):
-            if not values[name]:
-                del values[name]
+        values["parts"] = [
+            {
+                "path": part.path,
+                "sources": _without_empty(asdict(part.sources), ("unchecked", "list_sha256", "listed")),
+                "shards": [_without_empty(asdict(shard), _OPTIONAL) for shard in part.shards],
+            }
+            for part in self.parts
+        ]
+        values = _without_empty(values, ("columns", "map", "split", "appended", "engine"))
         return {**values, "checksum": checksum_of(values)}
 
     @classmethod
@@ -376,7 +423,8 @@ class StoreManifest:
         """Parse the values of a `manifest.json`; `source` names it in errors.
 
         Raises:
-            DataError: another format or version, a missing or unknown field, or a hash that does not match.
+            DataError: another format or version, a missing or unknown field, a name that leads out of the folder, or a
+                hash that does not match.
         """
         fields = dict(values)
         if fields.pop("format", None) != FORMAT:
@@ -385,23 +433,29 @@ class StoreManifest:
             raise DataError(
                 f"{source}: format version {version!r}; this lt-data reads version {VERSION}: update lt-data"
             )
-        if "dropped" in fields:
-            raise DataError(f"{source}: dropped is a field of joined stores alone; {_REMEDY}")
         checksum = fields.pop("checksum", None)
         stated = {name: fields.pop(name, None) for name in ("fingerprint", "documents", "tokens")}
         manifest = strict_json.parse(cls, fields, source, _REMEDY)
-        actual = {name: getattr(manifest, name) for name in stated}
-        wrong = [name for name in stated if stated[name] != actual[name]]
-        if wrong or not manifest.is_consistent:
-            wrong = wrong or ["read"]
+        if wrong := [name for name in stated if stated[name] != getattr(manifest, name)]:
             raise DataError(f"{source}: {', '.join(wrong)} does not match the other fields; {_REMEDY}")
         if checksum != checksum_of({name: values[name] for name in values if name != "checksum"}):
             raise DataError(f"{source}: checksum does not match the fields; {_REMEDY}")
         return manifest
 
 
+_OPTIONAL = ("src_sha256", "arrow_sha256", "arrow_bytes", "mask")
+
+
+def _without_empty(values: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value or name not in names}
+
+
 def checksum_of(values: Mapping[str, Any]) -> str:
     """Return SHA-256 (hex) over all other fields, as JSON with sorted keys and no spaces."""
+    return _hash_json(values)
+
+
+def _hash_json(values: Any) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
@@ -410,13 +464,29 @@ def encode_manifest(manifest: StoreManifest) -> bytes:
     return (json.dumps(manifest.to_dict(), indent=2) + "\n").encode()
 
 
-def read_manifest(folder: Path) -> StoreManifest:
-    """Read the manifest of the store in `folder`.
+def manifest_file(path: Path) -> Path:
+    """Return the manifest of a store: of its folder, or a file of that name (lt_data.store.generations)."""
+    return path if MANIFEST_NAME.fullmatch(path.name) else path / MANIFEST_FILE
+
+
+def read_manifest(path: Path) -> StoreManifest:
+    """Read the manifest of a store, given as its folder or as this file.
 
     Raises:
         DataError: it is missing, unreadable or broken.
     """
-    path = folder / MANIFEST_FILE
+    path = manifest_file(path)
+    if not path.exists() and (path.parent / UNIT_FOLDER).is_dir():
+        raise DataError(f"{path.parent}: not all of its units are prepared; run the same lt data prepare again")
     with translate_os_errors("read the token store's", path):
         content = read_file(path, max_bytes=MAX_MANIFEST_BYTES)
     return StoreManifest.from_dict(strict_json.load_object(content, str(path), _REMEDY), str(path))
+
+
+def write_manifest(manifest: StoreManifest, path: Path) -> None:
+    """Write a manifest so that a reader sees the one before or this.
+
+    Raises:
+        DataError: a file system error; nothing is left.
+    """
+    replace_file(path, encode_manifest(manifest))

@@ -1,18 +1,11 @@
-"""Checks of values in the manifests of stores: file names, hashes and counts."""
+"""Checks of values in the manifests of stores: hashes and counts."""
 
 import re
 from collections.abc import Iterable
 
 from lt_data.errors import DataError
-from lt_data.file_names import is_plain_name
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-
-
-def check_names(what: str, names: Iterable[str]) -> None:
-    """Raise DataError if one is not the name of a file in its folder."""
-    if wrong := [name for name in names if not is_plain_name(name)]:
-        raise DataError(f"{what} {wrong[0]!r} is not the name of a file in its folder")
 
 
 def check_hashes(what: str, hashes: Iterable[str]) -> None:

@@ -27,7 +27,6 @@ MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 _CODES: dict[str, int] = {"uint16": 8, "uint32": 4}
 _NAMES: dict[int, Literal["uint16", "uint32"]] = {8: "uint16", 4: "uint32"}
-LENGTHS_OFFSET = _HEADER.size  # of the lengths; the byte offsets follow them
 _CHUNK_DOCUMENTS = 1 << 20  # documents
 UINT16_VOCAB_LIMIT = 65500  # Megatron uses uint16 for smaller vocabularies
 
@@ -58,6 +57,19 @@ def index_chunks(lengths: np.ndarray, dtype: Literal["uint16", "uint32"]) -> Ite
 def encode_index(lengths: np.ndarray, dtype: Literal["uint16", "uint32"]) -> bytes:
     """Return the index of consecutive documents of `lengths` tokens (integers [n])."""
     return b"".join(index_chunks(lengths, dtype))
+
+
+def split_index(content: np.ndarray, n: int, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return lengths (tokens, int32 [n]) and offsets (bytes, int64 [n]) of a mapped index (bytes, uint8), as views.
+
+    Raises:
+        ValueError: not the index of `n` documents of this dtype.
+    """
+    expected = _HEADER.pack(MAGIC, 1, _CODES[dtype], n, n + 1)
+    if content[: len(expected)].tobytes() != expected:
+        raise ValueError(f"not the index of {n} documents of {dtype}")
+    middle = len(expected) + 4 * n
+    return content[len(expected) : middle].view("<i4"), content[middle : middle + 8 * n].view("<i8")
 
 
 def decode_index(content: bytes, source: str) -> tuple[np.ndarray, Literal["uint16", "uint32"]]:

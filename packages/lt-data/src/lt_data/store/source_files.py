@@ -4,7 +4,8 @@ At most `MAX_LISTED_SOURCES` are listed in the manifest; more are in `sources.js
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lt_data.store.manifest_checks import check_counts, check_hashes
@@ -51,3 +52,19 @@ class SourceFiles:
         check_counts(files=self.files, bytes=self.bytes, skipped_links=self.skipped_links)
         check_counts(**self.unchecked)
         check_hashes("sha256 of the sources", [self.sha256, *([self.list_sha256] if self.list_sha256 else [])])
+
+
+def combine_source_files(sources: Sequence[SourceFiles]) -> SourceFiles:
+    """Return the source files of several parts of a store together; a part keeps the list of many files itself."""
+    if len(sources) == 1:
+        return sources[0]
+    listed = tuple(file for each in sources for file in each.listed)
+    n_files = sum(each.files for each in sources)
+    return SourceFiles(
+        files=n_files,
+        bytes=sum(each.bytes for each in sources),
+        sha256=hashlib.sha256("".join(f"{each.sha256}\n" for each in sources).encode()).hexdigest(),
+        skipped_links=sum(each.skipped_links for each in sources),
+        listed=listed if len(listed) == n_files <= MAX_LISTED_SOURCES else (),
+        unchecked=sum((Counter(each.unchecked) for each in sources), Counter()),
+    )

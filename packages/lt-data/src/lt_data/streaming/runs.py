@@ -1,14 +1,13 @@
 """Copies of runs of a store, which are ranges of its tokens, into rows.
 
-A plain loop over the memory maps of the shards: a run is copied in one piece for each extent (of shards, or around
-documents that are left out) that it spans. Of a store in S3 all pieces are fetched first, at the same time.
+A plain loop over the memory maps of the shards: a run is copied in one piece for each place that it is in, of a shard
+or around documents that are left out. Of a store in S3 all pieces are fetched first, at the same time.
 
 Cost: about a microsecond a piece plus memory bandwidth, for any number of shards.
 """
 
 import numpy as np
 
-from lt_data.packing.algorithms import concat_aranges
 from lt_data.store.token_store import TokenStore
 
 
@@ -31,8 +30,9 @@ def copy_runs(
     Raises:
         DataError: a shard cannot be read.
     """
-    row, shard, begin, length = _split_at_extents(store, row, start, length)
-    store.prefetch(shard, begin, begin + length)
+    run, shard, begin, end = store.split_runs(start, length)
+    store.prefetch(shard, begin, end)
+    row, length = row[run], end - begin
     before = np.cumsum(length) - length
     at = row * seq_len + before - before[np.searchsorted(row, row)]  # after the pieces before it in its row
     ids = np.zeros(n * seq_len, store.dtype)
@@ -45,19 +45,3 @@ def tokens_at(store: TokenStore, positions: np.ndarray) -> np.ndarray:
     """Return single tokens by their global offsets (int64 [n]), in the store's dtype [n]."""
     one = np.ones_like(positions)
     return copy_runs(store, np.arange(positions.size), positions, one, n=positions.size, seq_len=1).reshape(-1)
-
-
-def _split_at_extents(
-    store: TokenStore, row: np.ndarray, start: np.ndarray, length: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Split runs that span extents; return row, shard, first token in the shard, and length of each piece."""
-    extents = store.extents
-    first = extents.find_tokens(start)
-    if (start + length <= extents.first_token[first + 1]).all():
-        return row, *extents.place(first, start), length
-    n_extents = extents.find_tokens(start + length - 1) + 1 - first
-    run = np.repeat(np.arange(start.size), n_extents)
-    extent = first[run] + concat_aranges(n_extents)
-    begin = np.maximum(start[run], extents.first_token[extent])
-    end = np.minimum(start[run] + length[run], extents.first_token[extent + 1])
-    return row[run], *extents.place(extent, begin), end - begin

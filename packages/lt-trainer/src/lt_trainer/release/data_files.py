@@ -6,8 +6,8 @@
     data/sources.jsonl                                           a line per source file: `SourceEntry`
 
 A store is released under the name of its field of the recipe: `train`, `train-NAME` of a mixture, `validation`,
-`validation-NAME`. It is written as one flat store, also if it is joined from others. Names of sources pass the filter,
-so the manifest's checksum is that of the filtered one; its fingerprint, which identifies the tokens, does not change.
+`validation-NAME`, its parts as `parts/NUMBER` if they are several. Names of sources pass the filter, so the manifest's
+checksum is that of the filtered one; its fingerprint, which identifies the tokens, does not change.
 Sources are numbered in the order in which they were read, so a folder of them is prepared to the same tokens.
 
 Cost: one read of all tokens (they are verified first) and of the source files; a copy of what is included.
@@ -28,8 +28,8 @@ from lt_data.packing.pack_index import PACK_FILE
 from lt_data.packing.packs import open_pack
 from lt_data.sources.reader import summarize_sources
 from lt_data.store.document_sources import SOURCES_FILE, encode_source_files
-from lt_data.store.manifest import MANIFEST_FILE, PACK_FOLDER, SHARD_FOLDER, TOKENIZER_FOLDER, encode_manifest
-from lt_data.store.source_files import SourceFile
+from lt_data.store.manifest import MANIFEST_FILE, PACK_FOLDER, StorePart, encode_manifest
+from lt_data.store.masks import MASK_FOLDER
 from lt_trainer.config.data_section import DataOptions
 from lt_trainer.evaluation.store_losses import files_of_documents
 from lt_trainer.release.bundle import InsidePath, Record, hash_file
@@ -154,21 +154,34 @@ class StoreToRelease:
             )
         self.has_tokens = bool(self.entries) and all(entry.license and entry.redistribute for entry in self.entries)
 
+    @property
+    def is_joined(self) -> bool:
+        """True if it has parts that are not units of one `prepare`: it is joined, split or appended to."""
+        return any(part.path != "." and not part.path.startswith("units/") for part in self.store.manifest.parts)
+
     def write(self, bundle: Path) -> None:
         """Write manifest, tokenizer and pack into the release; tokens and sources as far as allowed."""
         folder, store = bundle / "data" / self.name, self.store
-        manifest, files = _filter_manifest(store, self._text_filter)
-        (folder / TOKENIZER_FOLDER).mkdir(parents=True)
+        manifest = _filter_manifest(store, self._text_filter)
+        folder.mkdir(parents=True)
         (folder / MANIFEST_FILE).write_bytes(encode_manifest(manifest))
-        if manifest.sources.list_sha256:
-            (folder / SOURCES_FILE).write_bytes(encode_source_files(files))
+        files = [dataclasses.replace(file, path=self._text_filter.apply(file.path)) for file in store.source_files]
+        for part in manifest.parts:
+            if part.sources.list_sha256:
+                (folder / part.path).mkdir(parents=True, exist_ok=True)
+                (folder / part.file(SOURCES_FILE)).write_bytes(encode_source_files(files[: part.sources.files]))
+            files = files[part.sources.files :]
         assert self._pack.folder is not None
         packed = [file for file in self._pack.folder.iterdir() if file.name == PACK_FILE or self.has_tokens]
         copied = {f"{PACK_FOLDER}/{self._pack.folder.name}/{file.name}": file for file in packed}
-        copied |= {f"{TOKENIZER_FOLDER}/{name}": store.tokenizer_folder / name for name in manifest.tokenizer.files}
-        for number, shard in enumerate(store.manifest.shards if self.has_tokens else ()):
-            for name in shard.hashes:
-                copied[f"{SHARD_FOLDER}/{name}"] = store.shard_path(number, name.rpartition(".")[2])
+        tokenizer = store.folder / store.manifest.tokenizer_folder
+        copied |= {f"{manifest.tokenizer_folder}/{name}": tokenizer / name for name in manifest.tokenizer.files}
+        for number, shard in enumerate(manifest.shards if self.has_tokens else ()):
+            kinds = [name.rpartition(".")[2] for name in shard.hashes]
+            copied |= {manifest.shard_file(number, kind): store.shard_path(number, kind) for kind in kinds}
+            mask = store.manifest.shards[number].mask
+            if shard.mask is not None and mask is not None:
+                copied[shard.mask.file] = store.folder / mask.file
         targets = {folder / name: path for name, path in copied.items()}
         targets |= {bundle / entry.file: self._paths[entry.sha256] for entry in self.entries if not entry.left_out}
         for target, path in targets.items():
@@ -187,13 +200,23 @@ def name_in_release(path: str) -> str:
     return name if PurePosixPath(name).suffix else f"{name}.txt"  # as which a file without one was read
 
 
-def _filter_manifest(store: TokenStore, text_filter: TextFilter) -> tuple[StoreManifest, list[SourceFile]]:
-    """Return the manifest with filtered names of sources and tokenizer, and these sources."""
-    manifest = store.manifest
+def _filter_manifest(store: TokenStore, text_filter: TextFilter) -> StoreManifest:
+    """Return the manifest with filtered names of sources and tokenizer, and parts and masks by number."""
+    manifest, parts, shards = store.manifest, list[StorePart](), 0
     files = [dataclasses.replace(file, path=text_filter.apply(file.path)) for file in store.source_files]
-    sources = summarize_sources(files, skipped_links=manifest.sources.skipped_links) if files else manifest.sources
+    for number, part in enumerate(manifest.parts):
+        mine, files = files[: part.sources.files], files[part.sources.files :]
+        sources = summarize_sources(mine, skipped_links=part.sources.skipped_links) if mine else part.sources
+        masks = [
+            shard.mask and dataclasses.replace(shard.mask, file=f"{MASK_FOLDER}/{place:05d}.keep")
+            for place, shard in enumerate(part.shards, start=shards)
+        ]
+        named = (dataclasses.replace(shard, mask=mask) for shard, mask in zip(part.shards, masks, strict=True))
+        path = f"parts/{number:05d}" if len(manifest.parts) > 1 else "."
+        parts.append(StorePart(path=path, shards=tuple(named), sources=sources))
+        shards += len(part.shards)
     tokenizer = dataclasses.replace(manifest.tokenizer, name=text_filter.apply(manifest.tokenizer.name))
-    return dataclasses.replace(manifest, sources=sources, tokenizer=tokenizer, shards=tuple(manifest.shards)), files
+    return dataclasses.replace(manifest, parts=tuple(parts), tokenizer=tokenizer, appended=())
 
 
 def write_source_list(bundle: Path, stores: Sequence[StoreToRelease]) -> None:

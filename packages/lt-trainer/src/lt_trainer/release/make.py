@@ -167,7 +167,7 @@ class _Run:
             store.name: ReleasedStore(
                 field=self.fields[store.name],
                 fingerprint=store.store.manifest.fingerprint,
-                joined=store.store.is_joined,
+                joined=store.is_joined,
             )
             for store in self.stores
         }
@@ -185,8 +185,6 @@ class _Run:
 def _store_problems(store: TokenStore, read: str | None) -> list[str]:
     """Return what is wrong with a store of the run, which has read that of a fingerprint."""
     fingerprint = store.manifest.fingerprint
-    if store.manifest.dropped is not None:
-        return ["leaves out duplicates by a list, which a release has not; prepare it as one unit (--unit-bytes)"]
     if read not in (None, fingerprint):
         return [f"the store has changed: the run has read {str(read)[:16]}, this is {fingerprint[:16]}"]
     return [f"{problem}; copy the store again" for problem in verify_store(store)]

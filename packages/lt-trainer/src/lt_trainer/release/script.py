@@ -61,7 +61,7 @@ def _thread_variables(facts: Facts) -> dict[str, str]:
 def store_commands(facts: Facts, store: StoreFacts) -> list[str]:
     """Return the commands that make a store and its pack in data/."""
     out, manifest, pack, sources = f"data/{store.name}", store.manifest, store.pack, f"sources/{store.name}"
-    is_derived = manifest.get("map") or manifest.get("split") or manifest["merged_from"] > 1
+    is_derived = manifest.get("map") or manifest.get("split")
     is_prepared = store.sources and not is_derived and not facts.release.stores[store.name].joined
     if store.has_tokens and not (is_prepared and not any(entry.left_out for entry in store.sources)):
         return [f'cp -R "$release"/{quote(out)} data/']

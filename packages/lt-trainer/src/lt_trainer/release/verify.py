@@ -78,7 +78,8 @@ def _store_problems(bundle: Path, store: StoreFacts, fingerprint: str) -> Iterat
         return
     if manifest.fingerprint != fingerprint:
         yield f"data/{store.name}: is of the tokens {manifest.fingerprint[:16]}, the run has read {fingerprint[:16]}"
-    listed = [(readable_path(file["path"]), file["sha256"]) for file in store.manifest["sources"]["listed"]]
+    sources = [part["sources"].get("listed", ()) for part in store.manifest["parts"]]
+    listed = [(readable_path(file["path"]), file["sha256"]) for files in sources for file in files]
     if listed and listed != [(entry.path, entry.sha256) for entry in store.sources]:
         yield f"data/sources.jsonl: its files of {store.name} are not those of the store's manifest"
     if store.has_tokens and not all(entry.license and entry.redistribute for entry in store.sources):
