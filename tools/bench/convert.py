@@ -28,7 +28,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -152,6 +151,8 @@ def cpu_model() -> str:
 
 
 def run_child(arguments: list[str]) -> None:
+    import lt_ckpt.dcp.format
+    import lt_ckpt.nxd.format  # noqa: F401 - torch, once and before the clock starts
     from lt_ckpt.cli import app
 
     start = time.perf_counter()
@@ -203,7 +204,6 @@ def main() -> None:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": f"{os.cpu_count()} x {cpu_model()}, load {os.getloadavg()[0]:.1f}",
         "python": platform.python_version(),
-        "crc32": "isal" if find_spec("isal") else "zlib",
         "preset": options.preset,
         "layers": config.n_layers,
         "arguments": arguments,

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lt_ckpt import Checkpoint, CheckpointError, direct_io
-from lt_ckpt import conversion as convert_module
-from lt_ckpt import source as source_module
+from lt_ckpt import Checkpoint, CheckpointError, laid_out_files
 from lt_ckpt.comparison import compare
 from lt_ckpt.formats import ConvertOptions, convert_checkpoint, open_source
 from lt_ckpt.nxd.options import NxdOptions
-from lt_ckpt.tensorfile import TensorSpec
 from lt_model import LlamaConfig, config_to_hf, param_specs
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -58,7 +56,7 @@ def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("block_bytes", [16 * 2**20, 640, 1])
 def test_hf_to_ours_and_back_is_bit_exact(tmp_path: Path, monkeypatch, tied: bool, block_bytes: int) -> None:
-    monkeypatch.setattr(convert_module, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(laid_out_files, "BLOCK_BYTES", block_bytes)
     start = make_hf(tmp_path / "hf", tied=tied)
     saved = convert_checkpoint(open_source(start), tmp_path / "run", ConvertOptions(format="lt"))
     assert saved == tmp_path / "run" / "step-00000000"
@@ -111,7 +109,10 @@ def test_a_tied_head_that_differs_is_refused(tmp_path: Path) -> None:
     ("change", "message"),
     [
         (lambda w: w.pop("model.layers.1.mlp.up_proj.weight"), r"model.layers.1.mlp.up_proj.weight"),
-        (lambda w: w.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(32)}), r"q_proj.bias.* not expected"),
+        (
+            lambda w: w.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(32)}),
+            r"1 not expected: \S*bias",
+        ),
         (lambda w: w.update({"model.norm.weight": torch.zeros(31)}), r"model.norm.weight has shape \[31\]"),
     ],
 )
@@ -122,6 +123,90 @@ def test_what_is_not_the_model_is_refused(tmp_path: Path, change, message: str) 
     save_file(weights, start / "model.safetensors")
     with pytest.raises(CheckpointError, match=message):
         open_source(start)
+
+
+CAUSES = {
+    "compiled": (
+        lambda w: {f"_orig_mod.{name}": t for name, t in w.items()},
+        r"'_orig_mod\.' \(of a compiled",
+    ),
+    "wrapped": (lambda w: {f"module.{name}": t for name, t in w.items()}, r"begin with 'module\.': save"),
+    "inner": (lambda w: {n.removeprefix("model."): t for n, t in w.items()}, r"names lack 'model\.'"),
+    "no head": (lambda w: {n: t for n, t in w.items() if n != HEAD}, r"lm_head.*set tie_word_embeddings to true"),
+    "other family": (
+        lambda w: {n.replace("gate_proj", "w1"): t for n, t in w.items()},
+        "another family than Llama",
+    ),
+    "lost": (lambda w: dict(list(w.items())[:-2]), r"2 missing: .*a file was not copied"),
+}
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+@pytest.mark.parametrize("kind", ["hf", "pt", "bin"])
+def test_missing_and_misnamed_tensors_are_told_with_the_likely_cause(tmp_path: Path, kind: str, cause: str) -> None:
+    start = make_hf(tmp_path / "hf")
+    change, message = CAUSES[cause]
+    weights = {name: t.clone() for name, t in change(loaded(start)).items()}
+    (start / "model.safetensors").unlink()
+    path = start / {"hf": "model.safetensors", "pt": "x.pt", "bin": "pytorch_model.bin"}[kind]
+    save_file(weights, path) if kind == "hf" else torch.save(weights, path)
+    with pytest.raises(CheckpointError, match=message):
+        open_source(path if kind == "pt" else start)
+
+
+def test_folders_of_pytorch_model_bin_are_read(tmp_path: Path) -> None:
+    start = make_hf(tmp_path / "hf")
+    weights = loaded(start)
+    for name, files in (("one", 1), ("two", 2)):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_bytes((start / "config.json").read_bytes())
+        names = [f"pytorch_model-{i + 1:05d}-of-00002.bin" for i in range(2)] if files > 1 else ["pytorch_model.bin"]
+        where = {tensor: names[i % files] for i, tensor in enumerate(weights)}
+        for file in names:
+            torch.save({tensor: weights[tensor] for tensor in where if where[tensor] == file}, folder / file)
+        if files > 1:
+            index = {"metadata": {}, "weight_map": where}
+            (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index), encoding="utf-8")
+        made = convert_checkpoint(open_source(folder), tmp_path / f"{name}-out", ConvertOptions(format="hf"))
+        assert_same(loaded(made), weights)
+
+
+def test_an_index_may_list_the_tied_head_that_its_file_lacks(tmp_path: Path) -> None:
+    start = make_hf(tmp_path / "hf", tied=True)
+    where = dict.fromkeys([*loaded(start), HEAD], "model.safetensors")
+    (start / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}), encoding="utf-8")
+    made = convert_checkpoint(open_source(start), tmp_path / "out", ConvertOptions(format="hf"))
+    assert_same(loaded(made), loaded(start))
+    where["model.norm.bias"] = "model.safetensors"
+    (start / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"disagree about tensor 'model\.norm\.bias'"):
+        open_source(start)
+
+
+def test_consolidated_safetensors_beside_the_model_are_not_read(tmp_path: Path) -> None:
+    start = make_hf(tmp_path / "hf")
+    weights = loaded(start)
+    save_file({"norm.weight": torch.zeros(3)}, start / "consolidated.safetensors")
+    made = convert_checkpoint(open_source(start), tmp_path / "out", ConvertOptions(format="hf"))
+    assert_same(loaded(made), weights)
+
+
+@pytest.mark.parametrize("to", ["hf", "lt", "nxd", "pt"])
+@pytest.mark.parametrize("kind", ["nxd xser", "lt"])
+def test_no_unverified_byte_leaves(tmp_path: Path, models, kind: str, to: str) -> None:
+    made = models.output(models.make(tmp_path / "src"), tmp_path / "made", kind)
+    made, config = (made / "step-00000000", None) if kind == "lt" else (made, made / "step_3")
+    place = open_source(made, config=config).weights.locations["model.layers.3.mlp.up_proj.weight"][0]
+    file = open_source(made, config=config).root / place.file
+    raw = bytearray(file.read_bytes())
+    raw[place.byte_offset + 5] ^= 4
+    file.write_bytes(raw)
+    options = ConvertOptions(format=to, nxd=NxdOptions(tp=2))
+    with pytest.raises(CheckpointError, match=r"its hash in SHA256SUMS|have changed since they were written"):
+        convert_checkpoint(open_source(made, config=config), tmp_path / "out", options)
+    assert not (tmp_path / "out").exists()
+    convert_checkpoint(open_source(made, config=config), tmp_path / "out", replace(options, verify=False))
 
 
 def test_rotary_buffers_of_old_files_are_left_out(tmp_path: Path) -> None:
@@ -204,53 +289,3 @@ def test_memory_is_that_of_a_few_blocks(tmp_path: Path, to: str) -> None:
     largest = 8192 * 1024 * 2
     assert n_bytes > 6 * (2 * largest + 64 * 2**20)
     assert peaks[1] - peaks[0] < 2 * largest + 64 * 2**20
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
-@pytest.mark.parametrize("padding", [0, 1], ids=["aligned", "odd"])
-@pytest.mark.parametrize("block_bytes", [1, 2000])
-def test_memory_is_used_again_only_after_its_bytes_were_written(
-    tmp_path: Path, monkeypatch, block_bytes: int, padding: int
-) -> None:
-    """What is given back too early is written as noise; and elements may begin anywhere in a file."""
-    start = make_hf(tmp_path / "hf")
-    raw = (start / "model.safetensors").read_bytes()
-    n_header = int.from_bytes(raw[:8], "little")
-    header = raw[8 : 8 + n_header] + b" " * padding
-    (start / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + raw[8 + n_header :])
-    options = ConvertOptions(
-        format="nxd", nxd=NxdOptions(tp=2, pp=3, xser=True), dtype=None if block_bytes == 1 else "F32"
-    )
-    expected = contents(convert_checkpoint(open_source(start), tmp_path / "expected", options))
-
-    class Noisy(convert_module._BufferPool):
-        n_released = 0
-
-        def release(self, block: np.ndarray) -> None:
-            block[:] = 0xA5
-            Noisy.n_released += 1
-            super().release(block)
-
-    monkeypatch.setattr(convert_module, "_BufferPool", Noisy)
-    monkeypatch.setattr(convert_module, "BLOCK_BYTES", block_bytes)
-    monkeypatch.setattr(convert_module, "READ_AHEAD_BYTES", 40_000)
-    monkeypatch.setattr(convert_module, "WRITE_BEHIND_BYTES", 40_000)
-    monkeypatch.setattr(source_module, "MIN_DIRECT_BYTES", 1)
-    assert contents(convert_checkpoint(open_source(start), tmp_path / "out", options)) == expected
-    assert Noisy.n_released > 10
-
-
-def test_blocks_are_larger_where_every_row_goes_to_many_files() -> None:
-    spec = TensorSpec("BF16", (8192, 28672))
-    columns = [convert_module._FileRegion.from_box(i, ((0, 896 * i), (8192, 896))) for i in range(32)]
-    rows = [convert_module._FileRegion.from_box(i, ((256 * i, 0), (256, 28672))) for i in range(32)]
-    for cuts, limit in ((columns, convert_module.MAX_BLOCK_BYTES), (rows, convert_module.BLOCK_BYTES)):
-        found = convert_module._boxes_with_sizes(spec, "F32", cuts)
-        assert sum(box[1][0] for box, _ in found) == 8192
-        for (_, shape), memory in found:
-            assert 4 * shape[0] * shape[1] + 2 * direct_io.ALIGN <= memory == limit
-    ((_, memory),) = convert_module._boxes_with_sizes(TensorSpec("F32", (1, 3 * 2**20)), "F32", columns[:1])
-    assert memory == 4 * convert_module.BLOCK_BYTES, "a row that is longer than a block"

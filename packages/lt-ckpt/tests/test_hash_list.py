@@ -7,14 +7,12 @@ import random
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lt_ckpt import CheckpointError, ConvertOptions, convert_checkpoint, open_source
 from lt_ckpt.checksums import describe_checksums, iter_damages
 from lt_ckpt.hash_list import HASH_LIST, format_hash_list, parse_hash_list
-from lt_ckpt.source import TensorReader
 
 FOLDERS = ["hf", "hf in shards", "dcp", "nxd", "nxd v1", "nxd gqa", "nxd xser", "nxd xser v1"]
 
@@ -110,27 +108,6 @@ def test_a_changed_config_is_named_with_what_to_do(made, fast_path):
     new = subprocess.run(["sha256sum", "config.json"], cwd=folder, capture_output=True, text=True, check=True)
     (folder / HASH_LIST).write_text("\n".join([*lines, new.stdout]))
     assert not list(iter_damages(open_source(folder)))
-
-
-def test_a_file_is_read_once_but_for_its_header(made, monkeypatch):
-    """The hash of the whole file takes what is read of its tensors."""
-    from lt_ckpt import read_verification
-
-    real, n_read = read_verification._read_blocks, 0
-
-    def read_blocks(path: Path, position: int, n_bytes: int) -> Any:
-        nonlocal n_read
-        n_read += n_bytes
-        return real(path, position, n_bytes)
-
-    source = open_source(made["hf"])
-    places = {name: at.byte_offset for name, (at,) in source.weights.locations.items()}
-    monkeypatch.setattr(read_verification, "_read_blocks", read_blocks)
-    with TensorReader(source.root, source.find_checksums) as reader:
-        for name in sorted(places, key=lambda name: places[name]):
-            reader.read(source.weights, name)
-        reader.finish()
-    assert n_read == min(places.values())
 
 
 HEX = "0" * 64

@@ -115,7 +115,8 @@ def through(source: Path, root: Path, name: str) -> tuple[Path, Path]:
     options = FORMATS[name]
     middle = root / ("middle.pt" if options.format == "pt" else "middle")
     convert_checkpoint(open_source(source), middle, options)
-    back = convert_checkpoint(open_source(middle), root / "back", ConvertOptions(format="hf"))
+    config = source if options.format == "pt" else None  # such a file carries none
+    back = convert_checkpoint(open_source(middle, config=config), root / "back", ConvertOptions(format="hf"))
     return middle, back
 
 

@@ -40,7 +40,7 @@ from lt_ckpt.nxd.options import NxdOptions
 from lt_ckpt.nxd.rank_writer import NxdRankWriter, optimizer_state_keys
 from lt_ckpt.nxd.zero1 import shard_rows
 from lt_ckpt.save import discard_save
-from lt_ckpt.source import Source, TensorReader
+from lt_ckpt.source import Source
 from lt_model import LlamaConfig, config_from_hf
 
 DATA = Path(__file__).parent / "data" / "nxd"
@@ -89,12 +89,11 @@ def same(ours: Any, theirs: Any, where: str = "") -> None:
 
 def everything(source: Source) -> dict[tuple[str, str], tuple[str, bytes]]:
     """Kind and tensor → dtype and bytes; a tied head that is only seen in the embedding is left out."""
-    with TensorReader(source.root) as reader:
-        return {
-            (kind, name): (group.specs[name].dtype, reader.read(group, name).tobytes())
-            for kind, group in source.groups.items()
-            for name in group.specs
-        }
+    return {
+        (kind, name): (group.specs[name].dtype, source.read(name, group=kind).tobytes())
+        for kind, group in source.groups.items()
+        for name in group.specs
+    }
 
 
 def grid(options: NxdOptions, dp: int) -> Iterator[tuple[int, int, int]]:
@@ -331,10 +330,9 @@ def test_it_is_a_checkpoint_of_ours_for_all_that_follows(tmp_path, models):
     found, rejected = find_latest_valid(root)
     assert (found and found.step, rejected) == (3, [])
     export_hf(Checkpoint.open(paths[2]), tmp_path / "hf")  # of the master weights
-    with TensorReader(tmp_path / "hf") as reader:
-        weights = open_source(tmp_path / "hf").weights
-        for name, (_, array) in state["master"].items():
-            assert reader.read(weights, name).tobytes() == array.tobytes()
+    exported = open_source(tmp_path / "hf")
+    for name, (_, array) in state["master"].items():
+        assert exported.read(name).tobytes() == array.tobytes()
     # Resharded for other degrees: weights, moments and master weights.
     settings = list(SETTINGS)
     source = open_source(paths[2])

@@ -11,7 +11,6 @@ from safetensors.torch import save_file
 from lt_ckpt import CheckpointError
 from lt_ckpt.formats import ConvertOptions, convert_checkpoint, open_source
 from lt_ckpt.nxd.options import NxdOptions
-from lt_ckpt.source import TensorReader
 from lt_model import LlamaConfig, config_to_hf, param_specs
 
 DATA = Path(__file__).parent / "data" / "nxd"
@@ -59,12 +58,11 @@ def same(ours, theirs, where=""):
 
 def everything(source):
     """Kind and tensor → its bytes."""
-    with TensorReader(source.root) as reader:
-        return {
-            (kind, name): reader.read(group, name).tobytes()
-            for kind, group in source.groups.items()
-            for name in group.specs
-        }
+    return {
+        (kind, name): source.read(name, group=kind).tobytes()
+        for kind, group in source.groups.items()
+        for name in group.specs
+    }
 
 
 @pytest.mark.parametrize("xser", [False, True], ids=["plain", "xser"])

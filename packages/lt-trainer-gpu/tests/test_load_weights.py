@@ -36,8 +36,8 @@ def first_state(folder: str, config: LlamaConfig, dtype: str, sets: tuple[str, .
     """In a rank: what its engine holds after it took over the model's weights."""
     recipe, world = recipe_of(folder, dtype, sets), World.from_env(os.environ)
     engine = SPEC.open(recipe, config, world)
-    with open_pretrained(recipe.model, config, {}, engine.control, world.rank, lambda: None) as pretrained:
-        engine.load_weights(pretrained)
+    pretrained = open_pretrained(recipe.model, config, {}, engine.control, world.rank, lambda: None)
+    engine.load_weights(pretrained)
     kinds = {"F32": np.float32, "F64": np.float64}
     held = [
         (s.group, s.name, s.offset, s.bytes().view(kinds[s.dtype]).reshape(s.shape).copy())
@@ -96,8 +96,8 @@ def first_loss(folder: str, config: LlamaConfig, dtype: str) -> float:
     """In a rank: the loss of some rows under the model's weights, before any step."""
     recipe = recipe_of(folder, dtype)
     engine = SPEC.open(recipe, config, World.from_env(os.environ))
-    with open_pretrained(recipe.model, config, {}, engine.control, engine.topology.rank, lambda: None) as pretrained:
-        engine.load_weights(pretrained)
+    pretrained = open_pretrained(recipe.model, config, {}, engine.control, engine.topology.rank, lambda: None)
+    engine.load_weights(pretrained)
     ids = (np.arange(2 * 24, dtype=np.int32).reshape(1, 2, 24) * 7) % config.vocab_size
     places = np.broadcast_to(np.arange(24, dtype=np.int32), ids.shape).copy()
     batch = step_batch(
@@ -120,10 +120,10 @@ def refusal(folder: str, config: LlamaConfig) -> str:
     """In a rank: what is said of weights of which another rank holds one that is not a number."""
     recipe, world = recipe_of(folder, "bfloat16"), World.from_env(os.environ)
     engine = SPEC.open(recipe, config, world)
-    with open_pretrained(recipe.model, config, {}, engine.control, world.rank, lambda: None) as pretrained:
-        engine.load_weights(pretrained)
-        with pytest.raises(RecipeError) as caught:
-            pretrained.check_finite(engine.control)
+    pretrained = open_pretrained(recipe.model, config, {}, engine.control, world.rank, lambda: None)
+    engine.load_weights(pretrained)
+    with pytest.raises(RecipeError) as caught:
+        pretrained.check_finite(engine.control)
     engine.close()
     return str(caught.value)
 

@@ -22,7 +22,7 @@ from lt_ckpt import (
 )
 from lt_ckpt.dtypes import cast
 from lt_ckpt.nxd.format import open_nxd
-from lt_ckpt.source import Source, TensorReader
+from lt_ckpt.source import Source
 from lt_ckpt.torchfile.file import load_pt
 from lt_model import LlamaConfig, config_from_hf
 from lt_test_helpers.layouts import step_batch
@@ -232,9 +232,8 @@ def bytes_of(source: Source, group: str) -> dict[str, bytes]:
     """A group's tensors; a tied head, which is the embedding, is left out."""
     assert source.config is not None
     tied = source.config["tie_word_embeddings"]
-    with TensorReader(source.root) as reader:
-        names = [name for name in source.groups[group].specs if not (tied and name == "lm_head.weight")]
-        return {name: reader.read(source.groups[group], name).tobytes() for name in names}
+    names = [name for name in source.groups[group].specs if not (tied and name == "lm_head.weight")]
+    return {name: source.read(name, group=group).tobytes() for name in names}
 
 
 DATA = Path(__file__).parents[2] / "lt-ckpt" / "tests" / "data" / "nxd" / "llama3-gqa-tp4-pp2-kv2"
@@ -244,8 +243,8 @@ def started(model: LlamaConfig, sets: tuple[str, ...], source: str) -> Boxes:
     """In a rank: an engine that starts from a model."""
     engine = open_engine(model, *sets)
     opened = open_source(source, config=DATA / "hf" / "config.json")
-    with PretrainedWeights(source=opened, source_model=model, model=model) as pretrained:
-        engine.load_weights(pretrained)
+    pretrained = PretrainedWeights(source=opened, source_model=model, model=model)
+    engine.load_weights(pretrained)
     held = [box for box in boxes(engine) if box[0] == "weights"]
     engine.close()
     return held
@@ -258,9 +257,8 @@ def test_it_starts_from_nxds_files_and_from_hugging_faces_alike(ranks, kind: str
     sets = (TP2, PP2, FP32, f"data.seq_len={model.max_position_embeddings}")
     found = ranks.run(started, model, sets, str(DATA / kind), ranks=4)
     seen: dict[str, int] = {}
-    with TensorReader(reference.root) as reader:
-        for _, name, offset, shape, data in (box for rank in found for box in rank):
-            whole = cast(reader.read(reference.weights, name, (offset, shape)), "BF16", "F32")
-            assert whole.tobytes() == data, name
-            seen[name] = seen.get(name, 0) + int(np.prod(shape))
+    for _, name, offset, shape, data in (box for rank in found for box in rank):
+        whole = cast(reference.read(name, (offset, shape)), "BF16", "F32")
+        assert whole.tobytes() == data, name
+        seen[name] = seen.get(name, 0) + int(np.prod(shape))
     assert seen == {name: int(np.prod(spec.shape)) for name, spec in reference.weights.specs.items()}

@@ -57,8 +57,8 @@ def open_engine(weights: Path, seq_len: int, rows: int, *sets: str) -> tuple[Neu
     engine = SPEC.open(recipe, config, world)
     assert isinstance(engine, NeuronEngine)
     assert isinstance(engine.backend, NxdBackend)
-    with PretrainedWeights(source=open_source(str(weights)), source_model=config, model=config) as pretrained:
-        engine.load_weights(pretrained)
+    pretrained = PretrainedWeights(source=open_source(str(weights)), source_model=config, model=config)
+    engine.load_weights(pretrained)
     return engine, engine.backend
 
 

@@ -5,22 +5,18 @@ a value and its exact equivalent in another dtype are equal, as after a lossless
 """
 
 from collections.abc import Iterator
-from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
-from lt_ckpt.conversion import BLOCK_BYTES
+from lt_ckpt.byte_counter import ByteCounter
 from lt_ckpt.dtypes import cast, item_bytes
-from lt_ckpt.executors import ByteCounter, iter_in_order
 from lt_ckpt.files import ProgressCallback
 from lt_ckpt.shards import Box, split_rows
-from lt_ckpt.source import Source, TensorGroup, TensorReader
+from lt_ckpt.source import Source, TensorGroup
 from lt_model import config_from_hf
 
-READ_AHEAD_BLOCKS = 3
-"""Blocks of both models that are read and compared ahead, one per thread."""
+BLOCK_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,31 +54,18 @@ def compare(a: Source, b: Source, *, progress: ProgressCallback | None = None) -
     total = sum(spec.n_bytes for group in a.groups.values() for spec in group.specs.values())
     count_bytes = ByteCounter(total, progress)
     empty = TensorGroup(specs={}, locations={})
-    with (
-        TensorReader(a.root) as reader_a,
-        TensorReader(b.root) as reader_b,
-        ThreadPoolExecutor(READ_AHEAD_BLOCKS, thread_name_prefix="lt-ckpt-compare") as pool,
-    ):
-        for kind in kinds:
-            left, right = a.groups.get(kind, empty), b.groups.get(kind, empty)
-            for name in [*left.specs, *(name for name in right.specs if name not in left.specs)]:
-                yield _compare(kind, name, (left, reader_a), (right, reader_b), (a.path, b.path), pool, count_bytes)
+    for kind in kinds:
+        left, right = a.groups.get(kind, empty), b.groups.get(kind, empty)
+        for name in [*left.specs, *(name for name in right.specs if name not in left.specs)]:
+            yield _compare(kind, name, a, b, count_bytes)
 
 
-def _compare(
-    kind: str,
-    name: str,
-    a: tuple[TensorGroup, TensorReader],
-    b: tuple[TensorGroup, TensorReader],
-    paths: tuple[object, object],
-    pool: Executor,
-    count_bytes: ByteCounter,
-) -> TensorComparison:
+def _compare(kind: str, name: str, a: Source, b: Source, count_bytes: ByteCounter) -> TensorComparison:
     full_name = name if kind == "weights" else f"{kind}/{name}"
-    for (group, _), path in zip((a, b), paths, strict=True):
-        if name not in group.specs:
-            return TensorComparison(name=full_name, is_equal=False, problem=f"not in {path}")
-    spec_a, spec_b = a[0].specs[name], b[0].specs[name]
+    for source in (a, b):
+        if kind not in source.groups or name not in source.groups[kind].specs:
+            return TensorComparison(name=full_name, is_equal=False, problem=f"not in {source.path}")
+    spec_a, spec_b = a.groups[kind].specs[name], b.groups[kind].specs[name]
     if spec_a.shape != spec_b.shape:
         return TensorComparison(
             name=full_name, is_equal=False, problem=f"shapes {list(spec_a.shape)} and {list(spec_b.shape)}"
@@ -91,12 +74,11 @@ def _compare(
     equal: list[Box] = []
 
     def read(box: Box) -> tuple[Box, np.ndarray, np.ndarray, bool]:
-        left, right = a[1].read(a[0], name, box), b[1].read(b[0], name, box)
+        left, right = (source.read(name, box, group=kind) for source in (a, b))
         return box, left, right, spec_a.dtype == spec_b.dtype and _bytes_equal(left, right)
 
     width = max(item_bytes(spec_a.dtype), item_bytes(spec_b.dtype))
-    reads = (partial(read, box) for box in split_rows(spec_a.shape, BLOCK_BYTES // width))
-    for box, left, right, same in iter_in_order(pool, reads, max_in_flight=READ_AHEAD_BLOCKS):
+    for box, left, right, same in map(read, split_rows(spec_a.shape, BLOCK_BYTES // width)):
         n_elements += left.size // item_bytes(spec_a.dtype)
         count_bytes(left.size)
         if same:
@@ -113,7 +95,7 @@ def _compare(
                 max_abs = float(np.maximum(max_abs, np.abs(x - y)[different].max()))
         largest = max(largest, _max_abs(x))
     for box in equal if n_different else ():  # their magnitude is only needed if something differs
-        largest = max(largest, _max_abs(cast(a[1].read(a[0], name, box), spec_a.dtype, "F64").view("<f8")))
+        largest = max(largest, _max_abs(cast(a.read(name, box, group=kind), spec_a.dtype, "F64").view("<f8")))
     return TensorComparison(
         name=full_name,
         is_equal=n_different == 0,
@@ -158,16 +140,14 @@ def find_replica_mismatches(source: Source, *, progress: ProgressCallback | None
         for replica in replicas
     )
     count_bytes = ByteCounter(total, progress)
-    with TensorReader(source.root) as reader:
-        for group in source.groups.values():
-            for name, replicas in group.replicas.items():
-                for replica in replicas:
-                    for offset, shape in split_rows(replica.shape, BLOCK_BYTES // item_bytes(group.specs[name].dtype)):
-                        box = tuple(o + c for o, c in zip(offset, replica.offset, strict=True)), shape
-                        first = reader.read(group, name, box)
-                        count_bytes(first.size)
-                        if (
-                            reader.read_locations(group.specs, {name: (replica,)}, name, box, str(source.path)) != first
-                        ).any():
-                            yield f"{replica.file}: its replica of {name} differs from that of the first rank"
-                            break
+    for group in source.groups.values():
+        for name, replicas in group.replicas.items():
+            spec = group.specs[name]
+            for replica in replicas:
+                for offset, shape in split_rows(replica.shape, BLOCK_BYTES // item_bytes(spec.dtype)):
+                    box = tuple(o + c for o, c in zip(offset, replica.offset, strict=True)), shape
+                    first = source.read_slices(group.locations[name], spec, box, name)
+                    count_bytes(first.size)
+                    if not np.array_equal(source.read_slices((replica,), spec, box, name), first):
+                        yield f"{replica.file}: its replica of {name} differs from that of the first rank"
+                        break

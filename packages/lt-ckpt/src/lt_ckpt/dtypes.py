@@ -125,3 +125,8 @@ def cast(data: np.ndarray, source: str, target: str) -> np.ndarray:
         return _to_bf16(values).view(np.uint8)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         return values.astype(_NUMPY[target]).view(np.uint8)
+
+
+def check_castable(source: str, target: str) -> None:
+    """Raise a CheckpointError for an impossible cast, before anything is read."""
+    cast(np.empty(0, np.uint8), source, target)

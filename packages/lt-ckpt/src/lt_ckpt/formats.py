@@ -16,7 +16,16 @@ from lt_ckpt import files
 from lt_ckpt.confined_files import resolve_confined
 from lt_ckpt.errors import CheckpointError, OptionError, translate_os_errors
 from lt_ckpt.hash_list import HashList, read_hash_list
-from lt_ckpt.hf.folder import CONFIG, INDEX_FILE, SINGLE_FILE, is_model_file, read_aux_files, read_json
+from lt_ckpt.hf.folder import (
+    BIN_FILE,
+    BIN_INDEX_FILE,
+    CONFIG,
+    INDEX_FILE,
+    SINGLE_FILE,
+    is_model_file,
+    read_aux_files,
+    read_json,
+)
 from lt_ckpt.source import Source
 
 FORMATS = ("hf", "nxd", "lt", "dcp", "pt")
@@ -36,12 +45,13 @@ class ConvertOptions:
     Attributes:
         format: One of `FORMATS`.
         dtype: Safetensors code to cast the weights to; None: as stored.
-        max_shard_bytes: Maximum bytes of tensors per file (hf, dcp).
+        max_shard_bytes: Maximum bytes of tensors per file (hf).
         nxd: The degrees and choices of an NxD target (`lt_ckpt.nxd.options.NxdOptions`).
         dp: NxD: also write the optimizer's ZeRO-1 state, for this many data-parallel ranks; 0: weights only.
         allow_replica_mismatch: Use the first rank's replica where a source's replicas of a tensor differ, instead of
             refusing.
         allow_overflow: Let finite values beyond the range of `dtype` become infinite, instead of refusing.
+        verify: Compare the source's files with their checksums first.
     """
 
     format: str
@@ -51,6 +61,7 @@ class ConvertOptions:
     dp: int = 0
     allow_replica_mismatch: bool = False
     allow_overflow: bool = False
+    verify: bool = True
 
     def __post_init__(self) -> None:
         if type(self.max_shard_bytes) is not int or self.max_shard_bytes < 1:
@@ -87,13 +98,14 @@ def _detect_format(path: Path) -> str:
         return "dcp"
     if any(path.glob("consolidated.*.pth")):
         return "meta"
-    if (path / INDEX_FILE).is_file() or (path / SINGLE_FILE).is_file():
+    if any((path / name).is_file() for name in (INDEX_FILE, SINGLE_FILE, BIN_INDEX_FILE, BIN_FILE)):
         return "hf"
     if _has_rank_files(path, MAX_SEARCH_DEPTH):
         return "nxd"
     raise CheckpointError(
         f"{path}: unknown checkpoint format: no COMMIT (lt), .metadata (torch.distributed.checkpoint), "
-        f"{SINGLE_FILE} or {INDEX_FILE} (Hugging Face), tp_rank_XX_pp_rank_XX (NxD) or consolidated.*.pth (Meta) in it"
+        f"{SINGLE_FILE}, {BIN_FILE} or their index (Hugging Face), tp_rank_XX_pp_rank_XX (NxD) or consolidated.*.pth "
+        "(Meta) in it"
     )
 
 
@@ -162,20 +174,17 @@ def open_source(
         raise CheckpointError(f"{local_path}: {', '.join(useless)}: no effect on {format_name}; leave it out")
     if format_name == "lt":
         from lt_ckpt.discovery import describe_fallbacks, resolve_checkpoint
-        from lt_ckpt.llama_tensors import select_group
+        from lt_ckpt.llama_tensors import MASTER_WEIGHTS, select_group
         from lt_ckpt.lt_format import open_lt
-        from lt_ckpt.nxd.zero1 import MASTER_WEIGHTS
 
         checkpoint, rejected = resolve_checkpoint(local_path)
         source = replace(open_lt(checkpoint), fallbacks=describe_fallbacks(checkpoint, rejected))
         return select_group(source, MASTER_WEIGHTS) if master_weights else source
-    from lt_ckpt.checksums import with_hash_list
-
     hash_list = _read_hash_list(local_path, format_name, config_is_given=config is not None)
     if format_name == "hf":
         from lt_ckpt.hf.format import open_hf
 
-        return with_hash_list(open_hf(local_path, config=given_config), hash_list)
+        return replace(open_hf(local_path, config=given_config), hash_list=hash_list)
     given_files = {} if config is None else read_aux_files(_config_file(Path(config)).parent)
     if format_name == "meta":
         from lt_ckpt.meta_llama.format import open_meta
@@ -184,6 +193,10 @@ def open_source(
     known, other_files = _read_model_files(local_path, format_name)
     known = given_config or known
     if known is None:
+        if format_name == "pt":  # perhaps no file of torch at all
+            from lt_ckpt.torchfile.file import load_pt
+
+            load_pt(local_path)
         raise CheckpointError(
             f"{local_path}: this format has no model configuration; give a Hugging Face one (--config config.json)"
         )
@@ -209,7 +222,7 @@ def open_source(
 
         source = open_pt(local_path, config=known)
     source = _with_files(source, {**other_files, **given_files})
-    return with_hash_list(source if format_name == "pt" else _check_links(source), hash_list)
+    return replace(source if format_name == "pt" else _check_links(source), hash_list=hash_list)
 
 
 def load_model_config(
@@ -255,15 +268,13 @@ def _read_hash_list(path: Path, format_name: str, *, config_is_given: bool) -> H
     Raises:
         CheckpointError: The list is malformed, or one of those files is missing or differs.
     """
-    from lt_ckpt.dcp.files import METADATA
-
     if format_name not in ("hf", "dcp", "nxd"):
         return None
     found = read_hash_list(_model_folder(path, format_name))
     if found is None:
         return None
     for file in found.hashes:
-        if file == METADATA or (is_model_file(file) and not (file == CONFIG and config_is_given)):
+        if file == ".metadata" or (is_model_file(file) and not (file == CONFIG and config_is_given)):
             found.check_file(file)
     return found
 
@@ -279,9 +290,7 @@ def _model_folder(path: Path, format_name: str) -> Path:
 
 def _check_links(source: Source) -> Source:
     """Return the source; raise a CheckpointError if a file with tensors is a link out of its folder."""
-    from lt_ckpt.checksums import files_with_tensors
-
-    for file in sorted(files_with_tensors(source)):
+    for file in sorted({s.file for g in source.groups.values() for slices in g.locations.values() for s in slices}):
         resolve_confined(source.root, file)
     return source
 
@@ -295,10 +304,7 @@ def _read_model_files(path: Path, format_name: str) -> tuple[dict[str, Any] | No
     from lt_ckpt.model_files import read_carried_files
 
     if format_name == "pt":
-        from lt_ckpt.torchfile.format import read_pt_model_files
-
-        config, aux_files = read_pt_model_files(path)
-        return (config, aux_files) if config is not None else read_carried_files(path.parent)
+        return read_carried_files(path.parent)
     return read_carried_files(_model_folder(path, format_name))
 
 
@@ -323,6 +329,7 @@ def convert_checkpoint(
     Raises:
         CheckpointError: The options cannot be met, or the disk fails; nothing is left behind.
     """
+    from lt_ckpt.checksums import check_undamaged
     from lt_ckpt.comparison import find_replica_mismatches
     from lt_ckpt.conversion import convert
     from lt_ckpt.llama_tensors import check_tied_head
@@ -330,6 +337,8 @@ def convert_checkpoint(
 
     if source.config is None:
         raise CheckpointError(f"{source.path}: has no configuration; give one (--config config.json)")
+    if options.verify:
+        check_undamaged(source, progress=progress)
     if not options.allow_replica_mismatch:
         mismatch = next(iter(find_replica_mismatches(source)), "")
         if mismatch:
@@ -358,12 +367,12 @@ def convert_checkpoint(
     elif options.format == "dcp":
         from lt_ckpt.dcp.format import dcp_target
 
-        target = dcp_target(source, dtype=options.dtype, max_file_bytes=options.max_shard_bytes)
+        target = dcp_target(source, dtype=options.dtype)
     elif options.format == "pt":
         from lt_ckpt.torchfile.format import pt_target
 
         target = pt_target(source, Path(out).name, dtype=options.dtype)
     else:
         raise CheckpointError(f"format {options.format!r} is not one of {', '.join(FORMATS)}")
-    target = replace(target, allow_overflow=options.allow_overflow, options=repr(options))
+    target = replace(target, allow_overflow=options.allow_overflow)
     return convert(source, target, out, progress=progress)

@@ -8,6 +8,7 @@ a path outside of the folder, or names a file twice.
 Cost: parsing the list, of at most `MAX_LIST_BYTES`; of `check_file`, a read of the file.
 """
 
+import hashlib
 import os
 import re
 import stat
@@ -15,9 +16,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from lt_ckpt import files
 from lt_ckpt.confined_files import read_confined, resolve_confined
 from lt_ckpt.errors import CheckpointError, translate_os_errors
-from lt_ckpt.read_verification import StoredChecksum, check_range
 
 HASH_LIST = "SHA256SUMS"
 
@@ -43,14 +44,12 @@ class HashList:
     folder: Path
     hashes: Mapping[str, str]
 
-    def find_checksum(self, file: str) -> StoredChecksum | None:
-        """Return the hash of a file with its present size, or None if it is not listed.
+    def file_size(self, file: str) -> int:
+        """Return the size of a listed file.
 
         Raises:
             CheckpointError: The file is missing, is not a regular one, or is a link out of the folder.
         """
-        if file not in self.hashes:
-            return None
         path = self.folder / file
         with translate_os_errors("reading", path):
             if not os.path.lexists(path):
@@ -58,12 +57,7 @@ class HashList:
             status = os.stat(resolve_confined(self.folder, file))
         if not stat.S_ISREG(status.st_mode):
             raise CheckpointError(f"{path}: is not a regular file, {HASH_LIST} lists it")
-        return StoredChecksum(
-            byte_offset=0,
-            n_bytes=status.st_size,
-            name=f"the whole file, which {HASH_LIST} lists,",
-            expected=self.hashes[file],
-        )
+        return status.st_size
 
     def check_file(self, file: str, count_bytes: Callable[[int], None] = lambda n: None) -> None:
         """Read a listed file and compare it with its hash.
@@ -71,12 +65,17 @@ class HashList:
         Raises:
             CheckpointError: It differs, is missing, or cannot be read.
         """
-        stored = self.find_checksum(file)
-        assert stored is not None, file
-        try:
-            check_range(self.folder / file, stored, count_bytes)
-        except CheckpointError as exc:
-            raise CheckpointError(f"{exc}, or was changed after {HASH_LIST} was written; {_remedy(file)}") from None
+        self.file_size(file)
+        digest, block = hashlib.sha256(), memoryview(bytearray(files.BLOCK_BYTES))
+        with translate_os_errors("reading", self.folder / file), open(self.folder / file, "rb", 0) as opened:
+            while n := opened.readinto(block):
+                digest.update(block[:n])
+                count_bytes(n)
+        if digest.hexdigest() != self.hashes[file]:
+            raise CheckpointError(
+                f"{self.folder / file}: its bytes differ from its hash in {HASH_LIST}: it is damaged, or was changed "
+                f"after the list was written; {_remedy(file)}"
+            )
 
     def find_unlisted(self) -> Iterator[str]:
         """Yield the files of the folder that are not listed, but for those of git and of the hub's client."""

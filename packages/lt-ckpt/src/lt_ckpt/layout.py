@@ -11,7 +11,9 @@ Pure: no file is accessed. Cost: O(regions).
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 
+from lt_ckpt.dtypes import item_bytes
 from lt_ckpt.errors import CheckpointError
 from lt_ckpt.shards import Box, Ints, find_tiling_error, is_inside
 from lt_ckpt.tensorfile import TensorSpec
@@ -99,6 +101,12 @@ class Layout:
             error = find_tiling_error(shapes[name], sorted(boxes))
             if error:
                 raise CheckpointError(f"{name}: {error}")
+
+    def count_bytes(self, specs: Mapping[str, TensorSpec]) -> int:
+        """Return the bytes of all stored tensors, given those of the model."""
+        return sum(
+            prod(t.shape) * item_bytes(specs[t.regions[0].name].dtype) for file in self.files for t in file.tensors
+        )
 
 
 def whole_tensor(name: str, shape: Ints, key: str = "") -> TensorLayout:

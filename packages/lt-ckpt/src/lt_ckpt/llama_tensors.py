@@ -8,20 +8,26 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from lt_ckpt.conversion import check_castable, iter_blocks
+import numpy as np
+
+from lt_ckpt.dtypes import check_castable, item_bytes
 from lt_ckpt.errors import CheckpointError
-from lt_ckpt.shards import Ints
-from lt_ckpt.source import Source, TensorGroup, TensorReader
+from lt_ckpt.shards import Ints, split_rows
+from lt_ckpt.source import Source, TensorGroup, check_names
 from lt_ckpt.tensorfile import TensorSpec
 from lt_model import LlamaConfig, config_from_hf
 from lt_model import param_specs as model_param_specs
 from lt_model.params import ParamSpec
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+MASTER_WEIGHTS = "master"
+"""Group of the fp32 master weights."""
+
 IGNORED_BUFFERS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 """Buffers in old files that every reader recomputes."""
 
 
+BLOCK_BYTES = 4 * 2**20
 MAX_LAYERS = 100_000
 
 
@@ -88,10 +94,9 @@ def target_specs(source: Source, shapes: Mapping[str, Ints], dtype: str | None) 
     Raises:
         CheckpointError: The source lacks a tensor, or one cannot be cast.
     """
+    check_names(shapes, [name for name in source.weights.specs if name in shapes], str(source.path))
     specs: dict[str, TensorSpec] = {}
     for name, shape in shapes.items():
-        if name not in source.weights.specs:
-            raise CheckpointError(f"{source.path}: {name}: the source has no such tensor")
         stored = source.weights.specs[name].dtype
         check_castable(stored, dtype or stored)
         specs[name] = TensorSpec(dtype or stored, shape)
@@ -111,12 +116,10 @@ def check_tied_head(source: Source) -> None:
         raise CheckpointError(
             f"{source.path}: tied, but {HEAD} is {group.specs[HEAD]} and {EMBED} {group.specs[EMBED]}"
         )
-    with TensorReader(source.root) as reader:
-        dtype = group.specs[HEAD].dtype
-        pairs = zip(iter_blocks(group, HEAD, dtype, reader), iter_blocks(group, EMBED, dtype, reader), strict=True)
-        for (box, head), (_, embed) in pairs:
-            if (head != embed).any():
-                raise CheckpointError(
-                    f"{source.path}: tie_word_embeddings is true, but {HEAD} and {EMBED} differ (rows from {box[0][0]} "
-                    "on); set it to false in the configuration to keep both"
-                )
+    spec = group.specs[HEAD]
+    for box in split_rows(spec.shape, BLOCK_BYTES // item_bytes(spec.dtype)):
+        if not np.array_equal(source.read(HEAD, box), source.read(EMBED, box)):
+            raise CheckpointError(
+                f"{source.path}: tie_word_embeddings is true, but {HEAD} and {EMBED} differ (rows from {box[0][0]} on);"
+                " set it to false in the configuration to keep both"
+            )

@@ -2,15 +2,12 @@
 
 As a source, a checkpoint has its groups (weights, moments), the manifest's model as configuration, and the files that
 were saved with it: the tokenizer's and, of a model that came from elsewhere, the rest of its configuration. As a
-target, a checkpoint is saved with the protocol of `lt_ckpt.save`, in slices of at most `SLICE_BYTES`, of which
-`READ_AHEAD_SLICES` + 1 are in memory; it holds what the source holds, so one converted from a Hugging Face model has
-weights only. Each slice that is read is compared with its hash; in the files of NxD that a checkpoint may have, which
-are hashed as a whole, each record with its CRC.
+target, a checkpoint is saved with the protocol of `lt_ckpt.save`, in slices of at most `SLICE_BYTES`, one of which is
+in memory; it holds what the source holds, so one converted from a Hugging Face model has weights only.
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,30 +16,24 @@ from typing import Any
 import numpy as np
 
 from lt_ckpt import files, strict_json
+from lt_ckpt.byte_counter import ByteCounter
 from lt_ckpt.checked_cast import read_cast
 from lt_ckpt.checkpoint import Checkpoint
-from lt_ckpt.conversion import check_castable
-from lt_ckpt.copy_plan import StoredSlice
-from lt_ckpt.dtypes import item_bytes, torch_dtype_name
+from lt_ckpt.dtypes import check_castable, item_bytes, torch_dtype_name
 from lt_ckpt.errors import CheckpointError
-from lt_ckpt.executors import ByteCounter, iter_in_order
 from lt_ckpt.hf.folder import CONFIG, GENERATION_CONFIG
 from lt_ckpt.llama_tensors import HEAD, add_tied_head, stored_shapes
-from lt_ckpt.manifest import CheckpointManifest, CheckpointMetadata
+from lt_ckpt.manifest import CheckpointMetadata
 from lt_ckpt.model_files import with_architecture
-from lt_ckpt.read_verification import StoredChecksum
 from lt_ckpt.records import SliceRecord
 from lt_ckpt.save import begin_save, commit_save, discard_save, write_rank_files
 from lt_ckpt.shards import Shard, split_rows
-from lt_ckpt.source import Source, TensorGroup, TensorReader
+from lt_ckpt.source import Source, TensorGroup
+from lt_ckpt.stored_slices import StoredSlice
 from lt_ckpt.tensorfile import TensorSpec
-from lt_ckpt.torchfile.file import read_checksums
 from lt_model import LlamaConfig, config_from_hf, config_to_hf
 
 SLICE_BYTES = 8 * 2**20
-
-READ_AHEAD_SLICES = 2
-"""Slices read ahead, one per thread."""
 
 
 def open_lt(checkpoint: Checkpoint) -> Source:
@@ -72,7 +63,6 @@ def open_lt(checkpoint: Checkpoint) -> Source:
         groups=groups,
         aux_files=aux_files,
         optimizer=manifest.optimizer,
-        find_checksums=partial(_find_checksums, path, _slice_checksums(manifest)),
         format_info={
             "step": manifest.step,
             "world_size": manifest.world_size,
@@ -80,30 +70,6 @@ def open_lt(checkpoint: Checkpoint) -> Source:
             **({"param_groups": settings} if (settings := _param_groups(checkpoint)) else {}),
         },
     )
-
-
-def _slice_checksums(manifest: CheckpointManifest) -> dict[str, list[StoredChecksum]]:
-    """Return file → the hashes of its slices, by position; none for files of NxD."""
-    found: dict[str, list[StoredChecksum]] = {}
-    for group, records in manifest.tensors.items():
-        for name, record in records.items():
-            for piece in (*record.slices, *record.replicas):
-                if piece.xxh3_128:
-                    stored = StoredChecksum(
-                        byte_offset=piece.byte_offset,
-                        n_bytes=record.slice_bytes(piece),
-                        name=f"tensor {group}/{name}",
-                        expected=piece.xxh3_128,
-                    )
-                    found.setdefault(piece.file, []).append(stored)
-    return {file: sorted(items, key=lambda stored: stored.byte_offset) for file, items in found.items()}
-
-
-def _find_checksums(
-    folder: Path, by_file: Mapping[str, Sequence[StoredChecksum]], file: str
-) -> Sequence[StoredChecksum]:
-    """Return the checksums of a file: hashes of slices or, in a file of NxD, the CRCs of its records."""
-    return by_file[file] if file in by_file else read_checksums(folder / file)
 
 
 def _model_files(checkpoint: Checkpoint, model: LlamaConfig, dtype: str) -> tuple[dict[str, Any], dict[str, bytes]]:
@@ -210,38 +176,35 @@ def save_lt(
     model = config_from_hf(dict(source.config), source=f"{source.path}: config")
     step = int(source.format_info.get("step", 0))
     tokenizer = {name: data for name, data in source.aux_files.items() if name != GENERATION_CONFIG}
-    with (
-        TensorReader(source.root, source.find_checksums) as reader,
-        ThreadPoolExecutor(READ_AHEAD_SLICES, "lt-ckpt-convert-read") as readers,
-    ):
-        planned = _describe_shards(source, model, dtype)
-        count_bytes = ByteCounter(sum(shard.n_bytes for shard in planned), progress)
-        reads = [partial(_read_shard, reader, source.groups[s.group], s, allow_overflow, count_bytes) for s in planned]
-        shards = _attach_data(planned, iter_in_order(readers, reads, max_in_flight=READ_AHEAD_SLICES))
-        tmp = begin_save(root, step=step, world_size=1)  # removes abandoned saves, so that their space counts as free
-        try:
-            files.check_free_space(tmp, sum(shard.n_bytes for shard in planned))
-            write_rank_files(tmp, rank=0, shards=shards)
-            reader.finish()
-            origin = {"converted_from": source.format, **dict(source.format_info)}
-            meta = CheckpointMetadata(
-                step=step,
-                model=model.to_dict(),
-                tokenizer_files=tokenizer,
-                hf_files=hf_model_files(source),
-                layout=origin,
-                optimizer=source.optimizer,
-            )
-            return commit_save(tmp, world_size=1, metadata=meta)
-        except BaseException:
-            readers.shutdown(cancel_futures=True)
-            if tmp.exists():
-                discard_save(tmp)
-            raise
+    shards = _describe_shards(source, model, dtype, allow_overflow=allow_overflow, progress=progress)
+    tmp = begin_save(root, step=step, world_size=1)  # removes abandoned saves, so that their space counts as free
+    try:
+        files.check_free_space(tmp, sum(shard.n_bytes for shard in shards))
+        write_rank_files(tmp, rank=0, shards=shards)
+        meta = CheckpointMetadata(
+            step=step,
+            model=model.to_dict(),
+            tokenizer_files=tokenizer,
+            hf_files=hf_model_files(source),
+            layout={"converted_from": source.format, **dict(source.format_info)},
+            optimizer=source.optimizer,
+        )
+        return commit_save(tmp, world_size=1, metadata=meta)
+    except BaseException:
+        if tmp.exists():
+            discard_save(tmp)
+        raise
 
 
-def _describe_shards(source: Source, model: LlamaConfig, dtype: str | None) -> list[Shard]:
-    """Return the shards to write, in file order, still without data."""
+def _describe_shards(
+    source: Source,
+    model: LlamaConfig,
+    dtype: str | None,
+    *,
+    allow_overflow: bool,
+    progress: files.ProgressCallback | None,
+) -> list[Shard]:
+    """Return the shards to write, in file order; each is read when it is written."""
     shards: list[Shard] = []
     for kind, group in source.groups.items():
         for name, spec in group.specs.items():
@@ -263,24 +226,13 @@ def _describe_shards(source: Source, model: LlamaConfig, dtype: str | None) -> l
                 for offset, shape in split_rows(spec.shape, SLICE_BYTES // width)
             ]
     kinds = list(source.groups)
-    return sorted(shards, key=lambda shard: (kinds.index(shard.group), -item_bytes(shard.dtype)))
+    shards.sort(key=lambda shard: (kinds.index(shard.group), -item_bytes(shard.dtype)))
+    count_bytes = ByteCounter(sum(shard.n_bytes for shard in shards), progress)
 
+    def read(shard: Shard) -> np.ndarray:
+        box = shard.offset, shard.shape
+        data = read_cast(source, shard.name, box, shard.dtype, group=shard.group, allow_overflow=allow_overflow)
+        count_bytes(data.nbytes)
+        return data.reshape(-1).view(np.uint8)
 
-def _read_shard(
-    reader: TensorReader, group: TensorGroup, shard: Shard, allow_overflow: bool, count_bytes: ByteCounter
-) -> np.ndarray:
-    box = shard.offset, shard.shape
-    data = read_cast(group, shard.name, box, shard.dtype, reader, allow_overflow=allow_overflow)
-    count_bytes(data.nbytes)
-    return data
-
-
-def _attach_data(shards: Sequence[Shard], data: Iterator[np.ndarray]) -> list[Shard]:
-    """Attach data to the shards, read ahead in their order."""
-    waiting = iter(range(len(shards)))
-
-    def next_data(index: int) -> np.ndarray:
-        assert next(waiting) == index, "not requested in file order"
-        return next(data)
-
-    return [replace(shard, data=partial(next_data, index)) for index, shard in enumerate(shards)]
+    return [replace(shard, data=partial(read, shard)) for shard in shards]

@@ -44,7 +44,7 @@ def summarize_source(source: Source) -> dict[str, Any]:
         "format": source.format,
         "groups": {name: _summarize_group(group.specs) for name, group in source.groups.items()},
         "checksums": describe_checksums(source),
-        "files": sorted(stored | set(source.aux_files) | set(source.other_files)),
+        "files": sorted(stored | set(source.aux_files)),
         "format_info": dict(source.format_info),
         "config": dict(source.config or {}),
     }

@@ -27,8 +27,8 @@ import numpy as np
 import torch
 
 from lt_ckpt import Shard
+from lt_ckpt.llama_tensors import MASTER_WEIGHTS as NXD_MASTER_WEIGHTS
 from lt_ckpt.nxd.rank_writer import WEIGHTS, NxdRankWriter, optimizer_state_keys
-from lt_ckpt.nxd.zero1 import MASTER_WEIGHTS as NXD_MASTER_WEIGHTS
 from lt_trainer.config.lr_schedule import learning_rate
 from lt_trainer.config.recipe import engine_options
 from lt_trainer.engine import Snapshot

@@ -159,7 +159,7 @@ def _select_groups(source: "Source", other: "Source", *, optimizer: bool) -> "So
     """Return a source with the groups to compare; fp32 weights stand for masters that only `other` has."""
     from dataclasses import replace
 
-    from lt_ckpt.nxd.zero1 import MASTER_WEIGHTS
+    from lt_ckpt.llama_tensors import MASTER_WEIGHTS
 
     if not optimizer:
         return replace(source, groups={"weights": source.weights})

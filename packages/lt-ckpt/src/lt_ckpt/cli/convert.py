@@ -25,9 +25,7 @@ def convert(
     config: ConfigOption = None,
     dtype: DtypeOption = "",
     allow_overflow: OverflowOption = False,
-    max_shard_gb: Annotated[
-        float, typer.Option("--max-shard-gb", help="Maximum GB of tensors per file (hf, dcp).")
-    ] = 5.0,
+    max_shard_gb: Annotated[float, typer.Option("--max-shard-gb", help="Maximum GB of tensors per file (hf).")] = 5.0,
     tp: Annotated[int, typer.Option("--tp", help="NxD: tensor parallel degree.")] = 1,
     pp: Annotated[int, typer.Option("--pp", help="NxD: pipeline stages.")] = 1,
     virtual_pp: Annotated[int, typer.Option("--virtual-pp", help="NxD: chunks of layers per stage.")] = 1,
@@ -64,6 +62,9 @@ def convert(
             "--allow-replica-mismatch", help="Use the first rank's replica where replicas of a tensor differ."
         ),
     ] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify/--no-verify", help="Compare the source's files with their checksums first.")
+    ] = True,
 ) -> None:
     """Convert a model between formats, in one pass and with little memory."""
     from lt_ckpt.checksums import describe_checksums
@@ -128,10 +129,12 @@ def convert(
         max_shard_bytes=parse_shard_bytes(max_shard_gb),
         nxd=nxd_options,
         dp=dp,
+        verify=verify,
     )
     with name_flags(), progress_bar(f"converting to {to}") as progress:
         output = convert_checkpoint(source, out, options, progress=progress)
-    echo(f"{source.format} {path} converted to {to}: {output}; {describe_checksums(source)}")
+    checked = describe_checksums(source) if verify else "its files were not compared with any checksum (--no-verify)"
+    echo(f"{source.format} {path} converted to {to}: {output}; {checked}")
 
 
 def reshard_optimizer(

@@ -1,8 +1,8 @@
 """Hugging Face format: config.json, safetensors files of whole tensors, and their index.
 
-Input: the folder of any Llama that `lt_model` supports; rotary buffers of old files are ignored. Output: what
-`transformers` loads: files of at most `max_shard_bytes`, an index if there are several, the tokenizer's files, and
-generation_config.json. A tied model is written without its head.
+Input: the folder of any Llama that `lt_model` supports, pytorch_model.bin too; rotary buffers of old files are ignored.
+Output: what `transformers` loads: files of at most `max_shard_bytes`, an index if there are several, the tokenizer's
+files, and generation_config.json. A tied model is written without its head.
 """
 
 import os
@@ -13,12 +13,12 @@ from typing import Any
 from lt_ckpt import strict_json
 from lt_ckpt.conversion import Target
 from lt_ckpt.errors import OptionError
-from lt_ckpt.hf.folder import CONFIG, INDEX_FILE, SINGLE_FILE, HFFolder, read_aux_files
+from lt_ckpt.hf.folder import CONFIG, INDEX_FILE, SINGLE_FILE, read_aux_files, read_json, read_stored_arrays
+from lt_ckpt.laid_out_files import lay_out_safetensors, write_layout
 from lt_ckpt.layout import FileLayout, Layout, whole_tensor
 from lt_ckpt.llama_tensors import HEAD, IGNORED_BUFFERS, add_tied_head, stored_shapes, target_specs
 from lt_ckpt.model_files import model_files
-from lt_ckpt.source import Source, StoredArray, build_tensor_group
-from lt_ckpt.tensor_writers import SafetensorsWriter
+from lt_ckpt.source import Source, build_tensor_group, check_names
 from lt_ckpt.tensorfile import TensorSpec, file_order
 from lt_model import config_from_hf
 
@@ -32,25 +32,27 @@ def open_hf(path: str | os.PathLike[str], *, config: Mapping[str, Any] | None = 
         CheckpointError: A file is missing or damaged, or the tensors are not those of the model.
         lt_model.ModelError: The configuration is not a supported Llama.
     """
-    folder = HFFolder.open(path)
-    model = config_from_hf(dict(config or folder.config), source=str(folder.path / CONFIG))
-    stored_by_file: dict[str, dict[str, StoredArray]] = {}
-    for name, (file, byte_offset) in folder.tensor_locations().items():
-        if not IGNORED_BUFFERS.search(name):
-            stored_by_file.setdefault(file, {})[name] = StoredArray(spec=folder.specs[name], byte_offset=byte_offset)
-    shapes = stored_shapes(model, any(HEAD in arrays for arrays in stored_by_file.values()))
+    folder = Path(path)
+    folder_config = read_json(folder / CONFIG)
+    model = config_from_hf(dict(config or folder_config), source=str(folder / CONFIG))
+    stored = {
+        file: {name: array for name, array in arrays.items() if not IGNORED_BUFFERS.search(name)}
+        for file, arrays in read_stored_arrays(folder).items()
+    }
+    shapes = stored_shapes(model, any(HEAD in arrays for arrays in stored.values()))
+    check_names(shapes, [name for arrays in stored.values() for name in arrays], str(folder))
     files = tuple(
-        FileLayout(path=file, tensors=tuple(whole_tensor(name, shapes[name]) for name in arrays if name in shapes))
-        for file, arrays in sorted(stored_by_file.items())
+        FileLayout(path=file, tensors=tuple(whole_tensor(name, shapes[name]) for name in arrays))
+        for file, arrays in sorted(stored.items())
     )
-    group = add_tied_head(build_tensor_group(Layout(files=files), stored_by_file, shapes, str(folder.path)), model)
+    group = add_tied_head(build_tensor_group(Layout(files=files), stored, shapes, str(folder)), model)
     return Source(
         format="hf",
-        path=folder.path,
-        root=folder.path,
-        config=folder.config if config is None else dict(config),
+        path=folder,
+        root=folder,
+        config=folder_config if config is None else dict(config),
         groups={"weights": group},
-        aux_files=read_aux_files(folder.path),
+        aux_files=read_aux_files(folder),
     )
 
 
@@ -80,24 +82,11 @@ def hf_target(source: Source, *, dtype: str | None = None, max_shard_bytes: int 
     )
     return Target(
         format="hf",
-        check=lambda folder: _check_with_reference_reader(folder, shards),
-        layout=Layout(files=files),
         specs=specs,
-        open_writer=SafetensorsWriter,
-        metadata={"format": "pt"},
+        n_bytes=sum(spec.n_bytes for spec in specs.values()),
+        fill=write_layout(Layout(files=files), specs, lay_out_safetensors),
         aux_files=aux_files,
     )
-
-
-def _check_with_reference_reader(folder: Path, shards: Mapping[str, Mapping[str, TensorSpec]]) -> None:
-    """Check that the `safetensors` library reads the same headers from the files we wrote."""
-    from safetensors import safe_open
-
-    for file, specs in shards.items():
-        with safe_open(folder / file, framework="numpy") as reader:
-            slices = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118 - it has only keys()
-            actual = {name: TensorSpec(part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
-        assert actual == dict(specs), f"{file}: safetensors does not read the tensors that were written"
 
 
 def _split_into_shards(specs: Mapping[str, TensorSpec], max_bytes: int) -> dict[str, dict[str, TensorSpec]]:

@@ -2,7 +2,7 @@
 
 File i of n holds the i-th part of every matrix: rows of column-parallel matrices (into heads or the hidden layer), of
 the vocabulary (since Llama 3; columns of the embedding before) and of the head; columns of row-parallel ones; whole
-norms. Query and key rows are in Meta's order (`names.py`).
+norms. Query and key rows are in Meta's order (`names.py`). Such folders are only read.
 
 params.json is incomplete: the hidden layer's width and the vocabulary size are taken from the tensors, and a model with
 scaled rotary frequencies needs its Hugging Face configuration, because the factor is not in the file.
@@ -20,12 +20,12 @@ from lt_ckpt import files, strict_json
 from lt_ckpt.confined_files import read_confined
 from lt_ckpt.dtypes import torch_dtype_name
 from lt_ckpt.errors import CheckpointError, translate_os_errors
-from lt_ckpt.layout import FileLayout, Layout, shard_box
+from lt_ckpt.layout import FileLayout, Layout, shard_box, stack_rows
 from lt_ckpt.llama_tensors import param_specs
-from lt_ckpt.meta_llama.names import dialect_key, is_rope_permuted, meta_tensor_layout, view_as_row_pairs
+from lt_ckpt.meta_llama.names import dialect_key, unpermute_group
 from lt_ckpt.shards import Box
 from lt_ckpt.source import Source, StoredArray, build_tensor_group
-from lt_ckpt.torchfile.file import read_checksums, read_state_dict
+from lt_ckpt.torchfile.file import read_state_dict
 from lt_model import LlamaConfig, ModelError, config_from_hf, config_to_hf
 from lt_model.params import ParamSpec
 
@@ -62,9 +62,7 @@ def meta_layout(config: LlamaConfig, n_files: int, *, embedding_dim: int = 0) ->
         files=tuple(
             FileLayout(
                 path=FILE_TEMPLATE.format(i),
-                tensors=tuple(
-                    meta_tensor_layout(p, box(p, i), dialect_key(p.name, "meta"), config.head_dim) for p in table
-                ),
+                tensors=tuple(stack_rows(dialect_key(p.name, "meta"), [(p.name, box(p, i))]) for p in table),
             )
             for i in range(n_files)
         )
@@ -102,21 +100,17 @@ def open_meta(path: str | os.PathLike[str], *, config: Mapping[str, Any] | None 
         _check_config(config_from_hf(hf, source=f"{folder}: config"), params, folder)
     model = replace(config_from_hf(hf, source=f"{folder}: config"), tie_word_embeddings=False)
     shapes = {parameter.name: parameter.shape for parameter in param_specs(model)}
-    permuted = {dialect_key(parameter.name, "meta") for parameter in param_specs(model) if is_rope_permuted(parameter)}
-    for name, arrays in arrays_by_file.items():
-        for key in permuted & set(arrays):
-            arrays[key] = view_as_row_pairs(arrays[key], f"{folder / name}: {key}")
     layout = meta_layout(model, len(names), embedding_dim=1 if by_columns else 0)
+    group = build_tensor_group(layout, arrays_by_file, shapes, str(folder))
     aux_files = _read_tokenizer(folder)
     return Source(
         format="meta",
         path=folder,
         root=folder,
         config=hf,
-        groups={"weights": build_tensor_group(layout, arrays_by_file, shapes, str(folder))},
+        groups={"weights": unpermute_group(group, param_specs(model), model.head_dim)},
         aux_files=aux_files,
         format_info={"files": len(names), "embedding_cut": "columns" if by_columns else "rows"},
-        find_checksums=lambda name: read_checksums(folder / name),
     )
 
 

@@ -1,22 +1,18 @@
 """Meta's and torchtitan's names of Llama tensors, and Meta's order of query and key rows.
 
 Meta rotates neighboring rows of a head by one angle, Hugging Face rows that are half a head apart. So row 2i + j of a
-head in Meta's matrix (j is 0 or 1) is row j * head_dim / 2 + i in Hugging Face's. This is a box after all: seen as an
-array of pairs of rows, Meta's matrix has the even rows in its left half and the odd ones in its right half, and each
-half of a head is a block of it.
+head in Meta's matrix (j is 0 or 1) is row j * head_dim / 2 + i in Hugging Face's: every second row of a head is a
+slice with twice the stride.
 
-Pure; cost: two regions per head.
+Pure; cost: two slices per head.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from lt_ckpt.copy_plan import StoredSlice
-from lt_ckpt.errors import CheckpointError
-from lt_ckpt.layout import TensorLayout, TensorRegion
-from lt_ckpt.shards import Box
-from lt_ckpt.source import StoredArray
-from lt_ckpt.tensorfile import TensorSpec
+from lt_ckpt.dtypes import item_bytes
+from lt_ckpt.source import TensorGroup
+from lt_ckpt.stored_slices import StoredSlice
 from lt_model.params import ParamSpec
 
 _META = {
@@ -58,74 +54,38 @@ def is_rope_permuted(parameter: ParamSpec) -> bool:
     return parameter.kind in ("q_proj", "k_proj")
 
 
-def meta_tensor_layout(parameter: ParamSpec, box: Box, key: str, head_dim: int) -> TensorLayout:
-    """Return the layout of a box of whole heads, or of any tensor without heads, as Meta stores it.
-
-    A tensor with permuted rows is described as an array of pairs of rows (see `view_as_row_pairs`).
-    """
-    offset, shape = box
-    if not is_rope_permuted(parameter):
-        zeros = (0,) * len(shape)
-        return TensorLayout(
-            key=key,
-            shape=shape,
-            regions=(TensorRegion(name=parameter.name, offset=offset, shape=shape, stored_offset=zeros),),
-        )
-    (first, column), (rows, width), half = offset, shape, head_dim // 2
-    regions = tuple(
-        TensorRegion(
-            name=parameter.name,
-            offset=(first + head * head_dim + odd * half, column),
-            shape=(half, width),
-            stored_offset=(head * half, odd * width),
-        )
-        for head in range(rows // head_dim)
-        for odd in (0, 1)
-    )
-    return TensorLayout(key=key, shape=(rows // 2, 2 * width), regions=regions)
-
-
-def view_as_row_pairs(array: StoredArray, where: str) -> StoredArray:
-    """Return a matrix as an array of pairs of its rows."""
-    if array.array_shape is not None or len(array.spec.shape) != 2 or array.spec.shape[0] % 2:
-        raise CheckpointError(
-            f"{where}: must be a contiguous matrix with an even number of rows; save it after .contiguous()"
-        )
-    rows, width = array.spec.shape
-    return replace(array, spec=TensorSpec(array.spec.dtype, (rows // 2, 2 * width)))
-
-
-def split_chunk_into_row_pairs(chunk: StoredSlice, n_columns: int, item_bytes: int) -> Iterator[StoredSlice]:
-    """Yield the parts of a chunk of a matrix as slices of the array of pairs of its rows.
-
-    A chunk may begin and end at any row and column. Its even and its odd rows are each a box of the pairs; the last row
-    of an odd number of rows is half a pair, a slice of its own.
+def unpermute_rows(stored: StoredSlice, head_dim: int, item: int) -> Iterator[StoredSlice]:
+    """Yield a slice of a matrix in Meta's order as slices of the matrix in Hugging Face's.
 
     Args:
-        chunk: A box of the matrix, stored as an array of its own.
-        n_columns: Columns of the matrix.
-        item_bytes: Bytes per element.
-
-    Raises:
-        CheckpointError: The chunk is part of a larger array.
+        stored: Slice of the matrix; it may begin and end at any row.
+        head_dim: Rows of a head.
+        item: Bytes per element.
     """
-    if chunk.array_shape is not None or chunk.transposed:
-        raise CheckpointError(f"{chunk.file}: a chunk must be contiguous")
-    (row, column), (rows, width) = chunk.offset, chunk.shape
-    pairs = rows // 2
-    for i in range(2 if pairs else 0):
-        yield replace(
-            chunk,
-            offset=((row + i) // 2, (row + i) % 2 * n_columns + column),
-            shape=(pairs, width),
-            array_shape=(pairs, 2 * width),
-            array_offset=(0, i * width),
-        )
-    if rows % 2:
-        last = row + rows - 1
-        yield replace(
-            chunk,
-            byte_offset=chunk.byte_offset + (rows - 1) * width * item_bytes,
-            offset=(last // 2, last % 2 * n_columns + column),
-            shape=(1, width),
-        )
+    (begin, column), (n_rows, width), half = stored.offset, stored.shape, head_dim // 2
+    row_step, column_step = stored.strides or (width, 1)
+    for head in range(begin // head_dim, -(-(begin + n_rows) // head_dim)):
+        for odd in (0, 1):
+            start = head * head_dim + odd  # row 2i + odd of the head is row `start + 2i`
+            first, end = (max(0, -(-(row - start) // 2)) for row in (begin, begin + n_rows))
+            end = min(end, half)
+            if first < end:
+                skipped = start + 2 * first - begin
+                yield StoredSlice(
+                    file=stored.file,
+                    byte_offset=stored.byte_offset + skipped * row_step * item,
+                    offset=(head * head_dim + odd * half + first, column),
+                    shape=(end - first, width),
+                    strides=(2 * row_step, column_step),
+                )
+
+
+def unpermute_group(group: TensorGroup, parameters: Iterable[ParamSpec], head_dim: int) -> TensorGroup:
+    """Return a group of tensors in Meta's order as one in Hugging Face's."""
+    locations = dict(group.locations)
+    for parameter in parameters:
+        if is_rope_permuted(parameter):
+            item = item_bytes(group.specs[parameter.name].dtype)
+            slices = locations[parameter.name]
+            locations[parameter.name] = tuple(part for s in slices for part in unpermute_rows(s, head_dim, item))
+    return replace(group, locations=locations)

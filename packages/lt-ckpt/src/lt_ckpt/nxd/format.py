@@ -1,12 +1,12 @@
 """Checkpoints of neuronx-distributed (NxD) as a source and as a target of conversions.
 
-Neither a Neuron package nor torch is needed. As a target, a tag gets its markers last; without a tag the output is that
+No Neuron package is needed. As a target, a tag gets its markers last; without a tag the output is that
 of NxD's own converter. `layout.py` defines the files' contents, `reader.py` infers the layout of existing files.
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,16 @@ from typing import Any
 from lt_ckpt.conversion import Target
 from lt_ckpt.errors import CheckpointError
 from lt_ckpt.hf.folder import read_aux_files
-from lt_ckpt.llama_tensors import target_specs, tensor_shapes
+from lt_ckpt.laid_out_files import Place, write_layout
+from lt_ckpt.layout import FileLayout
+from lt_ckpt.llama_tensors import MASTER_WEIGHTS, target_specs, tensor_shapes
 from lt_ckpt.model_files import model_files
-from lt_ckpt.nxd.discovery import NxdFiles, has_optimizer_files
+from lt_ckpt.nxd.discovery import has_optimizer_files
 from lt_ckpt.nxd.layout import nxd_layout
 from lt_ckpt.nxd.options import HeadOrder, NxdOptions
 from lt_ckpt.nxd.reader import build_model_group, read_nxd_checkpoint
-from lt_ckpt.nxd.xser import XserWriter, info_path, read_file_checksums
+from lt_ckpt.nxd.xser import lay_out
 from lt_ckpt.nxd.zero1 import (
-    MASTER_WEIGHTS,
     RankOptimizerState,
     build_model_groups,
     has_zero1_state,
@@ -30,8 +31,9 @@ from lt_ckpt.nxd.zero1 import (
 )
 from lt_ckpt.nxd.zero1_reshard import check_equal_steps
 from lt_ckpt.records import NXD_BEGIN_MARKER, NXD_DONE_MARKER, TORCH_ADAMW
-from lt_ckpt.source import Source, TensorGroup, TensorReader
-from lt_ckpt.torchfile.file import TorchWriter
+from lt_ckpt.source import Source, TensorGroup
+from lt_ckpt.tensorfile import TensorSpec
+from lt_ckpt.torchfile.tensor_files import TensorFiles
 from lt_model import config_from_hf
 
 
@@ -108,18 +110,7 @@ def open_nxd(
         groups={"weights": weights, **(groups if optimizer else {})},
         optimizer=TORCH_ADAMW if optimizer and groups.keys() >= set(TORCH_ADAMW.slots) else None,
         format_info=format_info,
-        find_checksums=partial(read_file_checksums, nxd_files.root),
-        other_files=tuple(_list_torch_files(nxd_files, [file.file for file in files])),
     )
-
-
-def _list_torch_files(nxd_files: NxdFiles, model_files: Iterable[str]) -> Iterator[str]:
-    """Yield the files of models, of specs of single tensors, and all of the optimizer."""
-    for file in model_files:
-        yield from (path for path in (file, info_path(file)) if (nxd_files.root / path).is_file())
-    if has_optimizer_files(nxd_files):
-        for path in sorted((nxd_files.root / "optim").rglob("*.pt")):
-            yield path.relative_to(nxd_files.root).as_posix()
 
 
 def _read_param_groups(states: Iterable[RankOptimizerState]) -> list[dict[str, Any]]:
@@ -152,9 +143,7 @@ def _read_optimizer_step(states: Iterable[RankOptimizerState], root: Path) -> di
     Raises:
         CheckpointError: Tensors of the ranks have different steps.
     """
-    with TensorReader(root, partial(read_file_checksums, root)) as reader:
-        steps = {step for state in states for step in check_equal_steps(state, reader)}
-        reader.finish()
+    steps = {step for state in states for step in check_equal_steps(state)}
     if len(steps) > 1:
         raise CheckpointError(f"{root}: its optimizer's tensors have different steps: {sorted(map(str, steps))}")
     step = next(iter(steps), None)
@@ -178,15 +167,19 @@ def nxd_target(source: Source, options: NxdOptions, *, dtype: str | None = None)
     """
     assert source.config is not None
     model = config_from_hf(dict(source.config), source=f"{source.path}: config")
-    layout = nxd_layout(model, options)
+    layout, tensor_files = nxd_layout(model, options), TensorFiles()
     specs = target_specs(source, tensor_shapes(model), dtype)
+
+    def lay_out_file(path: Path, file: FileLayout, tensors: Mapping[str, TensorSpec]) -> Mapping[str, Place]:
+        return lay_out(path, OrderedDict(tensors), xser=options.xser, tensor_files=tensor_files)
+
     return Target(
         format="nxd",
-        layout=layout,
         specs=specs,
+        n_bytes=layout.count_bytes(specs),
+        fill=write_layout(layout, specs, lay_out_file),
         aux_files=model_files(source, specs, folder=options.tag),
         hashed_folder=options.tag,
-        open_writer=XserWriter if options.xser else TorchWriter,
         marker_files={f"{options.tag}/{marker}": b"1" for marker in (NXD_BEGIN_MARKER, NXD_DONE_MARKER)}
         if options.tag
         else {},

@@ -12,33 +12,35 @@ Model files are written by data-parallel rank 0; states by all data-parallel ran
 several ranks hold alike (norms, repeated key/value heads) is in the files of all of them; the first rank's is the
 tensor's slice, the others' are replicas.
 
-Cost: the rank's bytes once, hashed while writing; the manifest has an entry per tensor, rank and kind of state.
+Cost: the rank's bytes written once, and read once for their hashes; the manifest has an entry per tensor, rank and
+kind of state.
 """
 
+import os
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from lt_ckpt import files
 from lt_ckpt.dtypes import item_bytes
 from lt_ckpt.errors import CheckpointError
-from lt_ckpt.file_recorder import FileRecorder
+from lt_ckpt.file_recorder import hash_file
+from lt_ckpt.laid_out_files import Place, pwrite
 from lt_ckpt.layout import TensorLayout, TensorRegion
-from lt_ckpt.llama_tensors import EMBED, HEAD, tensor_shapes
+from lt_ckpt.llama_tensors import EMBED, HEAD, MASTER_WEIGHTS, tensor_shapes
 from lt_ckpt.nxd.layout import rank_path, rank_tensors
 from lt_ckpt.nxd.options import NxdOptions
-from lt_ckpt.nxd.xser import XserWriter, tensor_path
-from lt_ckpt.nxd.zero1 import MASTER_WEIGHTS, shard_rows
+from lt_ckpt.nxd.xser import info_path, lay_out, tensor_path
+from lt_ckpt.nxd.zero1 import MASTER_WEIGHTS_KEY, STATE_KEY, shard_rows
 from lt_ckpt.nxd.zero1_writer import MOMENTS, build_state_tree, encode_step, slice_rows
 from lt_ckpt.records import FileRecords, SliceRecord, TensorRecord, TensorRecords
 from lt_ckpt.shards import Shard
 from lt_ckpt.tensorfile import TensorSpec
-from lt_ckpt.torchfile.file import TorchWriter, write_pt
+from lt_ckpt.torchfile.file import write_pt
+from lt_ckpt.torchfile.tensor_files import TensorFiles
 from lt_model import LlamaConfig
 
 WEIGHTS = "weights"
@@ -48,12 +50,12 @@ CAST_WEIGHTS = "cast_weights"
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """Tensor of a file: key, spec, bytes (a shard, or known ones, padded with zeros), and regions."""
+    """Tensor of a file: key, spec, the shard with its first rows, and regions."""
 
     key: str
     group: str
     spec: TensorSpec
-    data: Shard | bytes | None
+    data: Shard | None
     regions: tuple[TensorRegion, ...] = ()
 
 
@@ -142,29 +144,46 @@ class NxdRankWriter:
         states = {tensor.key: tensor for tensor in self.optimizer_state_tensors()} if writes_model or self.zero1 else {}
         shards_by_group = _group_by_name(shards, self.slots)
         _check_names(shards_by_group, set(weights), set(states), self.slots)
-        recorder, records = (
-            FileRecorder(folder),
-            _TensorRecordBuilder(self.config, has_master_weights=MASTER_WEIGHTS in shards_by_group),
-        )
+        records = _TensorRecordBuilder(self.config, has_master_weights=MASTER_WEIGHTS in shards_by_group)
         for kind in ("model", "optim"):
             files.make_folders(folder / kind)
+        written: list[str] = []
         if weights:
             entries = [self._model_entry(tensor, shards_by_group[WEIGHTS][key]) for key, tensor in weights.items()]
-            tree = OrderedDict((entry.key, entry.spec) for entry in entries)
-            self._write_file(
-                folder, rank_path(self.options, self.tp_rank, self.pp_rank), tree, entries, recorder, records
-            )
+            path = rank_path(self.options, self.tp_rank, self.pp_rank)
+            placed = self._lay_out(folder / path, OrderedDict((entry.key, entry.spec) for entry in entries))
+            for entry in entries:
+                _write_entry(folder, entry, placed[entry.key], records)
+            written += _files_of(folder, path)
         if states:
             dp_rank = self.dp_rank if self.zero1 else 0
             path = rank_path(self.options, self.tp_rank, self.pp_rank, kind="optim", dp_rank=dp_rank)
-            self._write_file(folder, path, *self._optimizer_entries(states, shards_by_group), recorder, records)
-        for kind in ("model", "optim"):
-            files.fsync_folder(folder / kind)
+            tree, entries_by_kind = self._optimizer_entries(states, shards_by_group)
+            placed = self._lay_out(folder / path, tree)
+            for number, key in enumerate(key for keys in self.param_group_keys for key in keys):
+                states_of_key = placed[STATE_KEY if STATE_KEY in placed else "state"][number]
+                pwrite(states_of_key["step"], memoryview(encode_step(self.step)))
+                for kind, entries_by_key in entries_by_kind.items():
+                    place = placed[MASTER_WEIGHTS_KEY][number] if kind == MASTER_WEIGHTS else states_of_key[kind]
+                    _write_entry(folder, entries_by_key[key], place, records)
+            written += _files_of(folder, path)
         if (self.dp_rank, self.tp_rank, self.pp_rank) == (0, 0, 0):
             for name, content in (("scheduler.pt", self.scheduler_state), ("user_content.pt", self.user_content)):
                 if content:
-                    write_pt(folder / name, dict(content), create=recorder.create)
-        return recorder.files, records.records
+                    write_pt(folder / name, dict(content))
+                    written.append(name)
+        for name in written:
+            descriptor = files.open_for_reading(folder / name)
+            try:
+                files.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        for parent in sorted({(folder / name).parent for name in written}):
+            files.fsync_folder(parent)
+        return {name: hash_file(folder / name) for name in written}, records.records
+
+    def _lay_out(self, path: Path, tree: Any) -> Any:
+        return lay_out(path, tree, xser=self.options.xser, tensor_files=TensorFiles())
 
     def _model_entry(self, tensor: TensorLayout, shard: Shard) -> _Entry:
         _check_rows(shard, tensor, 0, tensor.shape[0])
@@ -172,8 +191,8 @@ class NxdRankWriter:
 
     def _optimizer_entries(
         self, states: Mapping[str, TensorLayout], shards_by_group: Mapping[str, Mapping[str, Shard]]
-    ) -> tuple[Mapping[str, Any], list[_Entry]]:
-        """Return the tree of the optimizer file, and its tensors in order."""
+    ) -> tuple[Mapping[str, Any], dict[str, dict[str, _Entry]]]:
+        """Return the tree of the optimizer file, and kind → NxD's key → tensor."""
         dp, dp_rank = (self.dp, self.dp_rank) if self.zero1 else (1, 0)
         kinds = (*self.slots, *([MASTER_WEIGHTS] if MASTER_WEIGHTS in shards_by_group else []))
         found: dict[str, dict[str, _Entry]] = {kind: {} for kind in kinds}
@@ -199,36 +218,22 @@ class NxdRankWriter:
             [len(keys) for keys in self.param_group_keys],
             without_zero1=without_zero1,
         )
-        entries: list[_Entry] = []
-        for tensor in numbered:
-            entries.append(_Entry(tensor.key, "", TensorSpec("F32", ()), encode_step(self.step)))
-            entries += [found[kind][tensor.key] for kind in self.slots]
-        entries += [found[MASTER_WEIGHTS][tensor.key] for tensor in numbered if MASTER_WEIGHTS in kinds]
-        return tree, entries
+        return tree, found
 
-    def _write_file(
-        self,
-        folder: Path,
-        path: str,
-        tree: Mapping[str, Any],
-        entries: Sequence[_Entry],
-        recorder: FileRecorder,
-        records: "_TensorRecordBuilder",
-    ) -> None:
-        """Write a file, and record the boxes of the model in its tensors."""
-        writer_type = XserWriter if self.options.xser else TorchWriter
-        writer = writer_type.from_tree(folder / path, tree, create=recorder.create)
-        try:
-            for entry in entries:
-                for block in _iter_blocks(entry):
-                    writer.append(block)
-        except BaseException:
-            writer.abort()
-            raise
-        writer.close()
-        byte_offsets = writer.byte_offsets if isinstance(writer, XserWriter) else writer.archive.byte_offsets
-        for number, (entry, byte_offset) in enumerate(zip(entries, byte_offsets, strict=True)):
-            records.add(entry, tensor_path(path, number) if self.options.xser else path, byte_offset)
+
+def _files_of(folder: Path, path: str) -> list[str]:
+    """Return a file and, of an xser one, those beside it."""
+    found = [path, *([info_path(path)] if (folder / info_path(path)).exists() else [])]
+    tensors = (folder / tensor_path(path, 0)).parent
+    return [*found, *(p.relative_to(folder).as_posix() for p in sorted(tensors.glob("*.pt")))]
+
+
+def _write_entry(folder: Path, entry: _Entry, place: Place, records: "_TensorRecordBuilder") -> None:
+    """Write the rows of a tensor into its room, whose rest is zeros, and record them."""
+    path, byte_offset = place
+    if entry.data is not None:
+        pwrite(place, entry.data.bytes().data)
+    records.add(entry, path.relative_to(folder).as_posix(), byte_offset)
 
 
 class _TensorRecordBuilder:
@@ -293,16 +298,3 @@ def _check_rows(shard: Shard, tensor: TensorLayout, first: int, n_rows: int) -> 
             f"{list(shard.global_shape)}, this rank has {list(expected[2])} at {list(expected[1])} in "
             f"{list(expected[0])}"
         )
-
-
-def _iter_blocks(entry: _Entry) -> Iterator[np.ndarray]:
-    """Yield the bytes of a tensor: its rows, then zeros as padding."""
-    if isinstance(entry.data, bytes):
-        yield np.frombuffer(entry.data, np.uint8)
-        return
-    n_bytes = entry.spec.n_bytes
-    if entry.data is not None:
-        yield entry.data.bytes()
-        n_bytes -= entry.data.n_bytes
-    for start in range(0, n_bytes, files.BLOCK_BYTES):
-        yield np.zeros(min(files.BLOCK_BYTES, n_bytes - start), np.uint8)

@@ -11,7 +11,7 @@ Cost: the headers of all files.
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -22,10 +22,11 @@ from lt_ckpt.llama_tensors import HEAD, IGNORED_BUFFERS, add_tied_head, stored_s
 from lt_ckpt.nxd.discovery import NxdFiles, find_nxd_files
 from lt_ckpt.nxd.layout import layers_per_stage, nxd_layout
 from lt_ckpt.nxd.options import HeadOrder, NxdOptions, Qkv
-from lt_ckpt.nxd.xser import TensorLocation, XserFile
-from lt_ckpt.source import StoredArray, TensorGroup, build_tensor_group
+from lt_ckpt.nxd.xser import XserFile
+from lt_ckpt.source import StoredArray, TensorGroup, build_tensor_group, check_names
 from lt_ckpt.tensorfile import TensorSpec
-from lt_ckpt.torchfile.safe_globals import TensorReference, TorchTensor
+from lt_ckpt.torchfile.file import TensorReference
+from lt_ckpt.torchfile.tensor_files import TensorFiles
 from lt_model import LlamaConfig
 
 _BIAS = re.compile(r"\.bias(_\w+)?$")
@@ -45,7 +46,7 @@ class RankFile:
     Attributes:
         file: The file, relative to the checkpoint.
         specs: Key → dtype and shape.
-        tensors: Key → location of the tensor; empty if not located.
+        tensors: Key → the file that holds it, and its array in it; empty if not located.
         is_xser: Whether tensors have files of their own.
         ignored_keys: Ignored keys, which every reader recomputes.
         extra_keys: Other keys of the file besides the model.
@@ -53,7 +54,7 @@ class RankFile:
 
     file: str
     specs: Mapping[str, TensorSpec]
-    tensors: Mapping[str, TensorLocation]
+    tensors: Mapping[str, tuple[str, StoredArray]]
     is_xser: bool
     ignored_keys: tuple[str, ...] = ()
     extra_keys: tuple[str, ...] = ()
@@ -64,18 +65,19 @@ class RankFile:
         return tuple(sorted({int(match[1]) for key in self.specs if (match := _LAYER.match(key))}))
 
 
-def read_rank_file(root: Path, file: str, *, locate_tensors: bool) -> RankFile:
+def read_rank_file(root: Path, file: str, *, locate_tensors: bool, tensor_files: TensorFiles | None = None) -> RankFile:
     """Read the headers of a rank's model file.
 
     Args:
         root: The root of the checkpoint.
         file: The file, relative to it.
         locate_tensors: Read the files of single tensors, which a checkpoint with master weights may lack.
+        tensor_files: Reader of those, shared by the files of a checkpoint.
 
     Raises:
         CheckpointError: It is missing, damaged, not a state dict, or has biases.
     """
-    saved = XserFile.open(root, file)
+    saved = XserFile.open(root, file, tensor_files)
     tree, extra_keys = saved.tree, ()
     if isinstance(tree, dict) and isinstance(tree.get("model"), dict):
         tree, extra_keys = tree["model"], tuple(str(key) for key in tree if key != "model")
@@ -88,10 +90,10 @@ def read_rank_file(root: Path, file: str, *, locate_tensors: bool) -> RankFile:
             "from the optimizer's master weights (--master-weights)"
         )
     specs: dict[str, TensorSpec] = {}
-    tensors: dict[str, TensorLocation] = {}
+    tensors: dict[str, tuple[str, StoredArray]] = {}
     ignored_keys: list[str] = []
     for key, leaf in tree.items():
-        if not isinstance(key, str) or not isinstance(leaf, TorchTensor | TensorReference):
+        if not isinstance(key, str) or not isinstance(leaf, StoredArray | TensorReference):
             raise CheckpointError(f"{root / file}: {key!r} is not a tensor but a {type(leaf).__name__}")
         if _BIAS.search(key):
             raise CheckpointError(f"{root / file}: {key}: models with biases are not supported by lt_model")
@@ -99,7 +101,7 @@ def read_rank_file(root: Path, file: str, *, locate_tensors: bool) -> RankFile:
             ignored_keys.append(key)
         elif locate_tensors:
             tensors[key] = saved.locate(leaf, key)
-            specs[key] = tensors[key].stored_array.spec
+            specs[key] = tensors[key][1].spec
         else:
             specs[key] = saved.tensor_spec(leaf, key)
     return RankFile(
@@ -114,10 +116,12 @@ def read_rank_file(root: Path, file: str, *, locate_tensors: bool) -> RankFile:
 
 def read_rank_files(nxd_files: NxdFiles, *, locate_tensors: bool = True) -> dict[tuple[int, int], RankFile]:
     """Read the headers of all model files: (tp rank, pp rank) → file."""
-    ranks = product(range(nxd_files.tp), range(nxd_files.pp))
+    tensor_files, root = TensorFiles(), nxd_files.root
     return {
-        rank: read_rank_file(nxd_files.root, nxd_files.model_file(*rank), locate_tensors=locate_tensors)
-        for rank in ranks
+        rank: read_rank_file(
+            root, nxd_files.model_file(*rank), locate_tensors=locate_tensors, tensor_files=tensor_files
+        )
+        for rank in product(range(nxd_files.tp), range(nxd_files.pp))
     }
 
 
@@ -250,25 +254,11 @@ def build_model_group(checkpoint: NxdCheckpoint) -> TensorGroup:
     for file in checkpoint.layout.files:
         expected = [tensor for tensor in file.tensors if tensor.key != HEAD or HEAD in shapes]
         located = by_path[file.path].tensors
-        _check_keys(root / file.path, expected, located)
-        for path, tensors in _group_by_file(expected, located):
-            files.append(FileLayout(path=path, tensors=tensors))
-            arrays_by_file[path] = {tensor.key: located[tensor.key].stored_array for tensor in tensors}
+        check_names([tensor.key for tensor in expected], located, str(root / file.path))
+        by_file: dict[str, list[TensorLayout]] = {}
+        for tensor in expected:
+            by_file.setdefault(located[tensor.key][0], []).append(tensor)
+        for path, tensors in by_file.items():
+            files.append(FileLayout(path=path, tensors=tuple(tensors)))
+            arrays_by_file[path] = {tensor.key: located[tensor.key][1] for tensor in tensors}
     return add_tied_head(build_tensor_group(Layout(files=tuple(files)), arrays_by_file, shapes, str(root)), config)
-
-
-def _check_keys(path: Path, expected: Iterable[TensorLayout], located: Mapping[str, TensorLocation]) -> None:
-    differing = sorted({tensor.key for tensor in expected} ^ set(located))
-    if differing:
-        what = "is not expected here" if differing[0] in located else "is missing"
-        raise CheckpointError(f"{path}: {differing[0]} {what}; is the configuration the right one?")
-
-
-def _group_by_file(
-    expected: Iterable[TensorLayout], located: Mapping[str, TensorLocation]
-) -> Iterator[tuple[str, tuple[TensorLayout, ...]]]:
-    """Yield the files that hold the tensors, each with its tensors."""
-    groups: dict[str, list[TensorLayout]] = {}
-    for tensor in expected:
-        groups.setdefault(located[tensor.key].file, []).append(tensor)
-    return ((path, tuple(tensors)) for path, tensors in groups.items())

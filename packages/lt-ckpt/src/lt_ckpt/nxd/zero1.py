@@ -10,27 +10,26 @@ the model's own: the boxes of the two shardings are intersected. Cost: the heade
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lt_ckpt.copy_plan import StoredSlice
+from lt_ckpt.dtypes import item_bytes
 from lt_ckpt.errors import CheckpointError
 from lt_ckpt.layout import Layout, TensorLayout, TensorRegion
-from lt_ckpt.llama_tensors import HEAD, add_tied_head, stored_shapes
+from lt_ckpt.llama_tensors import HEAD, MASTER_WEIGHTS, add_tied_head, stored_shapes
 from lt_ckpt.nxd.discovery import NxdFiles, has_optimizer_files, optimizer_dp_degree
 from lt_ckpt.nxd.layout import rank_path
 from lt_ckpt.nxd.options import NxdOptions
 from lt_ckpt.nxd.reader import NxdCheckpoint
-from lt_ckpt.nxd.xser import XserFile
+from lt_ckpt.nxd.xser import Leaf, XserFile
 from lt_ckpt.shards import GROUP_NAME, Box, Ints, find_tiling_error, intersect
-from lt_ckpt.source import TensorGroup
+from lt_ckpt.source import StoredArray, TensorGroup
+from lt_ckpt.stored_slices import StoredSlice, slice_box
 from lt_ckpt.tensorfile import TensorSpec
-from lt_ckpt.torchfile.safe_globals import TensorReference, TorchTensor
+from lt_ckpt.torchfile.file import TensorReference
+from lt_ckpt.torchfile.tensor_files import TensorFiles
 from lt_model import LlamaConfig
-
-MASTER_WEIGHTS = "master"
-"""Group of the fp32 master weights."""
 
 MASTER_WEIGHTS_KEY, STATE_KEY, SHAPES_KEY = "sharded_master_weights", "base_state", "shape_info"
 
@@ -103,7 +102,8 @@ def read_rank_optimizer_state(
     Raises:
         CheckpointError: A file is missing, damaged, not of ZeRO-1, or not of these tensors.
     """
-    shards = tuple(XserFile.open(root, file) for file in files)
+    tensor_files = TensorFiles()
+    shards = tuple(XserFile.open(root, file, tensor_files) for file in files)
     shapes = {tensor.key: tensor.shape for tensor in tensors}
     trees = [(saved, state_entries(saved.tree, root / saved.file)) for saved in shards]
     keys = _infer_key_order(shards[0].tree, shapes, root / shards[0].file, allow_tied_head)
@@ -126,7 +126,7 @@ def read_rank_optimizer_state(
 
 
 def _locate_rows(
-    leaves: list[tuple[XserFile, TorchTensor | TensorReference]], shape: Ints, name: str
+    leaves: list[tuple[XserFile, Leaf]], shape: Ints, name: str
 ) -> tuple[TensorSpec, tuple[StoredSlice, ...]]:
     """Return a tensor-parallel rank's tensor: dtype and shape, and its rows' locations in the shards."""
     locations: list[StoredSlice] = []
@@ -143,20 +143,12 @@ def _locate_rows(
         if array.spec.dtype != dtype:
             raise CheckpointError(f"{saved.root / file}: {name} is {array.spec.dtype}, in another shard {dtype}")
         if n_rows:
-            location = StoredSlice(
-                file=file,
-                byte_offset=array.byte_offset,
-                offset=(first, *zeros),
-                shape=(n_rows, *shape[1:]),
-                array_shape=array.array_shape or array.spec.shape,
-                array_offset=array.array_offset or (0, *zeros),
-                transposed=array.transposed,
-            )
-            locations.append(location)
+            rows: Box = (first, *zeros), (n_rows, *shape[1:])
+            locations.append(slice_box(array.stored_slice(file, rows[0]), rows, item_bytes(dtype)))
     return TensorSpec(dtype, shape), tuple(locations)
 
 
-def state_entries(tree: Any, path: Path) -> dict[str, dict[int, TorchTensor | TensorReference]]:
+def state_entries(tree: Any, path: Path) -> dict[str, dict[int, Leaf]]:
     """Return kind of state → number of the tensor → its leaf, of one file; steps are left out."""
     if not isinstance(tree, dict) or not isinstance(tree.get(STATE_KEY), dict):
         raise CheckpointError(f"{path}: is not an NxD ZeRO-1 optimizer state ({STATE_KEY!r} is missing)")
@@ -174,7 +166,7 @@ def state_entries(tree: Any, path: Path) -> dict[str, dict[int, TorchTensor | Te
         if not isinstance(kind, str) or not GROUP_NAME.fullmatch(kind):
             raise CheckpointError(f"{path}: has a state {kind!r}, which is not a valid group name")
         for index, leaf in leaves.items():
-            if type(index) is not int or not isinstance(leaf, TorchTensor | TensorReference):
+            if type(index) is not int or not isinstance(leaf, StoredArray | TensorReference):
                 raise CheckpointError(f"{path}: {kind} of tensor {index!r} is a {type(leaf).__name__}, not a tensor")
     return entries
 
@@ -213,30 +205,13 @@ def _candidate_orders(keys: list[str], allow_tied_head: bool) -> Iterator[tuple[
         yield tuple(subset)
 
 
-def project_slice(stored: StoredSlice, region: TensorRegion) -> StoredSlice | None:
-    """Return the part of a stored slice that lies in a region, as a slice of the region's model tensor.
-
-    Args:
-        stored: Slice of the stored tensor, in a file.
-        region: Region of the stored tensor.
-
-    Returns:
-        Their intersection as a slice of the model tensor, or None.
-    """
+def project_slice(stored: StoredSlice, region: TensorRegion, item: int) -> StoredSlice | None:
+    """Return the part of a slice of a stored tensor that lies in a region, as a slice of the region's model tensor."""
     common = intersect((stored.offset, stored.shape), (region.stored_offset, region.shape))
     if common is None:
         return None
-    offset, shape = common
-    at = stored.array_offset or (0,) * len(offset)
-    return StoredSlice(
-        file=stored.file,
-        byte_offset=stored.byte_offset,
-        offset=tuple(o + b - a for o, b, a in zip(region.offset, offset, region.stored_offset, strict=True)),
-        shape=shape,
-        array_shape=stored.array_shape or stored.shape,
-        array_offset=tuple(a + b - o for a, b, o in zip(at, offset, stored.offset, strict=True)),
-        transposed=stored.transposed,
-    )
+    offset = tuple(o + b - a for o, b, a in zip(region.offset, common[0], region.stored_offset, strict=True))
+    return replace(slice_box(stored, common, item), offset=offset)
 
 
 def build_model_groups(
@@ -280,7 +255,7 @@ def _build_model_group(
         if dtypes.setdefault(region.name, spec.dtype) != spec.dtype:
             raise CheckpointError(f"{where}: {kind} of {region.name} has two dtypes on two ranks")
         for stored in group.locations[tensor.key]:
-            part = project_slice(stored, region)
+            part = project_slice(stored, region, item_bytes(spec.dtype))
             if part is not None and locations[region.name].setdefault((part.offset, part.shape), part) is not part:
                 replicas.setdefault(region.name, []).append(part)
     for name, slices in locations.items():

@@ -3,8 +3,7 @@
 The inverse of `zero1.py`. The tensors of a tensor-parallel rank's model file are split into equal runs of rows for the
 data-parallel ranks, padded with rows of zeros; each rank's file has the moments of its run of every tensor and, if
 there are fp32 master weights, those. So a state's files are files of a layout like the model's, with tensors called
-`exp_avg/NAME`, `master/NAME`; bytes that no tensor of the source holds (padding, the step) are inserted
-(`OptimizerStateWriter`).
+`exp_avg/NAME`, `master/NAME`; room that no tensor of the source fills is the zeros of the padding.
 
 Tensors are numbered as in NxD's training programs: those with weight decay first, the norms last; or, if the source's
 optimizer had a single group, as in the model. A head tied within one stage is the embedding itself and has no number.
@@ -14,28 +13,24 @@ Cost: one object per tensor, kind and rank; the conversion itself is that of `lt
 
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from lt_ckpt.conversion import Target
-from lt_ckpt.direct_io import CreateFile
-from lt_ckpt.dtypes import item_bytes
 from lt_ckpt.errors import CheckpointError
+from lt_ckpt.laid_out_files import CountBytes, Place, ReadBlock, pwrite, write_layout
 from lt_ckpt.layout import FileLayout, Layout, TensorLayout, TensorRegion
-from lt_ckpt.llama_tensors import HEAD, add_tied_head, stored_shapes
+from lt_ckpt.llama_tensors import HEAD, MASTER_WEIGHTS, add_tied_head, stored_shapes
 from lt_ckpt.nxd.layout import nxd_layout, rank_path
 from lt_ckpt.nxd.options import NxdOptions
-from lt_ckpt.nxd.xser import XserWriter
-from lt_ckpt.nxd.zero1 import MASTER_WEIGHTS, MASTER_WEIGHTS_KEY, SHAPES_KEY, STATE_KEY, shard_rows
+from lt_ckpt.nxd.xser import lay_out
+from lt_ckpt.nxd.zero1 import MASTER_WEIGHTS_KEY, SHAPES_KEY, STATE_KEY, shard_rows
 from lt_ckpt.records import TORCH_ADAMW
 from lt_ckpt.shards import Ints, intersect
 from lt_ckpt.source import Source, TensorGroup
-from lt_ckpt.tensor_writers import TensorFileWriter, TensorSpecs, split_at_records
 from lt_ckpt.tensorfile import TensorSpec
-from lt_ckpt.torchfile.file import TorchWriter
+from lt_ckpt.torchfile.tensor_files import TensorFiles
 from lt_model import LlamaConfig, config_from_hf
 
 MOMENTS = TORCH_ADAMW.slots
@@ -74,42 +69,61 @@ def add_optimizer_states(source: Source, target: Target, options: NxdOptions, dp
             else "settings of the optimizer (lr, betas, ...) for all tensors, or for the norms and for all others"
         )
         raise CheckpointError(f"{source.path}: has no {missing}; an optimizer state cannot be made")
-    states: dict[str, _StateFile] = {}
-    order = dict.fromkeys(region.name for _, _, region in target.layout)
-    layout = nxd_layout(model, replace(options, tag=""))
-    for file, (tp_rank, pp_rank) in zip(layout.files, _ranks(options), strict=True):
-        numbered = _order_tensors(file, model, options, settings)
-        for kinds in (MOMENTS, groups.keys() - set(MOMENTS)):
-            names = (f"{kind}/{region.name}" for tensor in numbered for kind in kinds for region in tensor.regions)
-            order |= dict.fromkeys(names)
-        for dp_rank in range(dp):
-            path = rank_path(options, tp_rank, pp_rank, kind="optim", dp_rank=dp_rank)
-            states[path] = _build_state_file(numbered, groups, dp, dp_rank, settings, float(step))
     specs, locations = dict(source.weights.specs), dict(source.weights.locations)
     for kind, group in groups.items():
         specs |= {f"{kind}/{name}": spec for name, spec in group.specs.items()}
         locations |= {f"{kind}/{name}": slices for name, slices in group.locations.items()}
-    files = tuple(FileLayout(path=path, tensors=state.tensors) for path, state in states.items())
-    target_specs = {**target.specs, **{name: specs[name] for name in order if name not in target.specs}}
+    numbered_by_path: dict[str, tuple[list[TensorLayout], int]] = {}
+    state_files: list[FileLayout] = []
+    ranks = [(tp_rank, pp_rank) for pp_rank in range(options.pp) for tp_rank in range(options.tp)]
+    for file, (tp_rank, pp_rank) in zip(nxd_layout(model, options).files, ranks, strict=True):
+        numbered = _order_tensors(file, model, options, settings)
+        for dp_rank in range(dp):
+            path = rank_path(options, tp_rank, pp_rank, kind="optim", dp_rank=dp_rank)
+            numbered_by_path[path] = numbered, dp_rank
+            rows = ((tensor, shard_rows(tensor.shape[0], dp, dp_rank)[:2]) for tensor in numbered)
+            tensors = [_state_rows(tensor, kind, *at) for tensor, at in rows if at[1] for kind in groups]
+            state_files.append(FileLayout(path=path, tensors=tuple(tensors)))
+    state_layout, tensor_files = Layout(files=tuple(state_files)), TensorFiles()
+    state_specs = {region.name: specs[region.name] for _, _, region in state_layout}
 
-    def open_writer(
-        path: Path, tensors: TensorSpecs, metadata: Mapping[str, str], *, create: CreateFile
-    ) -> TensorFileWriter:
-        state = states.get(f"{options.tag}/optim/{path.name}" if options.tag else f"optim/{path.name}")
-        if state is None or path.parent.name != "optim":
-            return target.open_writer(path, tensors, metadata, create=create)
-        return OptimizerStateWriter(
-            (XserWriter if options.xser else TorchWriter).from_tree(path, state.tree, create=create), state.segments
-        )
+    def lay_out_state(path: Path, file: FileLayout, tensors: Mapping[str, TensorSpec]) -> Mapping[str, Place]:
+        numbered, dp_rank = numbered_by_path[file.path]
+        stored = {tensor.key: (shard_rows(tensor.shape[0], dp, dp_rank)[2], *tensor.shape[1:]) for tensor in numbered}
+        shards = {
+            kind: {
+                tensor.key: TensorSpec(group.specs[tensor.regions[0].name].dtype, stored[tensor.key])
+                for tensor in numbered
+            }
+            for kind, group in groups.items()
+        }
+        n_decayed = sum("norm" not in tensor.key for tensor in numbered)
+        sizes = [n_decayed, len(numbered) - n_decayed] if len(settings) > 1 else [len(numbered)]
+        tree = build_state_tree(numbered, shards, settings, sizes)
+        placed = lay_out(path, tree, xser=options.xser, tensor_files=tensor_files)
+        for entry in placed[STATE_KEY].values():
+            pwrite(entry["step"], memoryview(encode_step(float(step))))
+        places = {
+            f"{kind}/{tensor.key}": placed[STATE_KEY][number][kind]
+            for number, tensor in enumerate(numbered)
+            for kind in MOMENTS
+        }
+        masters = placed.get(MASTER_WEIGHTS_KEY, {})
+        return places | {f"{MASTER_WEIGHTS}/{numbered[number].key}": place for number, place in masters.items()}
+
+    fill_state = write_layout(state_layout, state_specs, lay_out_state)
+
+    def fill(folder: Path, read: ReadBlock, count_bytes: CountBytes) -> None:
+        target.fill(folder, read, count_bytes)
+        fill_state(folder, read, count_bytes)
 
     return (
         replace(source, groups={"weights": TensorGroup(specs=specs, locations=locations)}),
         replace(
             target,
-            layout=Layout(files=(*target.layout.files, *files)),
-            specs=target_specs,
-            open_writer=open_writer,
-            tensor_order=tuple(order),
+            specs={**target.specs, **state_specs},
+            n_bytes=target.n_bytes + state_layout.count_bytes(state_specs),
+            fill=fill,
         ),
     )
 
@@ -131,11 +145,6 @@ def _state_groups(source: Source, model: LlamaConfig) -> dict[str, TensorGroup]:
     return found
 
 
-def _ranks(options: NxdOptions) -> list[tuple[int, int]]:
-    """Return the ranks in the order of the layout's files."""
-    return [(tp_rank, pp_rank) for pp_rank in range(options.pp) for tp_rank in range(options.tp)]
-
-
 def _order_tensors(
     file: FileLayout, model: LlamaConfig, options: NxdOptions, settings: Sequence[Any]
 ) -> list[TensorLayout]:
@@ -145,50 +154,6 @@ def _order_tensors(
     if len(settings) == 1:
         return tensors
     return sorted(tensors, key=lambda tensor: "norm" in tensor.key)
-
-
-@dataclass(frozen=True, slots=True)
-class _StateFile:
-    """Optimizer file: its tree, its tensors as in a layout, and its bytes: sizes to come, or known bytes."""
-
-    tree: dict[str, Any]
-    tensors: tuple[TensorLayout, ...]
-    segments: tuple[int | bytes, ...]
-
-
-def _build_state_file(
-    numbered: Sequence[TensorLayout],
-    groups: Mapping[str, TensorGroup],
-    dp: int,
-    dp_rank: int,
-    settings: Sequence[Mapping[str, Any]],
-    step: float,
-) -> _StateFile:
-    tensors: list[TensorLayout] = []
-    segments: list[int | bytes] = []
-
-    def spec(kind: str, tensor: TensorLayout) -> TensorSpec:
-        dtype = groups[kind].specs[tensor.regions[0].name].dtype
-        first, n_rows, stored = shard_rows(tensor.shape[0], dp, dp_rank)
-        row = item_bytes(dtype) * int(np.prod(tensor.shape[1:], dtype=np.int64))
-        if n_rows:
-            tensors.append(_state_rows(tensor, kind, first, n_rows))
-            segments.append(n_rows * row)
-        segments.append(bytes((stored - n_rows) * row))
-        return TensorSpec(dtype, (stored, *tensor.shape[1:]))
-
-    specs: dict[str, dict[str, TensorSpec]] = {
-        kind: {} for kind in (*MOMENTS, *([MASTER_WEIGHTS] if MASTER_WEIGHTS in groups else []))
-    }
-    for tensor in numbered:
-        segments.append(encode_step(step))
-        for kind in MOMENTS:
-            specs[kind][tensor.key] = spec(kind, tensor)
-    for tensor in numbered if MASTER_WEIGHTS in groups else ():
-        specs[MASTER_WEIGHTS][tensor.key] = spec(MASTER_WEIGHTS, tensor)
-    n_decayed = sum("norm" not in tensor.key for tensor in numbered)
-    sizes = [n_decayed, len(numbered) - n_decayed] if len(settings) > 1 else [len(numbered)]
-    return _StateFile(build_state_tree(numbered, specs, settings, sizes), tuple(tensors), tuple(segments))
 
 
 def encode_step(step: float) -> bytes:
@@ -260,48 +225,3 @@ def slice_rows(tensor: TensorLayout, first: int, n_rows: int) -> TensorLayout:
                 )
             )
     return TensorLayout(key=tensor.key, shape=shape, regions=tuple(regions))
-
-
-class OptimizerStateWriter:
-    """Tensor file writer that inserts known bytes between those appended.
-
-    Args:
-        writer: The underlying writer.
-        segments: Its bytes in order: sizes to come, or known bytes.
-    """
-
-    def __init__(self, writer: TensorFileWriter, segments: Sequence[int | bytes]) -> None:
-        self._writer = writer
-        self._segments = list(reversed(segments))
-        self._remaining = 0
-        try:
-            self._write_known_segments()
-        except BaseException:
-            self.abort()
-            raise
-
-    def _write_known_segments(self) -> None:
-        """Write known bytes up to the next appended ones."""
-        while self._segments and not self._remaining:
-            part = self._segments.pop()
-            if isinstance(part, bytes):
-                self._writer.append(memoryview(part))
-            else:
-                self._remaining = part
-
-    def append(self, data: memoryview | np.ndarray) -> None:
-        """Write the next bytes, in the order of the tensors."""
-        for part in split_at_records(data, lambda: self._remaining):
-            self._writer.append(part)
-            self._remaining -= len(part)
-            self._write_known_segments()
-
-    def close(self) -> None:
-        """Close the file and flush it to the disk; all bytes must have been written."""
-        assert not self._remaining, f"{self._remaining} bytes are missing"
-        assert not self._segments, "tensors are missing"
-        self._writer.close()
-
-    def abort(self) -> None:
-        """Close the unfinished file."""
-        self._writer.abort()

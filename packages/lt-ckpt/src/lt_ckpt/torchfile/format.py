@@ -1,34 +1,22 @@
 """Torch-saved state dict with Hugging Face names, as source and target (the input of NxD's scripts).
 
-The file is a zip of stored records, so its tensors are read in place like those of any other format; its pickle is read
-by an allow-list and never executed.
+The model's other files are beside it: config.json and the tokenizer's.
 """
 
 import os
+from collections import OrderedDict
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lt_ckpt import strict_json
 from lt_ckpt.conversion import Target
-from lt_ckpt.hf.folder import CONFIG, is_aux_file
+from lt_ckpt.laid_out_files import Place, write_layout
 from lt_ckpt.layout import FileLayout, Layout, whole_tensor
 from lt_ckpt.llama_tensors import HEAD, IGNORED_BUFFERS, add_tied_head, stored_shapes, target_specs, tensor_shapes
-from lt_ckpt.model_files import model_files
 from lt_ckpt.source import Source, build_tensor_group
-from lt_ckpt.torchfile.file import TorchWriter, read_checksums, read_extra_files, read_state_dict
+from lt_ckpt.tensorfile import TensorSpec
+from lt_ckpt.torchfile.file import load_pt, read_state_dict, write_pt
 from lt_model import config_from_hf
-
-
-def read_pt_model_files(path: str | os.PathLike[str]) -> tuple[dict[str, Any] | None, dict[str, bytes]]:
-    """Read the configuration that a conversion put into a file, or None, and the model's other files."""
-    found = read_extra_files(path)
-    config = found.pop(CONFIG, None)
-    return (
-        None if config is None else strict_json.loads(config, f"{path}: {CONFIG}"),
-        {name: data for name, data in found.items() if is_aux_file(name)},
-    )
 
 
 def open_pt(path: str | os.PathLike[str], *, config: Mapping[str, Any]) -> Source:
@@ -49,15 +37,7 @@ def open_pt(path: str | os.PathLike[str], *, config: Mapping[str, Any]) -> Sourc
     tensors = tuple(whole_tensor(name, shape) for name, shape in shapes.items())
     layout = Layout(files=(FileLayout(path=file.name, tensors=tensors),))
     group = add_tied_head(build_tensor_group(layout, {file.name: arrays}, shapes, str(file)), model)
-    return Source(
-        format="pt",
-        path=file,
-        root=file.parent,
-        config=dict(config),
-        groups={"weights": group},
-        find_checksums=lambda name: read_checksums(file.parent / name),
-        aux_files=read_pt_model_files(file)[1],
-    )
+    return Source(format="pt", path=file, root=file.parent, config=dict(config), groups={"weights": group})
 
 
 def pt_target(source: Source, name: str, *, dtype: str | None = None) -> Target:
@@ -72,10 +52,17 @@ def pt_target(source: Source, name: str, *, dtype: str | None = None) -> Target:
     model = config_from_hf(dict(source.config), source=f"{source.path}: config")
     specs = target_specs(source, tensor_shapes(model), dtype)
     tensors = tuple(whole_tensor(tensor, spec.shape) for tensor, spec in specs.items())
+    layout = Layout(files=(FileLayout(path=name, tensors=tensors),))
     return Target(
         format="pt",
-        layout=Layout(files=(FileLayout(path=name, tensors=tensors),)),
         specs=specs,
-        open_writer=partial(TorchWriter, extra_files=model_files(source, specs)),
+        n_bytes=sum(spec.n_bytes for spec in specs.values()),
+        fill=write_layout(layout, specs, lay_out_pt),
         single_file=name,
     )
+
+
+def lay_out_pt(path: Path, file: FileLayout, tensors: Mapping[str, TensorSpec]) -> dict[str, Place]:
+    """Lay out a torch.save file (`lt_ckpt.laid_out_files.LayOut`)."""
+    write_pt(path, OrderedDict(tensors))
+    return {key: (path, array.byte_offset) for key, array in load_pt(path).items()}

@@ -22,11 +22,10 @@ from pathlib import Path
 
 import numpy as np
 
-from lt_ckpt import Source, open_source
-from lt_ckpt.checksums import iter_checksum_errors
+from lt_ckpt import CheckpointError, Source, open_source
+from lt_ckpt.checksums import check_undamaged
 from lt_ckpt.dtypes import cast
 from lt_ckpt.hub.address import Address
-from lt_ckpt.source import TensorReader
 from lt_data import Tokenizer
 from lt_data.tokenizing.files import MODEL_FILE
 from lt_model import LlamaConfig, config_from_hf
@@ -61,15 +60,6 @@ class PretrainedWeights:
     heartbeat: Callable[[], None] = lambda: None
     not_finite: set[str] = field(default_factory=set, init=False)
     _means: dict[str, np.ndarray] = field(default_factory=dict, init=False)
-
-    def __post_init__(self) -> None:
-        self._reader = TensorReader(self.source.root)
-
-    def __enter__(self) -> "PretrainedWeights":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._reader.close()
 
     def describe(self) -> str:
         """Return a sentence for the log."""
@@ -113,7 +103,7 @@ class PretrainedWeights:
         self.heartbeat()
         weights = self.source.weights
         with as_recipe_error(str(self.source.path)):
-            data = cast(self._reader.read(weights, name, box), weights.specs[name].dtype, dtype)
+            data = cast(self.source.read(name, box), weights.specs[name].dtype, dtype)
         values = data.view("<f8" if dtype == "F64" else "<f4")
         if not np.isfinite(values).all():
             self.not_finite.add(name)
@@ -181,13 +171,14 @@ def open_pretrained(
         if address.startswith(HUB_PREFIX):
             return str(replace(Address.parse(address), revision=str(source.format_info["revision"])))
         if source.format != "lt" or source.path == Path(address):  # a run's was verified by opening it
-            weights = replace(source, groups={"weights": source.weights}, other_files=())
-            for problem in iter_checksum_errors(weights):
+            try:
+                check_undamaged(source)
+            except CheckpointError as exc:
                 raise RecipeError(
-                    f"the model of model.init_from is damaged: {problem}",
+                    f"the model of model.init_from is damaged: {exc}",
                     values={"model.init_from": address},
                     remedy="take another copy of it",
-                )
+                ) from exc
         return str(source.path) if source.format == "lt" else address
 
     fallbacks: list[str] = []

@@ -132,16 +132,16 @@ def _load_pretrained(run: Run) -> None:
     from lt_trainer.checkpointing.pretrained import open_pretrained  # most runs need none of its formats
 
     options, engine = run.recipe.model, run.engine
-    with open_pretrained(
+    pretrained = open_pretrained(
         options, run.model, run.data.tokenizer_files, engine.control, engine.topology.rank, run.watchdog.heartbeat
-    ) as pretrained:
-        engine.load_weights(pretrained)
-        pretrained.check_finite(engine.control)
-        source = pretrained.source
-        run.checkpoints.hf_files = hf_model_files(source)
-        values = {"format": source.format, **source.format_info}
-        run.log.log_event("init_from", address=options.init_from, model=values)
-        run.log.log_message(pretrained.describe())
+    )
+    engine.load_weights(pretrained)
+    pretrained.check_finite(engine.control)
+    source = pretrained.source
+    run.checkpoints.hf_files = hf_model_files(source)
+    values = {"format": source.format, **source.format_info}
+    run.log.log_event("init_from", address=options.init_from, model=values)
+    run.log.log_message(pretrained.describe())
 
 
 def _log_data_event(run: Run) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from lt_ckpt import CheckpointError, open_source
-from lt_ckpt.source import TensorReader
+from lt_ckpt.checksums import check_undamaged
 from lt_data import Tokenizer
 from lt_data.display.terminal import echo_error
 from lt_model import config_from_hf
@@ -102,15 +102,14 @@ def load_model(path: Path, *, device: str = "cpu", dtype: str = "float32") -> Lo
     if not source.aux_files:
         raise CheckpointError(f"{source.path} has no tokenizer files; copy tokenizer.json and its config into it")
     assert source.config is not None, "open_source requires a config"
+    check_undamaged(source)
     tensors: dict[str, torch.Tensor] = {}
     hashes: dict[str, str] = {}
-    with TensorReader(source.root, source.find_checksums) as reader:
-        for name, spec in source.weights.specs.items():
-            raw = reader.read(source.weights, name)
-            hashes[name] = hash_tensor(spec.dtype, spec.shape, raw.data)
-            tensor = torch.from_numpy(raw).view(TORCH_DTYPES[spec.dtype]).view(spec.shape)
-            tensors[name] = tensor.to(target, compute_dtype)
-        reader.finish()
+    for name, spec in source.weights.specs.items():
+        raw = source.read(name)
+        hashes[name] = hash_tensor(spec.dtype, spec.shape, raw.data)
+        tensor = torch.from_numpy(raw).view(TORCH_DTYPES[spec.dtype]).view(spec.shape)
+        tensors[name] = tensor.to(target, compute_dtype)
     with torch.device("meta"):
         model = Llama(config_from_hf(dict(source.config)))
     if model.config.tie_word_embeddings:  # saved once

@@ -18,7 +18,6 @@ from pydantic import TypeAdapter
 from lt_ckpt import Checkpoint, CheckpointError, Source, list_steps, open_source
 from lt_ckpt.hf.export import export_hf
 from lt_ckpt.integrity import verify as verify_checkpoint
-from lt_ckpt.source import TensorReader
 from lt_trainer.evaluation.weight_hashes import hash_tensor
 
 MODEL_FOLDER, WEIGHT_HASHES = "model", "weights.json"
@@ -73,10 +72,9 @@ def stated_hashes(bundle: Path) -> dict[str, dict[str, str]]:
 def hash_tensors(source: Source, names: Iterable[str]) -> dict[str, str]:
     """Return the SHA-256 over dtype, shape and bytes of each tensor of a model."""
     found: dict[str, str] = {}
-    with TensorReader(source.root) as reader:
-        for name in names:
-            spec = source.weights.specs[name]
-            found[name] = hash_tensor(spec.dtype, spec.shape, reader.read(source.weights, name).data)
+    for name in names:
+        spec = source.weights.specs[name]
+        found[name] = hash_tensor(spec.dtype, spec.shape, source.read(name).data)
     return found
 
 
