@@ -34,16 +34,6 @@ def check_name(name: object, source: object, error: type[ValueError] = DataError
     return name
 
 
-def is_plain_name(name: str) -> bool:
-    """Return True if a name can be that of an entry of a folder, and of nothing outside it."""
-    return (
-        name not in ("", ".", "..")
-        and "/" not in name
-        and "\0" not in name
-        and len(name.encode("utf-8", "replace")) <= 255
-    )
-
-
 def to_portable_name(name: str) -> str:
     """Return the name of a local file as text that is the same under every locale."""
     return os.fsencode(name).decode("utf-8", "surrogateescape")
