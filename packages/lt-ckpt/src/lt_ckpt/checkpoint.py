@@ -5,15 +5,11 @@ tensor. `read` plans which stored slices it needs and reads only their bytes. Th
 compared with their hashes; parts of slices, and files of NxD, must be verified before (see `lt_ckpt.verify`, and
 `find_latest_valid`, which verifies before a run resumes).
 
-Rows of a slice are read straight into the target; where only some of its columns are wanted, whole rows are read into a
-buffer, block by block. Threads share the files.
-
-Cost: open: the manifest and one stat per file; read: the requested bytes (of cut rows all), their hashes, and per
-thread a block.
+Cost: open: the manifest and one stat per file; read: the requested bytes and their hashes, a slice per thread.
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
@@ -27,14 +23,12 @@ from lt_ckpt.dtypes import item_bytes
 from lt_ckpt.errors import CheckpointError, translate_os_errors
 from lt_ckpt.folders import COMMIT, HF, MANIFEST, TOKENIZER
 from lt_ckpt.manifest import MAX_MANIFEST_BYTES, CheckpointManifest, check_commit
-from lt_ckpt.records import SliceRecord, TensorRecord
+from lt_ckpt.records import TensorRecord
 from lt_ckpt.shards import Box, Ints, intersect, is_inside
+from lt_ckpt.stored_slices import StoredSlice, read_slice, slice_box
 from lt_ckpt.tensorfile import TensorSpec
 
 READER_THREADS = 4
-
-READ_BYTES = 32 * 2**20
-"""Bytes that a thread reads of a file, front to back, before it takes the next."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,43 +87,21 @@ def spec_differences(
 
 @dataclass(frozen=True, slots=True)
 class _SliceRead:
-    """Part of a stored slice to read, and the part of a target that it fills.
+    """Part of a stored slice to read: where it lies, the elements to fill, and what they must hash to, if a whole."""
 
-    Attributes:
-        piece: The stored slice.
-        begin: Offset of the part in the slice.
-        target: The elements to fill, as unsigned integers of their width; a view of at least one dimension.
-        where: The tensor, for messages.
-    """
-
-    piece: SliceRecord
-    begin: Ints
+    stored: StoredSlice
     target: np.ndarray
+    xxh3_128: str
     where: str
 
-    def run(self, descriptor: int, path: Path) -> None:
-        """Read the part, and compare the slice with its hash if it is read as a whole."""
-        shape, rows = self.piece.shape or (1,), self.target.shape[0]
-        row_bytes = self.target.itemsize * prod(shape[1:])
-        step = max(1, files.BLOCK_BYTES // max(1, row_bytes))
-        columns = tuple(slice(b, b + n) for b, n in zip(self.begin[1:], self.target.shape[1:], strict=True))
-        is_whole = self.piece.xxh3_128 and self.target.shape == shape
-        digest, stage = xxhash.xxh3_128(), np.empty(0, np.uint8)
-        for start in range(0, rows, step):
-            part = self.target[start : start + step]
-            n_bytes = len(part) * row_bytes
-            is_direct = part.flags.c_contiguous and part.shape[1:] == shape[1:]
-            if not is_direct and stage.size < n_bytes:
-                stage = np.empty(n_bytes, np.uint8)
-            block = part.reshape(-1).view(np.uint8) if is_direct else stage[:n_bytes]
-            position = self.piece.byte_offset + (self.begin[0] + start) * row_bytes
-            files.read_exactly(descriptor, position, block.data, path)
-            if not is_direct:
-                part[...] = block.view(part.dtype).reshape(len(part), *shape[1:])[(slice(None), *columns)]
-            if is_whole:
-                digest.update(block.data)
-        if is_whole and digest.hexdigest() != self.piece.xxh3_128:
-            raise CheckpointError(f"{path}: {self.where}: its bytes have changed since they were written")
+    def run(self, folder: Path) -> None:
+        """Read the part and compare its hash."""
+        read_slice(folder, self.stored, self.target)
+        if self.xxh3_128:
+            data = np.ascontiguousarray(self.target).reshape(-1).view(np.uint8).data
+            if xxhash.xxh3_128_hexdigest(data) != self.xxh3_128:
+                path = folder / self.stored.file
+                raise CheckpointError(f"{path}: {self.where}: its bytes have changed since they were written")
 
 
 def read_slices_into(
@@ -145,48 +117,27 @@ def read_slices_into(
     Raises:
         CheckpointError: A file cannot be read, or a slice that was read as a whole differs from its hash.
     """
-    by_file: dict[str, list[_SliceRead]] = {}
+    reads: list[_SliceRead] = []
     for (record, where, box), target in zip(tensors, targets, strict=True):
-        values = target.view(f"<u{item_bytes(record.dtype)}").reshape(box[1] or (1,))
+        item = item_bytes(record.dtype)
+        values = target.view(f"<u{item}").reshape(box[1])
         for piece in record.slices:
-            common = intersect(box, (piece.offset, piece.shape))
+            own = piece.offset, piece.shape
+            common = intersect(box, own)
             if common is not None:
                 at = tuple(slice(o - b, o - b + n) for o, b, n in zip(common[0], box[0], common[1], strict=True))
-                begin = tuple(o - b for o, b in zip(common[0], piece.offset, strict=True)) or (0,)
-                by_file.setdefault(piece.file, []).append(_SliceRead(piece, begin, values[at], where))
-
-    def run(file: str, reads: Sequence[_SliceRead]) -> None:
-        path = folder / file
-        with translate_os_errors("reading", path), open(path, "rb", buffering=0) as opened:
-            for read in reads:
-                read.run(opened.fileno(), path)
-
+                whole = StoredSlice(file=piece.file, byte_offset=piece.byte_offset, offset=own[0], shape=own[1])
+                expected = piece.xxh3_128 if common == own else ""
+                reads.append(_SliceRead(slice_box(whole, common, item), values[(..., *at)], expected, where))
+    reads.sort(key=lambda read: (read.stored.file, read.stored.byte_offset))
     with ThreadPoolExecutor(READER_THREADS, "lt-ckpt-read") as pool:
-        futures = [pool.submit(run, file, part) for file, reads in by_file.items() for part in _split(reads)]
+        futures = [pool.submit(read.run, folder) for read in reads]
         try:
             for future in futures:
                 future.result()
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-
-
-def _split(reads: list[_SliceRead]) -> Iterator[list[_SliceRead]]:
-    """Yield a file's reads front to back, in groups of about `READ_BYTES`."""
-    reads.sort(key=lambda read: (read.piece.byte_offset, read.begin))
-    first = n_bytes = 0
-    for end, read in enumerate(reads, start=1):
-        n_bytes += read.target.nbytes
-        if n_bytes >= READ_BYTES or end == len(reads):
-            yield reads[first:end]
-            first, n_bytes = end, 0
-
-
-def read_slices(folder: Path, tensors: Sequence[tuple[TensorRecord, str, Box]]) -> list[np.ndarray]:
-    """Read slices like `read_slices_into`, into new arrays."""
-    targets = [np.empty(prod(box[1]) * item_bytes(record.dtype), np.uint8) for record, _, box in tensors]
-    read_slices_into(folder, tensors, targets)
-    return targets
 
 
 class Checkpoint:
@@ -279,7 +230,10 @@ class Checkpoint:
         Raises:
             CheckpointError: No such tensor, a slice outside of it, or a file that cannot be read.
         """
-        return read_slices(self.path, self._boxes(items))
+        boxes = self._boxes(items)
+        targets = [np.empty(prod(box[1]) * item_bytes(record.dtype), np.uint8) for record, _, box in boxes]
+        read_slices_into(self.path, boxes, targets)
+        return targets
 
     def read_into(self, items: Sequence[ReadItem], targets: Sequence[np.ndarray]) -> None:
         """Read several slices into existing memory, like `read_many`.

@@ -11,7 +11,6 @@ import errno
 import os
 import re
 import secrets
-import stat
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -101,22 +100,6 @@ def finished_name(name: str) -> str:
     """Return the name that a file gets once it is written; other names are returned as they are."""
     match = TEMP_FILE.fullmatch(name)
     return match["name"] if match else name
-
-
-def is_real_file(path: Path) -> bool:
-    """Return True for a file that is not a link."""
-    try:
-        return stat.S_ISREG(os.lstat(path).st_mode)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-
-
-def remove_temp_files(path: Path) -> None:
-    """Remove what killed writers of a file left beside it; nobody else may be writing the file."""
-    for entry in list(os.scandir(path.parent)):
-        match = TEMP_FILE.fullmatch(entry.name)
-        if match and match["name"] == path.name and entry.is_file(follow_symlinks=False):
-            os.unlink(entry.path)
 
 
 def write_all(descriptor: int, data: bytes | memoryview) -> None:

@@ -30,10 +30,6 @@ from lt_ckpt.source import Source
 
 FORMATS = ("hf", "nxd", "lt", "dcp", "pt")
 HUB = "hf://"
-HUB_NAME = re.compile(
-    r"(?:https?:/+(?:www\.)?(?:huggingface\.co|hf\.co)/+)?(?P<name>[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*)/?"
-)
-"""`org/name`, or the address of its page, without the prefix of a hub."""
 RANK_FILE = re.compile(r"(^|_)tp_rank_\d+_pp_rank_\d+")
 MAX_SEARCH_DEPTH = 3
 
@@ -91,7 +87,9 @@ def _detect_format(path: Path) -> str:
             )
         return "pt"
     if not path.is_dir():
-        raise CheckpointError(f"{path}: no such file or folder{_address_hint(path)}")
+        raise CheckpointError(
+            f"{path}: no such file or folder; a model of the Hugging Face hub is written {HUB}ORG/NAME"
+        )
     if (path / COMMIT).is_file() or list_steps(checkpoint_root(path)):
         return "lt"
     if (path / ".metadata").is_file():
@@ -107,12 +105,6 @@ def _detect_format(path: Path) -> str:
         f"{SINGLE_FILE}, {BIN_FILE} or their index (Hugging Face), tp_rank_XX_pp_rank_XX (NxD) or consolidated.*.pth "
         "(Meta) in it"
     )
-
-
-def _address_hint(path: Path) -> str:
-    """Return what else the name of a path that does not exist may mean; "" if nothing."""
-    match = HUB_NAME.fullmatch(path.as_posix())
-    return f"; a model of the Hugging Face hub is written {HUB}{match['name']}" if match else ""
 
 
 def has_optimizer_state(path: str) -> bool:
@@ -164,14 +156,10 @@ def open_source(
         return replace(source, format_info={**source.format_info, **fetched.about})
     local_path = Path(path)
     format_name = detect_format(local_path)
-    nxd_only = {
-        "--master-weights": master_weights and format_name != "lt",
-        "--optimizer": optimizer,
-        "--source-head-order": head_order != "trn1",
-    }
-    useless = [flag for flag, is_given in nxd_only.items() if is_given and format_name != "nxd"]
-    if useless:
-        raise CheckpointError(f"{local_path}: {', '.join(useless)}: no effect on {format_name}; leave it out")
+    if format_name != "nxd" and (optimizer or head_order != "trn1" or (master_weights and format_name != "lt")):
+        raise CheckpointError(
+            f"{local_path}: --optimizer, --source-head-order and --master-weights have no effect on {format_name}"
+        )
     if format_name == "lt":
         from lt_ckpt.discovery import describe_fallbacks, resolve_checkpoint
         from lt_ckpt.llama_tensors import MASTER_WEIGHTS, select_group
@@ -185,12 +173,19 @@ def open_source(
         from lt_ckpt.hf.format import open_hf
 
         return replace(open_hf(local_path, config=given_config), hash_list=hash_list)
-    given_files = {} if config is None else read_aux_files(_config_file(Path(config)).parent)
+    from lt_ckpt.model_files import read_carried_files
+
+    given_files = (
+        {} if config is None else read_aux_files(Path(config) if Path(config).is_dir() else Path(config).parent)
+    )
     if format_name == "meta":
         from lt_ckpt.meta_llama.format import open_meta
 
-        return _check_links(_with_files(open_meta(local_path, config=given_config), given_files))
-    known, other_files = _read_model_files(local_path, format_name)
+        source = open_meta(local_path, config=given_config)
+        return _check_links(replace(source, aux_files={**source.aux_files, **given_files}))
+    known, other_files = read_carried_files(
+        local_path.parent if format_name == "pt" else _model_folder(local_path, format_name)
+    )
     known = given_config or known
     if known is None:
         if format_name == "pt":  # perhaps no file of torch at all
@@ -205,7 +200,9 @@ def open_source(
         from lt_ckpt.nxd.options import HeadOrder
 
         if head_order not in get_args(HeadOrder):
-            raise CheckpointError(f"--source-head-order {head_order!r} is not one of {', '.join(get_args(HeadOrder))}")
+            raise CheckpointError(
+                f"source_head_order = {head_order!r}: must be one of {', '.join(get_args(HeadOrder))}"
+            )
         source = open_nxd(
             local_path,
             config=known,
@@ -221,7 +218,7 @@ def open_source(
         from lt_ckpt.torchfile.format import open_pt
 
         source = open_pt(local_path, config=known)
-    source = _with_files(source, {**other_files, **given_files})
+    source = replace(source, aux_files={**source.aux_files, **other_files, **given_files})
     return replace(source if format_name == "pt" else _check_links(source), hash_list=hash_list)
 
 
@@ -254,10 +251,6 @@ def load_model_config(
 def read_config(path: Path) -> dict[str, Any]:
     """Read a config.json, which may be a link if it is named itself, or the one in a folder."""
     return read_json(path / CONFIG if path.is_dir() else Path(os.path.realpath(path)))
-
-
-def _config_file(path: Path) -> Path:
-    return path / CONFIG if path.is_dir() else path
 
 
 def _read_hash_list(path: Path, format_name: str, *, config_is_given: bool) -> HashList | None:
@@ -293,19 +286,6 @@ def _check_links(source: Source) -> Source:
     for file in sorted({s.file for g in source.groups.values() for slices in g.locations.values() for s in slices}):
         resolve_confined(source.root, file)
     return source
-
-
-def _with_files(source: Source, found: Mapping[str, bytes]) -> Source:
-    return replace(source, aux_files={**source.aux_files, **found})
-
-
-def _read_model_files(path: Path, format_name: str) -> tuple[dict[str, Any] | None, dict[str, bytes]]:
-    """Read config.json, or None, and the model's other files: from the file, the folder, or beside it."""
-    from lt_ckpt.model_files import read_carried_files
-
-    if format_name == "pt":
-        return read_carried_files(path.parent)
-    return read_carried_files(_model_folder(path, format_name))
 
 
 def convert_checkpoint(

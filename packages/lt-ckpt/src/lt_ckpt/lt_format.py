@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from lt_ckpt import files, strict_json
+from lt_ckpt import files, json_objects
 from lt_ckpt.byte_counter import ByteCounter
 from lt_ckpt.checked_cast import read_cast
 from lt_ckpt.checkpoint import Checkpoint
@@ -81,14 +81,14 @@ def _model_files(checkpoint: Checkpoint, model: LlamaConfig, dtype: str) -> tupl
     saved, tokenizer = checkpoint.hf_files(), checkpoint.tokenizer_files()
     if CONFIG in saved:
         where = f"{checkpoint.path}: hf/{CONFIG}"
-        config = with_architecture(strict_json.loads(saved.pop(CONFIG), where), model)
+        config = with_architecture(json_objects.loads(saved.pop(CONFIG), where), model)
         config.pop("dtype", None)
         return {**config, "torch_dtype": dtype}, {**tokenizer, **saved}
-    parsed = {name: strict_json.loads(data, name) for name, data in tokenizer.items() if name.endswith(".json")}
+    parsed = {name: json_objects.loads(data, name) for name, data in tokenizer.items() if name.endswith(".json")}
     ids = {f"{kind}_token_id": _token_id(f"{kind}_token", parsed) for kind in ("bos", "eos", "pad")}
     known = {name: value for name, value in ids.items() if value is not None}
     config = config_to_hf(model, bos_token_id=ids["bos_token_id"], eos_token_id=ids["eos_token_id"], dtype=dtype)
-    generation = strict_json.dumps(known, GENERATION_CONFIG, indent=2)
+    generation = json_objects.dumps(known, GENERATION_CONFIG, indent=2)
     return {**config, **known}, {**tokenizer, GENERATION_CONFIG: generation, **saved}
 
 
@@ -147,7 +147,7 @@ def _token_id(name: str, tokenizer: Mapping[str, dict[str, Any]]) -> int | None:
 def hf_model_files(source: Source) -> dict[str, bytes]:
     """Return the configuration files that a checkpoint of a source's model holds."""
     found = {name: data for name, data in source.aux_files.items() if name == GENERATION_CONFIG}
-    return found | {CONFIG: strict_json.dumps(dict(source.config or {}), CONFIG, indent=2)}
+    return found | {CONFIG: json_objects.dumps(dict(source.config or {}), CONFIG, indent=2)}
 
 
 def save_lt(

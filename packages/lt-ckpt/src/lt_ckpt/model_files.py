@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lt_ckpt import strict_json
+from lt_ckpt import json_objects
 from lt_ckpt.dtypes import torch_dtype_name
 from lt_ckpt.hf.folder import CONFIG, read_aux_files, read_json
 from lt_ckpt.source import Source
@@ -61,7 +61,7 @@ def model_files(source: Source, specs: Mapping[str, TensorSpec], *, folder: str 
         specs: The output's tensors.
         folder: Folder of the output for them.
     """
-    found = {**source.aux_files, CONFIG: strict_json.dumps(config_for(source, specs), CONFIG, indent=2)}
+    found = {**source.aux_files, CONFIG: json_objects.dumps(config_for(source, specs), CONFIG, indent=2)}
     return {f"{folder}/{name}" if folder else name: data for name, data in found.items()}
 
 
@@ -107,7 +107,7 @@ def find_differences(a: Source, b: Source) -> Iterator[str]:
             yield f"{file}: differs from that of {b.path}"
             continue
         values = [
-            {name: value for name, value in strict_json.loads(data, file).items() if name not in _NO_MEANING}
+            {name: value for name, value in json_objects.loads(data, file).items() if name not in _NO_MEANING}
             for data in (left, right)
         ]
         for name, one, other in _compare_json(*values):

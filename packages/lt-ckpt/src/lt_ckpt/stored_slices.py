@@ -80,14 +80,18 @@ def read_box(root: Path, slices: Sequence[StoredSlice], box: Box, dtype: str, wh
         if common is not None:
             n_found += prod(common[1])
             inside = tuple(slice(o - b, o - b + n) for o, b, n in zip(common[0], box[0], common[1], strict=True))
-            _read_slice(root, slice_box(stored, common, item), out[(..., *inside)])
+            read_slice(root, slice_box(stored, common, item), out[(..., *inside)])
     if n_found != out.size:
         raise CheckpointError(f"{where}: {n_found} of the {out.size} elements at offset {list(box[0])} are stored")
     return out
 
 
-def _read_slice(root: Path, stored: StoredSlice, target: np.ndarray) -> None:
-    """Copy a slice into an array of its shape."""
+def read_slice(root: Path, stored: StoredSlice, target: np.ndarray) -> None:
+    """Read a slice into an array of its shape.
+
+    Raises:
+        CheckpointError: The file cannot be read, or ends too early.
+    """
     path = root / stored.file
     strides = stored.strides or contiguous_strides(stored.shape)
     expected = contiguous_strides(stored.shape)

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from lt_ckpt import files, strict_json
+from lt_ckpt import files, json_objects
 from lt_ckpt.confined_files import read_confined, resolve_confined
 from lt_ckpt.errors import CheckpointError, translate_os_errors
 from lt_ckpt.file_names import check_name
@@ -44,7 +44,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     with translate_os_errors("reading", path):
         raw = files.read_bounded(resolve_confined(path.parent, path.name), MAX_JSON_BYTES)
-    return strict_json.loads(raw, str(path))
+    return json_objects.loads(raw, str(path))
 
 
 def is_model_file(name: str) -> bool:
@@ -116,7 +116,7 @@ def _read_indexed_files(source: Path) -> dict[str, dict[str, StoredArray]]:
     The index may list a tied head that its file lacks, as transformers does; other tensors it may not.
     """
     names: dict[str, set[str]] = {}
-    for tensor, file in strict_json.get_field(read_json(source), "weight_map", dict, str(source)).items():
+    for tensor, file in json_objects.get_field(read_json(source), "weight_map", dict, str(source)).items():
         names.setdefault(check_name(file, source), set()).add(tensor)
     suffix = ".safetensors" if source.name == INDEX_FILE else ".bin"
     foreign = next((file for file in names if "/" in file or not file.endswith(suffix)), None)

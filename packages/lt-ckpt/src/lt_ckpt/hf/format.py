@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lt_ckpt import strict_json
+from lt_ckpt import json_objects
 from lt_ckpt.conversion import Target
 from lt_ckpt.errors import OptionError
 from lt_ckpt.hf.folder import CONFIG, INDEX_FILE, SINGLE_FILE, read_aux_files, read_json, read_stored_arrays
@@ -75,7 +75,7 @@ def hf_target(source: Source, *, dtype: str | None = None, max_shard_bytes: int 
     if len(shards) > 1:
         weight_map = {name: file for file, group in shards.items() for name in group}
         index = {"metadata": {"total_size": sum(s.n_bytes for s in specs.values())}, "weight_map": weight_map}
-        aux_files[INDEX_FILE] = strict_json.dumps(index, INDEX_FILE, indent=2)
+        aux_files[INDEX_FILE] = json_objects.dumps(index, INDEX_FILE, indent=2)
     files = tuple(
         FileLayout(path=file, tensors=tuple(whole_tensor(name, spec.shape) for name, spec in group.items()))
         for file, group in shards.items()

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lt_ckpt import files, strict_json
+from lt_ckpt import files, json_objects
 from lt_ckpt.errors import CheckpointError, translate_os_errors
 from lt_ckpt.hf.folder import CHAT_TEMPLATES, CONFIG, GENERATION_CONFIG, TOKENIZER_NAMES, read_json
 from lt_ckpt.hub.address import Address, asking, import_library
@@ -64,7 +64,9 @@ def fetch_model(
     for name, index in zip(_WEIGHTS, _INDEXES, strict=True):
         wanted = [name]
         if is_indexed := (model.path / index).is_file():
-            weight_map = strict_json.get_field(read_json(model.path / index), "weight_map", dict, f"{address}: {index}")
+            weight_map = json_objects.get_field(
+                read_json(model.path / index), "weight_map", dict, f"{address}: {index}"
+            )
             wanted = sorted(map(str, set(weight_map.values())))
         _fetch(replace(address, revision=model.commit), wanted, cache)
         missing = [shard for shard in wanted if not (model.path / shard).is_file()]

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lt_ckpt import files, strict_json
+from lt_ckpt import files, json_objects
 from lt_ckpt.confined_files import read_confined
 from lt_ckpt.dtypes import torch_dtype_name
 from lt_ckpt.errors import CheckpointError, translate_os_errors
@@ -88,9 +88,9 @@ def open_meta(path: str | os.PathLike[str], *, config: Mapping[str, Any] | None 
         raise CheckpointError(f"{folder}: must hold {FILE_TEMPLATE.format(0)} and so on without a gap, holds {found}")
     arrays_by_file = {name: _read_arrays(folder / name) for name in names}
     with translate_os_errors("reading", folder / PARAMS):
-        params = strict_json.loads(files.read_bounded(folder / PARAMS, 2**20), str(folder / PARAMS))
+        params = json_objects.loads(files.read_bounded(folder / PARAMS, 2**20), str(folder / PARAMS))
     first = arrays_by_file[names[0]]
-    dim = strict_json.get_count(params, "dim", str(folder / PARAMS))
+    dim = json_objects.get_field(params, "dim", int, str(folder / PARAMS))
     embedding = _tensor_shape(first, dialect_key("model.embed_tokens.weight", "meta"), names[0])
     by_columns = len(embedding) == 2 and embedding[1] != dim
     if config is None:
@@ -134,7 +134,7 @@ def _build_config(
             f"{where}: use_scaled_rope is set (Llama 3.1 and later), but the factor is not in the file; give the "
             "model's Hugging Face configuration (--config config.json)"
         )
-    n_heads = strict_json.get_count(params, "n_heads", where)
+    n_heads = json_objects.get_field(params, "n_heads", int, where)
     embedding = _tensor_shape(arrays, dialect_key("model.embed_tokens.weight", "meta"), FILE_TEMPLATE.format(0))
     vocab_size = embedding[0] * (1 if by_columns else n_files)
     hidden_width = _tensor_shape(
@@ -147,13 +147,13 @@ def _build_config(
     try:
         model = LlamaConfig(
             vocab_size=vocab_size,
-            hidden_size=strict_json.get_count(params, "dim", where),
+            hidden_size=json_objects.get_field(params, "dim", int, where),
             intermediate_size=hidden_width * n_files,
             n_heads=n_heads,
             n_kv_heads=n_heads
             if params.get("n_kv_heads") is None
-            else strict_json.get_count(params, "n_kv_heads", where),
-            n_layers=strict_json.get_count(params, "n_layers", where),
+            else json_objects.get_field(params, "n_kv_heads", int, where),
+            n_layers=json_objects.get_field(params, "n_layers", int, where),
             max_position_embeddings=params.get("max_seq_len", context),
             rope_theta=params.get("rope_theta", 10000.0),
             norm_eps=params.get("norm_eps", 1e-5),
