@@ -149,7 +149,7 @@ def test_every_file_of_a_published_model_comes_back(tmp_path: Path, published, n
     start = published(name)
     middle, back = through(start, tmp_path, through_format)
     assert read(back) == read(start)
-    for path in (middle, back):
+    for path in (middle, back) if through_format != "pt" else (back,):
         assert list(find_differences(open_source(path), open_source(start))) == []
 
 
@@ -243,7 +243,7 @@ def test_named_chat_templates_come_back(tmp_path: Path, published, through_forma
     assert len(list((start / "additional_chat_templates").iterdir())) == 2
     middle, back = through(start, tmp_path, through_format)
     assert AutoTokenizer.from_pretrained(back).chat_template == TEMPLATES
-    for path in (middle, back):
+    for path in (middle, back) if through_format != "pt" else (back,):
         assert list(find_differences(open_source(path), open_source(start))) == []
         assert list(iter_damages(open_source(path))) == []
     (back / "additional_chat_templates" / "tool_use.jinja").write_text("{{ x }}")
