@@ -13,33 +13,54 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from typing import Any, Protocol, cast
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, cast
 
 from lt_launch import launch_dir
 from lt_launch.attempt import Stop, Transport, handle_stop_signals
 from lt_launch.errors import LaunchError
 from lt_launch.hosts import Host
 from lt_launch.job import Pipeline
+from lt_launch.launch_dir_status import read_logs, read_stage_statuses
 from lt_launch.policy import open_for_appending
 from lt_launch.process_start import identify_process
 from lt_launch.profile import Profile
 from lt_launch.stage_runner import StageRunner
-from lt_launch.target import Launch, get_target
+from lt_launch.target import Launch, LaunchTarget, RenderedLaunch, StageStatus, get_target
 
 LOCK_OWNER = re.compile(r"process (?P<pid>\d+) on (?P<host>\S+) since (?P<start>\S+)")
 
 
-class QueuelessTarget(Protocol):
-    """Additional interface of a `LaunchTarget` without a queue."""
+class DrivenTarget(LaunchTarget):
+    """Target without a queue: a process of ours runs its launches."""
 
     def stage_specs(self, pipeline: Pipeline, profile: Profile, *, cwd: str) -> Mapping[str, Mapping[str, Any]]:
         """Return the specs by stage."""
-        ...
+        raise NotImplementedError
 
     def hosts_and_transport(self, profile: Profile) -> tuple[tuple[Host, ...], Transport]:
         """Return the hosts in allocation order and the transport that reaches them."""
-        ...
+        raise NotImplementedError
+
+    def submit(self, launch: Launch, rendered: RenderedLaunch, *, detach: bool) -> tuple[Mapping[str, str], int]:
+        """Run the launch to its end, or in a background process."""
+        return submit(launch, detach=detach)
+
+    def status(self, launch: Launch) -> tuple[StageStatus, ...]:
+        """Return the status from the launch directory."""
+        return read_stage_statuses(launch)
+
+    def logs(self, launch: Launch, *, stage: str, rank: int, follow: bool) -> Iterator[str]:
+        """Yield log lines from the attempts' folders."""
+        return read_logs(launch, stage=stage, rank=rank, follow=follow)
+
+    def cancel(self, launch: Launch) -> Iterator[str]:
+        """Send a stop signal to the process that runs the launch."""
+        return cancel(launch)
+
+    def list(self, profile: Profile) -> Iterable[StageStatus]:
+        """Return an empty list: this machine lists its launches itself."""
+        return ()
 
 
 def submit(launch: Launch, *, detach: bool) -> tuple[Mapping[str, str], int]:
@@ -79,7 +100,7 @@ def submit(launch: Launch, *, detach: bool) -> tuple[Mapping[str, str], int]:
 
 def run_launch(launch: Launch) -> int:
     """Run all stages of a launch in this process and return its exit code."""
-    target = cast(QueuelessTarget, get_target(launch.target))
+    target = cast(DrivenTarget, get_target(launch.target))
     specs = target.stage_specs(launch.pipeline, launch.profile, cwd=os.getcwd())
     hosts, transport = target.hosts_and_transport(launch.profile)
     stop = Stop()

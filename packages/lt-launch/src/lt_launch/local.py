@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from lt_launch.driver import DrivenTarget
 from lt_launch.hosts import Host
 from lt_launch.job import Pipeline
 from lt_launch.node import Node
@@ -19,7 +20,7 @@ from lt_launch.node_commands import node_commands
 from lt_launch.policy import Place
 from lt_launch.profile import Profile
 from lt_launch.spec import stage_spec
-from lt_launch.target import Finding, Launch, RenderedLaunch, StageStatus, TargetNode
+from lt_launch.target import Finding, RenderedLaunch, TargetNode
 from lt_trainer.config.section import Section, option
 from lt_trainer.errors import RecipeError
 
@@ -56,7 +57,7 @@ def open_local_node(spec: Mapping[str, Any], folder: Path) -> Node:
     return Node(["bash", "-s"], folder, float(spec["grace_s"]))
 
 
-class LocalTarget:
+class LocalTarget(DrivenTarget):
     """Launch target for processes on this machine."""
 
     name = "local"
@@ -100,34 +101,6 @@ class LocalTarget:
         """Return this machine and the transport that starts processes on it."""
         options = profile.options("local", LocalOptions)
         return (Host(name=socket.gethostname()),), LocalTransport(options.slots)
-
-    def submit(self, launch: Launch, rendered: RenderedLaunch, *, detach: bool) -> tuple[Mapping[str, str], int]:
-        """Run the launch to its end, or in the background."""
-        from lt_launch.driver import submit
-
-        return submit(launch, detach=detach)
-
-    def status(self, launch: Launch) -> tuple[StageStatus, ...]:
-        """Return the status from the launch directory."""
-        from lt_launch.launch_dir_status import read_stage_statuses
-
-        return read_stage_statuses(launch)
-
-    def logs(self, launch: Launch, *, stage: str, rank: int, follow: bool) -> Iterator[str]:
-        """Yield log lines from the attempts' folders."""
-        from lt_launch.launch_dir_status import read_logs
-
-        return read_logs(launch, stage=stage, rank=rank, follow=follow)
-
-    def cancel(self, launch: Launch) -> Iterable[str]:
-        """Send a stop signal to the process that runs the launch."""
-        from lt_launch.driver import cancel
-
-        return cancel(launch)
-
-    def list(self, profile: Profile) -> Iterable[StageStatus]:
-        """Return an empty list: this machine lists its launches itself."""
-        return ()
 
     def nodes(self, profile: Profile) -> Iterable[TargetNode]:
         """Return this machine."""

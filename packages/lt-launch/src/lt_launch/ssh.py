@@ -14,7 +14,7 @@ import json
 import secrets
 import shlex
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
@@ -22,6 +22,7 @@ from typing import Any, Self
 from pydantic import model_validator
 
 from lt_launch import look as look_module
+from lt_launch.driver import DrivenTarget
 from lt_launch.errors import LaunchError
 from lt_launch.hosts import Host, parse_hostfile, read_hostfile
 from lt_launch.job import Pipeline
@@ -29,7 +30,7 @@ from lt_launch.machine import describe_machine, machine_findings
 from lt_launch.node import Node
 from lt_launch.profile import Profile
 from lt_launch.spec import stage_spec
-from lt_launch.target import Finding, Launch, RenderedLaunch, StageStatus, TargetNode
+from lt_launch.target import Finding, RenderedLaunch, TargetNode
 from lt_trainer.config.section import Section, option
 from lt_trainer.errors import RecipeError
 
@@ -107,7 +108,7 @@ class SshTransport:
             return {"problem": (exc.stderr.strip().splitlines() or [f"exit code {exc.returncode}"])[-1]}
 
 
-class SshTarget:
+class SshTarget(DrivenTarget):
     """Launch target for hosts reached over ssh."""
 
     name = "ssh"
@@ -163,34 +164,6 @@ class SshTarget:
         """Return the hosts and the transport that reaches them."""
         options = profile.options("ssh", SshOptions)
         return resolve_hosts(options), SshTransport(options, profile.get_python("python3"))
-
-    def submit(self, launch: Launch, rendered: RenderedLaunch, *, detach: bool) -> tuple[Mapping[str, str], int]:
-        """Run the launch to its end, or in a background process."""
-        from lt_launch.driver import submit
-
-        return submit(launch, detach=detach)
-
-    def status(self, launch: Launch) -> tuple[StageStatus, ...]:
-        """Return the status from the launch directory."""
-        from lt_launch.launch_dir_status import read_stage_statuses
-
-        return read_stage_statuses(launch)
-
-    def logs(self, launch: Launch, *, stage: str, rank: int, follow: bool) -> Iterator[str]:
-        """Yield log lines from the attempts' folders."""
-        from lt_launch.launch_dir_status import read_logs
-
-        return read_logs(launch, stage=stage, rank=rank, follow=follow)
-
-    def cancel(self, launch: Launch) -> Iterable[str]:
-        """Send a stop signal to the process that runs the launch."""
-        from lt_launch.driver import cancel
-
-        return cancel(launch)
-
-    def list(self, profile: Profile) -> Iterable[StageStatus]:
-        """Return an empty list: this machine lists its launches itself."""
-        return ()
 
     def nodes(self, profile: Profile) -> Iterator[TargetNode]:
         """Yield every host with its reachability and hardware."""

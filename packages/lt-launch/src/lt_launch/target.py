@@ -12,7 +12,7 @@ import pkgutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from lt_launch.errors import LaunchError
 from lt_launch.target_registry import TARGETS
@@ -97,14 +97,14 @@ class Finding:
     """The machine; empty = here."""
 
 
-class LaunchTarget(Protocol):
-    """Launch target; construction is cheap and needs no network."""
+class LaunchTarget:
+    """Launch target; construction is cheap and needs no network. What a target cannot do is refused here."""
 
     name: str
 
     def render(self, pipeline: Pipeline, profile: Profile) -> RenderedLaunch:
         """Render the launch without side effects; reject what the target does not support."""
-        ...
+        raise NotImplementedError
 
     def submit(self, launch: Launch, rendered: RenderedLaunch, *, detach: bool) -> tuple[Mapping[str, str], int]:
         """Submit the launch; a target without a queue runs it to its end, unless `detach`.
@@ -112,31 +112,34 @@ class LaunchTarget(Protocol):
         Returns:
             The ids by stage, and the exit code of `lt launch run` (0 if the target runs it independently).
         """
-        ...
+        raise self._only_renders()
 
     def status(self, launch: Launch) -> tuple[StageStatus, ...]:
         """Return the status of each stage in pipeline order; the launch directory has precedence."""
-        ...
+        raise self._only_renders()
 
     def logs(self, launch: Launch, *, stage: str, rank: int, follow: bool) -> Iterator[str]:
         """Yield lines of one rank's output; with `follow` until the stage has ended."""
-        ...
+        raise self._only_renders()
 
     def cancel(self, launch: Launch) -> Iterable[str]:
         """Stop every stage, training within its grace period; return sentences on the actions."""
-        ...
+        raise self._only_renders()
 
     def list(self, profile: Profile) -> Iterable[StageStatus]:
         """Return this user's jobs on the target, including those without a launch directory here."""
-        ...
+        raise self._only_renders()
 
     def nodes(self, profile: Profile) -> Iterable[TargetNode]:
         """Return the machines and their states."""
-        ...
+        raise self._only_renders()
 
     def doctor(self, profile: Profile, pipeline: Pipeline | None) -> Iterator[Finding]:
         """Check the target, and the requirements of the pipeline if given."""
-        ...
+        raise self._only_renders()
+
+    def _only_renders(self) -> LaunchError:
+        return LaunchError(f"lt launch only renders for {self.name}; use the commands of {self.name} itself")
 
 
 def get_target(name: str) -> LaunchTarget:

@@ -262,5 +262,5 @@ def test_lines_of_the_profile_that_no_pod_runs_are_told() -> None:
 
 
 def test_nothing_is_sent() -> None:
-    with pytest.raises(LaunchError, match="kubectl apply"):
+    with pytest.raises(LaunchError, match="only renders for k8s"):
         KubernetesTarget().submit(None, RenderedLaunch(files={}), detach=False)  # type: ignore[arg-type]

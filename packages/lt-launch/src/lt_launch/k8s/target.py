@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import NoReturn
+from collections.abc import Iterator
 
 from lt_launch.errors import LaunchError
 from lt_launch.job import Pipeline, with_container_env
 from lt_launch.k8s.manifest import manifest_notes, manifests
 from lt_launch.k8s.options import KubernetesOptions
 from lt_launch.profile import Profile
-from lt_launch.target import Finding, Launch, RenderedLaunch, StageStatus, TargetNode
+from lt_launch.target import Finding, LaunchTarget, RenderedLaunch
 
 
-class KubernetesTarget:
+class KubernetesTarget(LaunchTarget):
     """Launch target that renders Kubernetes manifests."""
 
     name = "k8s"
@@ -49,36 +48,8 @@ class KubernetesTarget:
         commands = (("kubectl", "apply", "-f", file),)
         return RenderedLaunch(files={file: document}, commands=commands, notes=notes)
 
-    def submit(self, launch: Launch, rendered: RenderedLaunch, *, detach: bool) -> tuple[Mapping[str, str], int]:
-        """Raise LaunchError: the target is render-only."""
-        _raise_render_only("kubectl apply -f FILE")
-
-    def status(self, launch: Launch) -> tuple[StageStatus, ...]:
-        """Raise LaunchError: the target is render-only."""
-        _raise_render_only("kubectl get -f FILE")
-
-    def logs(self, launch: Launch, *, stage: str, rank: int, follow: bool) -> Iterator[str]:
-        """Raise LaunchError: the target is render-only."""
-        _raise_render_only("kubectl logs -f POD")
-
-    def cancel(self, launch: Launch) -> Iterable[str]:
-        """Raise LaunchError: the target is render-only."""
-        _raise_render_only("kubectl delete -f FILE")
-
-    def list(self, profile: Profile) -> Iterable[StageStatus]:
-        """Raise LaunchError: the target is render-only."""
-        _raise_render_only("kubectl get KIND")
-
-    def nodes(self, profile: Profile) -> Iterable[TargetNode]:
-        """Raise LaunchError: the target is render-only."""
-        _raise_render_only("kubectl get nodes")
-
     def doctor(self, profile: Profile, pipeline: Pipeline | None) -> Iterator[Finding]:
         """Check that the pipeline can be rendered."""
         if pipeline is not None:
             self.render(pipeline, profile)
         yield Finding(level="ok", check="manifest", detail="valid; the cluster is not checked")
-
-
-def _raise_render_only(instead: str) -> NoReturn:
-    raise LaunchError(f"lt launch only renders for Kubernetes (lt launch render --on k8s); use {instead}")

@@ -15,7 +15,7 @@ from lt_launch.sagemaker.errors import SageMakerError
 from lt_launch.sagemaker.options import SageMakerOptions
 from lt_launch.sagemaker.recipe_rules import request_notes
 from lt_launch.sagemaker.request import create_training_job_request
-from lt_launch.target import Finding, Launch, RenderedLaunch, StageState, StageStatus, TargetNode
+from lt_launch.target import Finding, Launch, LaunchTarget, RenderedLaunch, StageState, StageStatus, TargetNode
 
 REQUEST_FILE = "request.json"
 STATES: Mapping[str, StageState] = {
@@ -34,7 +34,7 @@ FIRST_HOST = "algo-1"
 MAX_NAME_PREFIX = 63 - len("-20260101-000000")
 
 
-class SageMakerTarget:
+class SageMakerTarget(LaunchTarget):
     """Launch target for training jobs on SageMaker."""
 
     name = "sagemaker"

@@ -28,7 +28,7 @@ from lt_launch.slurm.commands import (
     submit_chain,
 )
 from lt_launch.slurm.options import SlurmOptions
-from lt_launch.target import Finding, Launch, RenderedLaunch, StageStatus, TargetNode
+from lt_launch.target import Finding, Launch, LaunchTarget, RenderedLaunch, StageStatus, TargetNode
 
 UNKNOWN_JOB_ERRORS = ("Invalid job id",)
 NO_ACCOUNTING_ERRORS = ("accounting storage is disabled", "Slurm accounting", "Connection refused", "not running")
@@ -38,7 +38,7 @@ ACTIVE_STATES = ("running", "pending", "requeued")
 TERMINAL_STATES = ("completed", "failed", "cancelled", "lost", "skipped")
 
 
-class SlurmTarget:
+class SlurmTarget(LaunchTarget):
     """Launch target for a Slurm cluster."""
 
     name = "slurm"
