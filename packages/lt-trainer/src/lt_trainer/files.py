@@ -4,11 +4,11 @@ import os
 import secrets
 from pathlib import Path
 
-from lt_ckpt.files import fsync_folder
-
 
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Write a file: a new one of a random name beside it, fsync, rename, fsync of the folder."""
+    from lt_ckpt.files import fsync_folder  # with numpy, which specs of engines do without
+
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         with open(temporary, "xb") as file:
