@@ -60,7 +60,7 @@ def test_a_rank_bounds_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything of Neuron is loaded, and by the person's value where there is one."""
     asked: list[str] = []
     monkeypatch.setattr("lt_trainer_neuron.malloc.limit_malloc_arenas", asked.append)
-    monkeypatch.setattr("lt_trainer_neuron.spec.detect_packages", _nothing)
+    monkeypatch.setattr("lt_trainer_neuron.spec.require_installed", _nothing)
     monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
     recipe = load(
         base={"data": {"store": "x"}}, overrides=["run.engine=neuron", "engine.neuron.num_neuroncores=1"]

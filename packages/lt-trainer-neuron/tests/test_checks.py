@@ -270,7 +270,9 @@ def test_a_vocabulary_is_checked_once_it_is_known() -> None:
 
 
 def test_opening_says_what_is_missing_to_train_on_trainium() -> None:
-    with pytest.raises(NotInstalledError, match="neuronx-distributed is not installed") as caught:
+    with pytest.raises(
+        NotInstalledError, match="neuronx-distributed, which trains on Trainium, cannot be imported"
+    ) as caught:
         SPEC.open(recipe(), preset("llama2-7b"), ALONE)
     assert caught.value.exit_code == 64
     assert "engine.neuron.backend to cpu" in str(caught.value)

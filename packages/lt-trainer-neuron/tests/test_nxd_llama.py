@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from lt_ckpt.nxd.options import NxdOptions, Qkv
 from lt_model import Llama, LlamaConfig, init_model
 from lt_trainer_neuron.nxd.attention import eager_attention
-from lt_trainer_neuron.nxd.layers import TorchLayerFactory
+from lt_trainer_neuron.nxd.layers import LayerFactory
 from lt_trainer_neuron.nxd.llama import NxdPipelineStage
 
 WIDE = torch.float64
@@ -42,7 +42,7 @@ def test_logits_and_gradients_are_those_of_lt_model(qkv: Qkv, kv_heads: int, doc
     stage = NxdPipelineStage(
         config,
         NxdOptions(qkv=qkv),
-        TorchLayerFactory(WIDE),
+        LayerFactory(WIDE),
         eager_attention(WIDE),
         layer_indices=range(2),
         is_first=True,

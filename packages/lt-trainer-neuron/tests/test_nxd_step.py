@@ -23,7 +23,7 @@ from lt_trainer.engine import World
 from lt_trainer_neuron.engine import NeuronEngine
 from lt_trainer_neuron.grid import Grid
 from lt_trainer_neuron.nxd import backend as nxd
-from lt_trainer_neuron.nxd.device import HostDevice
+from lt_trainer_neuron.nxd.device import TensorDevice
 from lt_trainer_neuron.nxd.gloo import GlooCollectives, GlooPipelineP2P
 from lt_trainer_neuron.nxd.gloo_groups import ProcessGroups, init_process_group
 from lt_trainer_neuron.nxd.loss import vocab_parallel_loss
@@ -36,7 +36,7 @@ BAD = 2
 ROWS, SEQ_LEN = 4, 16
 
 
-class RecordingDevice(HostDevice):
+class RecordingDevice(TensorDevice):
     """The host, which tells when a graph would end."""
 
     def __init__(self, events: list[str]) -> None:

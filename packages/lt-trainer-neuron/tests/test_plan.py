@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from lt_ckpt.nxd.layout import layers_per_stage, rank_tensors
-from lt_data import Tokenizer, TokenStore, pack, prepare, read_documents
 from lt_model import PRESETS, flops_per_token, n_parameters, param_specs
 from lt_trainer.config.recipe import ResolvedRecipe, load
 from lt_trainer.engine import World
@@ -58,7 +57,6 @@ def test_an_example_resolves_and_fits(name: str) -> None:
     assert (made.dp, made.accumulation, made.tokens_per_step, made.n_cores) == (dp, accumulation, tokens, 512)
     assert found.recipe.schedule.warmup_steps == warmup
     assert made.fits
-    assert made.epoch is None  # random rows have none
     text, values = format_plan(made), json.loads(json.dumps(made.to_dict()))
     assert f"{made.largest_stage.needed / GIB:.2f}" in text
     assert f"{tokens:,} tokens" in text
@@ -154,33 +152,6 @@ def test_recomputed_attention_keeps_no_scores_and_the_kernel_has_none(resolved) 
     assert kept["activations"] - again["activations"] == 32 * scores
     assert again["backward of a layer"] - kernel["backward of a layer"] == 2 * scores
     assert again["activations"] == kernel["activations"]
-
-
-def test_an_epoch_is_counted_where_the_store_is(resolved, tmp_path: Path) -> None:
-    folder = tmp_path / "text"
-    folder.mkdir()
-    for i in range(30):
-        (folder / f"{i:02}.txt").write_text("alpha beta gamma delta " * (3 + i))
-    store = tmp_path / "store"
-    prepare([folder], tokenizer=Tokenizer.train((d.text for d in read_documents([folder])), vocab_size=264), out=store)
-    pack(TokenStore(store), seq_len=32)
-    rows = pack(TokenStore(store), seq_len=32).n_rows
-    made = make_plan(
-        resolved(
-            "data.synthetic=false",
-            f"data.store={store}",
-            "data.seq_len=32",
-            "model.max_position_embeddings=0",
-            "model.vocab_size=264",
-            "batch.global_batch_size=8",
-            "engine.neuron.num_neuroncores=8",
-        ),
-        device="trn1",
-        devices=8,
-    )
-    assert made.epoch is not None
-    assert (made.epoch.rows, made.epoch.steps, made.epoch.leftover_rows) == (rows, rows // 8, rows % 8)
-    assert f"{rows // 8:,} updates of {rows:,} rows, {rows % 8:,} rows left over" in format_plan(made)
 
 
 def test_time_follows_the_peak_of_all_cores(resolved) -> None:

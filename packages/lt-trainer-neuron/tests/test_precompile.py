@@ -135,7 +135,7 @@ def test_a_key_that_cannot_be_read_is_said(tmp_path: Path) -> None:
     with pytest.raises(CompileCacheError, match="cannot read the compile key"):
         read_keys(tmp_path)
     (tmp_path / "a.json").write_text('{"format": 2, "key": {}}')
-    with pytest.raises(CompileCacheError, match="not a compile key of this version"):
+    with pytest.raises(CompileCacheError, match="cannot read the compile key"):
         read_keys(tmp_path)
 
 
@@ -173,7 +173,7 @@ def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     tool.write_text(TOOL.format(python=sys.executable))
     tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
-    monkeypatch.setattr(precompiling, "require_installed", lambda found: None)
+    monkeypatch.setattr(precompiling, "require_installed", lambda: None)
     path = tmp_path / "run.toml"
     path.write_text(
         '[run]\nengine = "neuron"\n[data]\nsynthetic = true\n[model]\npreset = "llama2-7b"\nvocab_size = 32000\n'
@@ -259,11 +259,9 @@ def test_env_prints_each_value_with_its_reason(run_file: Path, monkeypatch: pyte
     assert "FI_PROVIDER=efa\n    2 nodes communicate over EFA" in shown.output
     lines = CliRunner().invoke(env_app, [str(run_file), "--export"]).output.splitlines()
     assert "export MALLOC_ARENA_MAX=7" in lines
-    values = json.loads(CliRunner().invoke(env_app, [str(run_file), "--json", "--sdk", "2.29.1"]).output)
+    values = json.loads(CliRunner().invoke(env_app, [str(run_file), "--json"]).output)
     assert len(values) == len(lines)
     assert {"name", "value", "reason", "recipe_value"} == set(values[0])
-    wrong = CliRunner().invoke(env_app, [str(run_file), "--sdk", "2.32"])
-    assert isinstance(wrong.exception, RecipeError)
 
 
 def declared() -> dict[str, str]:

@@ -29,8 +29,8 @@ from lt_trainer.config.recipe import load
 from lt_trainer_neuron.engine import NeuronEngine
 from lt_trainer_neuron.nxd import backend as nxd
 from lt_trainer_neuron.nxd.device import XlaDevice
-from lt_trainer_neuron.nxd.layers import TorchLayerFactory
-from lt_trainer_neuron.nxd.collectives import SingleRankCollectives
+from lt_trainer_neuron.nxd.layers import LayerFactory
+from lt_trainer_neuron.nxd.collectives import Collectives
 
 config = LlamaConfig(
     vocab_size=30, hidden_size=16, intermediate_size=24, n_layers=3, n_heads=2, n_kv_heads=1,
@@ -56,8 +56,8 @@ class PipelineP2P:
         return gathered(torch.full(shape, 0.5, dtype=dtype, device=device.torch_device))
 
 nxd.GlooControl = lambda *_: Control()
-nxd._open_runtime = lambda recipe, options, grid, policy: (
-    device, SingleRankCollectives(), PipelineP2P(), TorchLayerFactory(policy.compute_dtype)
+nxd._open_runtime = lambda recipe, config, options, grid, policy: (
+    device, Collectives(), PipelineP2P(), LayerFactory(policy.compute_dtype)
 )
 
 def counts():

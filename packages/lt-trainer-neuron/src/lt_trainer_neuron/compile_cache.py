@@ -20,7 +20,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -152,34 +152,20 @@ def _first_line(log: Path) -> str:
         return file.readline(4096).decode(errors="replace").strip()[:400]
 
 
-def remove_entries(entries: Iterable[CompileCacheEntry]) -> list[CompileCacheEntry]:
+def remove_entries(entries: Sequence[CompileCacheEntry]) -> None:
     """Remove entries from the cache; the compiler recompiles them when they are needed.
-
-    Returns:
-        The removed entries.
 
     Raises:
         CompileCacheError: an entry is being compiled or has a file that the compiler does not write; nothing is
             removed.
     """
-    entries = list(entries)
     for entry in entries:
         if _entry_state(entry.path, _sizes(entry.path)) == "compiling":
             raise CompileCacheError(f"{entry.path} is being compiled by another process; wait for it, or stop it")
         if entry.path.parent.is_symlink():
-            raise CompileCacheError(
-                f"{entry.path.parent} is a symbolic link, which is not followed to what is removed; give the folder "
-                "that its target is in with --cache"
-            )
-        unknown = [
-            file.name
-            for file in entry.path.iterdir()
-            if file.is_symlink() or not file.is_file() or not _COMPILER_FILES.fullmatch(file.name)
-        ]
-        if unknown:
-            raise CompileCacheError(
-                f"{entry.path} has {', '.join(sorted(unknown))}, which the compiler did not write; remove it by hand"
-            )
+            raise CompileCacheError(f"{entry.path.parent} is a symbolic link; give the folder of its target")
+        for file in entry.path.iterdir():
+            if file.is_symlink() or not file.is_file() or not _COMPILER_FILES.fullmatch(file.name):
+                raise CompileCacheError(f"{file} was not written by the compiler; remove it by hand")
     for entry in entries:
         shutil.rmtree(entry.path)
-    return entries

@@ -137,13 +137,11 @@ def read_keys(folder: Path) -> list[dict[str, Any]]:
     for path in sorted(folder.glob("*.json")):
         try:
             record = json.loads(path.read_bytes())
-        except (OSError, ValueError) as exc:
-            raise CompileCacheError(
-                f"cannot read the compile key {path}: {exc}; remove it and precompile again"
-            ) from exc
-        if not isinstance(record, dict) or record.get("format") != 1 or not isinstance(record.get("key"), dict):
-            raise CompileCacheError(f"{path}: not a compile key of this version; remove it and precompile again")
-        found.append(record["key"])
+            if record["format"] != 1:
+                raise ValueError("another format version")
+            found.append(dict(record["key"]))
+        except (OSError, ValueError, KeyError, TypeError) as exc:
+            raise CompileCacheError(f"cannot read the compile key {path}: {exc}; remove it, precompile again") from exc
     return found
 
 

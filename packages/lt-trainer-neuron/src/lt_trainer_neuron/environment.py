@@ -1,6 +1,6 @@
 """Environment variables of the Neuron runtime, compiler and torch-xla for a recipe, with reasons.
 
-A pure function of the recipe, the SDK and the user's environment. A value that the user has set takes precedence and is
+A pure function of the recipe and the user's environment. A value that the user has set takes precedence and is
 listed together with the recipe's value. The exception are variables that change dtypes without torch knowing: if they
 contradict the recipe, an error is raised. The values are those of the Llama recipes for neuronx-distributed (7B, 8B and
 70B); XLA_DISABLE_FUNCTIONALIZATION is 0 for every recipe, as in the 70B recipe, since torch 2.9 needs it to be correct.
@@ -21,7 +21,6 @@ from lt_trainer.config.recipe import engine_options
 from lt_trainer.config.sections import Recipe
 from lt_trainer.errors import RecipeError
 from lt_trainer_neuron.options import SECTION, NeuronOptions
-from lt_trainer_neuron.sdk import LATEST_SDK_RELEASE, SDK_RELEASES
 
 ENV_RECORD_VARIABLE = "LT_NEURON_ENV"
 """Variable that holds, as JSON, the values set by this module."""
@@ -108,23 +107,13 @@ def _precision_variables(options: NeuronOptions) -> dict[str, tuple[str, str]]:
     return rows
 
 
-def list_variables(recipe: Recipe, *, environ: Mapping[str, str], sdk: str = LATEST_SDK_RELEASE) -> list[EnvVariable]:
+def list_variables(recipe: Recipe, *, environ: Mapping[str, str]) -> list[EnvVariable]:
     """Return all variables that a rank needs before a Neuron library loads, sorted by name.
 
     Args:
         recipe: recipe with or without an `[engine.neuron]` section.
         environ: current environment; values that are not in its `ENV_RECORD_VARIABLE` take precedence.
-        sdk: SDK release that reads them; all of `SDK_RELEASES` read the same variables.
-
-    Raises:
-        RecipeError: unknown SDK release.
     """
-    if sdk not in SDK_RELEASES:
-        raise RecipeError(
-            "not a supported release",
-            values={"--sdk": sdk},
-            remedy=f"use one of {', '.join(SDK_RELEASES)}",
-        )
     options = engine_options(recipe, "neuron", NeuronOptions)
     if options.backend == "cpu":
         return []
@@ -135,11 +124,9 @@ def list_variables(recipe: Recipe, *, environ: Mapping[str, str], sdk: str = LAT
     ]
 
 
-def neuron_env(
-    recipe: Recipe, *, environ: Mapping[str, str] | None = None, sdk: str = LATEST_SDK_RELEASE
-) -> dict[str, str]:
+def neuron_env(recipe: Recipe, *, environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return values of `list_variables` by name; without `environ`, those of the recipe alone."""
-    return {item.name: item.value for item in list_variables(recipe, environ=environ or {}, sdk=sdk)}
+    return {item.name: item.value for item in list_variables(recipe, environ=environ or {})}
 
 
 def build_env(recipe: Recipe, environ: Mapping[str, str]) -> dict[str, str]:

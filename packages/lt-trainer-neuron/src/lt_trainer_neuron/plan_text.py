@@ -72,8 +72,3 @@ def _iter_time_lines(plan: NeuronPlan) -> Iterator[str]:
     yield f"  {'tokens per second':<30} {plan.tokens_per_step / plan.step_s:,.0f}"
     total = f"{schedule.max_steps:,} updates, {format_count(schedule.max_steps * plan.tokens_per_step)} tokens"
     yield f"  {'the run':<30} {format_duration(plan.step_s * schedule.max_steps)} for {total}"
-    if plan.epoch is None:
-        yield f"  {'an epoch':<30} not counted: the store is not here"
-        return
-    rows, left = f"{plan.epoch.rows:,} rows", f"{plan.epoch.leftover_rows:,} rows left over"
-    yield f"  {'an epoch':<30} {plan.epoch.steps:,} updates of {rows}, {left}"

@@ -1,4 +1,4 @@
-"""Memory and time plan of a run on NeuronCores: bytes of the largest stage, steps of an epoch, time.
+"""Memory and time plan of a run on NeuronCores: bytes of the largest stage, time.
 
 A core holds its share of one pipeline stage. Weights and gradients are not sharded further, as in the files of an NxD
 checkpoint (so replicas of key/value heads count); master weights and optimizer state are divided by the data-parallel
@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import Any
 
 from lt_ckpt.nxd.layout import layers_per_stage, rank_tensors
@@ -102,15 +101,6 @@ class CoreMemory:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EpochEstimate:
-    """Epoch over the rows of the recipe's store: rows = steps * global_batch_size + leftover_rows."""
-
-    rows: int
-    steps: int
-    leftover_rows: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class NeuronPlan:
     """Plan of a recipe on NeuronCores; `memory` is by stage, first stage first."""
 
@@ -127,7 +117,6 @@ class NeuronPlan:
     mfu: float
     mfu_source: str
     checkpoint_bytes: float
-    epoch: EpochEstimate | None
 
     @property
     def largest_stage(self) -> CoreMemory:
@@ -146,7 +135,6 @@ class NeuronPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain values, in bytes and seconds."""
-        epoch = self.epoch
         return {
             "format": 1,
             "model": {**self.config.to_dict(), "parameters": n_parameters(self.config)},
@@ -182,7 +170,6 @@ class NeuronPlan:
                 "mfu_source": self.mfu_source,
                 "bubble": self.pipeline_bubble,
             },
-            "epoch": None if epoch is None else vars(epoch),
         }
 
 
@@ -317,7 +304,6 @@ def make_plan(
         mfu=mfu,
         mfu_source=mfu_source,
         checkpoint_bytes=_checkpoint_bytes(recipe, config, BYTES_PER_PARAM[options.precision]),
-        epoch=_estimate_epoch(recipe),
     )
 
 
@@ -327,15 +313,3 @@ def _checkpoint_bytes(recipe: Recipe, config: LlamaConfig, width: BytesPerParam)
     shapes = [row.shape for stage in range(recipe.parallel.pp) for row in rank_tensors(config, nxd_options, 0, stage)]
     weights = sum(map(prod, shapes)) * (width.weight + width.master)
     return tp * (weights + _optimizer_state_bytes(recipe, shapes, width))
-
-
-def _estimate_epoch(recipe: Recipe) -> EpochEstimate | None:
-    """Return the epoch, or None unless the rows are from one local store, equally many in each step."""
-    data = recipe.data
-    if data.source_kind != "store" or recipe.batch.ramp.start or not Path(data.store).exists():
-        return None
-    from lt_data import TokenStore, open_pack
-
-    rows = open_pack(TokenStore(data.store, packs=data.packs), seq_len=data.seq_len, mode=data.packing).n_rows
-    steps, left = divmod(rows, recipe.batch.global_batch_size)
-    return EpochEstimate(rows=rows, steps=steps, leftover_rows=left)

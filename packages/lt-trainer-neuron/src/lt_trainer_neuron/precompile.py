@@ -27,7 +27,7 @@ from lt_trainer_neuron.compile_cache import CompileCacheError, cache_url, local_
 from lt_trainer_neuron.compile_key import build_rank_env, compile_key, keys_folder, write_key
 from lt_trainer_neuron.environment import check_environment
 from lt_trainer_neuron.options import SECTION, NeuronOptions
-from lt_trainer_neuron.sdk import detect_packages, require_installed
+from lt_trainer_neuron.sdk import require_installed
 
 PARALLEL_COMPILE_TOOL = "neuron_parallel_compile"
 
@@ -88,7 +88,7 @@ def precompile(
         check_model(recipe, model)
     except RecipeError as exc:
         raise exc.with_origins(resolved.origins) from exc
-    require_installed(detect_packages())
+    require_installed()
     tool = shutil.which(PARALLEL_COMPILE_TOOL, path=str(Path(sys.executable).parent)) or shutil.which(
         PARALLEL_COMPILE_TOOL
     )
@@ -109,7 +109,7 @@ def precompile(
         if failed:
             raise CompileFailedError(
                 f"{len(failed)} graphs in {url} failed to compile, the first: "
-                f"{failed[0].error_message or failed[0].path}; list them with lt train neuron-cache list-failed, "
+                f"{failed[0].error_message or failed[0].path}; list them with lt train neuron-cache list --failed, "
                 "remove them with lt train neuron-cache clean, and try again"
             )
     return write_key(keys_folder(recipe, environ), compile_key(recipe, model, environ))

@@ -19,7 +19,7 @@ from lt_trainer_neuron.environment import (
 )
 from lt_trainer_neuron.hyperparameter_aliases import resolve_alias
 from lt_trainer_neuron.options import SECTION, NeuronOptions
-from lt_trainer_neuron.sdk import detect_packages, require_installed
+from lt_trainer_neuron.sdk import require_installed
 
 if TYPE_CHECKING:
     from lt_model import LlamaConfig
@@ -54,7 +54,7 @@ class NeuronSpec:
     def plan(
         self, resolved: ResolvedRecipe, *, device: str, devices: int, nodes: int | None, mfu: float | None
     ) -> tuple[bool, str, dict[str, Any]]:
-        """Return whether a core has enough memory; its memory by part, steps of an epoch and time, as text and JSON."""
+        """Return whether a core has enough memory; its memory by part and time, as text and JSON."""
         from lt_trainer_neuron.plan_text import format_plan
         from lt_trainer_neuron.planning import make_plan
 
@@ -66,7 +66,7 @@ class NeuronSpec:
 
         Raises:
             RecipeError: the recipe cannot run.
-            NotInstalledError: the Neuron packages are missing, or are placeholders.
+            NotInstalledError: the Neuron packages are missing or cannot be imported.
         """
         check_recipe(recipe, world)
         check_model(recipe, model)
@@ -86,7 +86,7 @@ class NeuronSpec:
 
         limit_malloc_arenas(neuron_env(recipe, environ=os.environ)["MALLOC_ARENA_MAX"])
         if options.backend == "nxd":
-            require_installed(detect_packages())
+            require_installed()
             from lt_trainer_neuron.compile_key import check_compiled
 
             warning = check_compiled(recipe, model, os.environ)

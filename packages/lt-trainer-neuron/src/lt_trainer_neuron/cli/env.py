@@ -16,7 +16,6 @@ app = typer.Typer(add_completion=False)
 def env(
     recipe: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The recipe.")],
     sets: Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override one field.")] = None,
-    sdk: Annotated[str, typer.Option(help="Release of the Neuron SDK that will read them; empty: the installed.")] = "",
     export: Annotated[bool, typer.Option("--export", help="Print lines for a shell.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -28,13 +27,9 @@ def env(
     from lt_data.display.terminal import echo, quote_for_shell
     from lt_trainer.config.recipe import load
     from lt_trainer_neuron.environment import check_environment, list_variables
-    from lt_trainer_neuron.sdk import LATEST_SDK_RELEASE, detect_packages
 
     loaded = load(recipe, overrides=sets or []).recipe
-    installed_sdk = detect_packages().sdk
-    variables = list_variables(
-        loaded, environ=os.environ, sdk=sdk or (installed_sdk.release if installed_sdk else LATEST_SDK_RELEASE)
-    )
+    variables = list_variables(loaded, environ=os.environ)
     check_environment(loaded, os.environ)
     if as_json:
         typer.echo(json.dumps([vars(item) for item in variables], indent=1))

@@ -22,6 +22,7 @@ RecipeArgument = Annotated[Path | None, typer.Argument(metavar="[RUN.toml]", hel
 CacheOption = Annotated[
     str, typer.Option(help="Cache folder; by default the recipe's, the environment's or the compiler's.")
 ]
+BLOCKING = ("failed", "stale lock")
 MIB = 2**20
 
 
@@ -41,55 +42,41 @@ def _format_entry(entry: CompileCacheEntry) -> str:
 
 
 @app.command("list")
-def list_entries(recipe: RecipeArgument = None, cache: CacheOption = "") -> None:
+def list_entries(
+    recipe: RecipeArgument = None,
+    cache: CacheOption = "",
+    failed: Annotated[
+        bool, typer.Option("--failed", help="Only failed graphs and stale locks; exit code 1 if there are any.")
+    ] = False,
+) -> None:
     """List the graphs with their state and size."""
     from lt_data.display.terminal import echo
 
     folder, entries = _scan_cache(recipe, cache)
-    for entry in entries:
+    listed = [entry for entry in entries if not failed or entry.state in BLOCKING]
+    for entry in listed:
         echo(_format_entry(entry))
-    states = ", ".join(f"{count} {state}" for state, count in sorted(Counter(e.state for e in entries).items()))
-    echo(f"{folder}: {states or 'empty'}, {sum(entry.n_bytes for entry in entries) / MIB:.1f} MiB")
-
-
-@app.command()
-def list_failed(recipe: RecipeArgument = None, cache: CacheOption = "") -> None:
-    """List failed graphs and stale locks; exit code 1 if there are any."""
-    from lt_data.display.terminal import echo
-
-    folder, entries = _scan_cache(recipe, cache)
-    matching = [entry for entry in entries if entry.state in ("failed", "stale lock")]
-    for entry in matching:
-        echo(_format_entry(entry))
-    if not matching:
-        echo(f"{folder}: no failed graphs, no stale locks")
-    raise typer.Exit(1 if matching else 0)
+    states = ", ".join(f"{count} {state}" for state, count in sorted(Counter(e.state for e in listed).items()))
+    echo(f"{folder}: {states or 'none'}, {sum(entry.n_bytes for entry in listed) / MIB:.1f} MiB")
+    if failed and listed:
+        raise typer.Exit(1)
 
 
 @app.command()
 def clean(
     recipe: RecipeArgument = None,
     cache: CacheOption = "",
-    other_compilers: Annotated[
-        str, typer.Option(metavar="VERSION", help="Also remove graphs of other compiler versions than this one.")
-    ] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be removed.")] = False,
 ) -> None:
     """Remove failed graphs and graphs under stale locks; keep compiled ones."""
     from lt_data.display.terminal import echo
-    from lt_trainer_neuron.compile_cache import CompileCacheError, remove_entries
+    from lt_trainer_neuron.compile_cache import remove_entries
 
     folder, entries = _scan_cache(recipe, cache)
-    if other_compilers and other_compilers not in {entry.compiler for entry in entries}:
-        raise CompileCacheError(
-            f"{folder} has no graphs of compiler {other_compilers}; list the versions with lt train neuron-cache list"
-        )
-    matching = [
-        entry
-        for entry in entries
-        if entry.state in ("failed", "stale lock") or (other_compilers and entry.compiler != other_compilers)
-    ]
-    for entry in matching if dry_run else remove_entries(matching):
+    matching = [entry for entry in entries if entry.state in BLOCKING]
+    if not dry_run:
+        remove_entries(matching)
+    for entry in matching:
         echo(_format_entry(entry))
     verb = "would be removed" if dry_run else "removed"
     echo(f"{folder}: {len(matching)} {verb}, {len(entries) - len(matching)} kept")

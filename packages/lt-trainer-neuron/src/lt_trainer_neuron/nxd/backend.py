@@ -44,12 +44,11 @@ from lt_trainer_neuron.nxd.collectives import (
     NxdCollectives,
     NxdPipelineP2P,
     PipelineP2P,
-    SingleRankCollectives,
 )
-from lt_trainer_neuron.nxd.device import HostDevice, TensorDevice, XlaDevice
+from lt_trainer_neuron.nxd.device import TensorDevice, XlaDevice
 from lt_trainer_neuron.nxd.gloo import GlooCollectives, GlooLayerFactory, GlooPipelineP2P
 from lt_trainer_neuron.nxd.gloo_groups import ProcessGroups, init_process_group
-from lt_trainer_neuron.nxd.layers import LayerFactory, NxdLayerFactory, TorchLayerFactory
+from lt_trainer_neuron.nxd.layers import LayerFactory, NxdLayerFactory
 from lt_trainer_neuron.nxd.llama import NxdPipelineStage
 from lt_trainer_neuron.nxd.pipeline import NxdPipelineSchedule
 from lt_trainer_neuron.nxd.process_groups import check_grid, init_process_groups
@@ -326,15 +325,15 @@ def _open_runtime(
             dtype_policy.compute_dtype, groups, sequence_parallel=recipe.parallel.sequence_parallel
         )
         stages = GlooPipelineP2P(groups.pp) if grid.pp > 1 else None
-        return HostDevice(), GlooCollectives(groups), stages, on_gloo
+        return TensorDevice(), GlooCollectives(groups), stages, on_gloo
     if options.backend == "xla":
-        return XlaDevice(), SingleRankCollectives(), None, TorchLayerFactory(dtype_policy.compute_dtype)
+        return XlaDevice(), Collectives(), None, LayerFactory(dtype_policy.compute_dtype)
     on_host = int(os.environ.get("NXD_CPU_MODE", "0")) > 0
     init_process_groups(recipe, on_host=on_host)
     check_grid(grid)
     layers = NxdLayerFactory(dtype_policy.compute_dtype, sequence_parallel=recipe.parallel.sequence_parallel)
     p2p = NxdPipelineP2P() if grid.pp > 1 else None
-    return (HostDevice() if on_host else XlaDevice()), NxdCollectives(), p2p, layers
+    return (TensorDevice() if on_host else XlaDevice()), NxdCollectives(), p2p, layers
 
 
 def _tied_embedding(config: LlamaConfig, grid: Grid) -> tuple[str, tuple[int, int]] | None:

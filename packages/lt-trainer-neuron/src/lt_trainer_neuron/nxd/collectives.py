@@ -27,27 +27,27 @@ Direction = Literal["forward", "backward"]
 """"forward": activations to the next stage; "backward": their gradients to the previous one."""
 
 
-class Collectives(Protocol):
-    """Collectives over the ranks of a mesh axis, in rank order."""
+class Collectives:
+    """Collectives over the ranks of a mesh axis, in rank order; here those of a single rank."""
 
     def all_reduce_sum(self, tensor: Tensor, axis: Axis) -> Tensor:
         """Return the sum over the ranks of the axis."""
-        ...
+        return tensor
 
     def all_reduce_max(self, tensor: Tensor, axis: Axis) -> Tensor:
         """Return the elementwise maximum over the ranks of the axis."""
-        ...
+        return tensor
 
     def reduce_scatter(self, tensor: Tensor, axis: Axis) -> Tensor:
         """Return this rank's equal share of the rows of the sum.
 
         The number of rows must be a multiple of the number of ranks.
         """
-        ...
+        return tensor
 
     def all_gather(self, tensor: Tensor, axis: Axis) -> Tensor:
         """Concatenate the ranks' rows in rank order."""
-        ...
+        return tensor
 
 
 class PipelineP2P(Protocol):
@@ -62,27 +62,7 @@ class PipelineP2P(Protocol):
         ...
 
 
-class SingleRankCollectives:
-    """Collectives of a single rank."""
-
-    def all_reduce_sum(self, tensor: Tensor, axis: Axis) -> Tensor:
-        """Return the tensor unchanged."""
-        return tensor
-
-    def all_reduce_max(self, tensor: Tensor, axis: Axis) -> Tensor:
-        """Return the tensor unchanged."""
-        return tensor
-
-    def reduce_scatter(self, tensor: Tensor, axis: Axis) -> Tensor:
-        """Return the tensor unchanged."""
-        return tensor
-
-    def all_gather(self, tensor: Tensor, axis: Axis) -> Tensor:
-        """Return the tensor unchanged."""
-        return tensor
-
-
-class NxdCollectives:
+class NxdCollectives(Collectives):
     """Collectives over NxD's process groups, which must be initialized."""
 
     def __init__(self) -> None:

@@ -15,58 +15,19 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Callable, Sequence
-from typing import Protocol, cast
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 
-class TensorDevice(Protocol):
-    """Interface of the device that holds a rank's tensors."""
+class TensorDevice:
+    """Device that holds a rank's tensors; here the host, with eager execution."""
 
-    torch_device: torch.device
-    kind: str
-    name: str
-
-    def to_device(self, array: np.ndarray) -> Tensor:
-        """Copy an array to the device without waiting."""
-        ...
-
-    def scalar_tensor(self, value: float, dtype: torch.dtype) -> Tensor:
-        """Return a number as data of the graph, not as a constant."""
-        ...
-
-    def mark_step(self) -> None:
-        """End the graph and launch it without waiting."""
-        ...
-
-    def fetch_scalars(self, values: Sequence[Tensor]) -> list[float]:
-        """Return scalars as floats; waits for the device."""
-        ...
-
-    def fetch_array(self, values: Tensor) -> np.ndarray:
-        """Return a tensor of a finished graph as a float64 array; waits for the device."""
-        ...
-
-    def recompute_in_backward(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """Call the function with activation checkpointing.
-
-        The backward pass recomputes the function's intermediate tensors.
-        """
-        ...
-
-    def memory_bytes(self) -> int:
-        """Return the peak memory in bytes of the device if it reports it, else of this process."""
-        ...
-
-
-class HostDevice:
-    """Host device with eager execution."""
-
-    torch_device = torch.device("cpu")
-    kind = "cpu"
-    name = "cpu"
+    torch_device: torch.device = torch.device("cpu")
+    kind: str = "cpu"
+    name: str = "cpu"
 
     def to_device(self, array: np.ndarray) -> Tensor:
         """Return a tensor that shares the array's memory."""
@@ -98,7 +59,7 @@ class HostDevice:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-class XlaDevice:
+class XlaDevice(TensorDevice):
     """torch-xla device of this rank.
 
     A NeuronCore, or with PJRT_DEVICE=CPU the host with lazy execution.
@@ -162,5 +123,5 @@ class XlaDevice:
         try:
             known = xla_model.get_memory_info(self.torch_device)
         except RuntimeError:  # not every PJRT plugin has the call
-            return HostDevice().memory_bytes()
-        return int(known.get("peak_bytes_used") or known.get("bytes_used") or HostDevice().memory_bytes())
+            return super().memory_bytes()
+        return int(known.get("peak_bytes_used") or known.get("bytes_used") or super().memory_bytes())

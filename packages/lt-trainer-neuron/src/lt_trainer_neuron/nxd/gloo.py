@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lt_trainer_neuron.grid import Axis
-from lt_trainer_neuron.nxd.collectives import Direction
+from lt_trainer_neuron.nxd.collectives import Collectives, Direction
 from lt_trainer_neuron.nxd.gloo_collectives import (
     RankGroup,
     all_gather,
@@ -26,10 +26,10 @@ from lt_trainer_neuron.nxd.gloo_collectives import (
     reduce_from_tp,
 )
 from lt_trainer_neuron.nxd.gloo_groups import ProcessGroups
-from lt_trainer_neuron.nxd.layers import META
+from lt_trainer_neuron.nxd.layers import META, LayerFactory
 
 
-class GlooCollectives:
+class GlooCollectives(Collectives):
     """Collectives over the groups of a rank."""
 
     def __init__(self, groups: ProcessGroups) -> None:
@@ -129,7 +129,7 @@ class _Qkv(_Layer):
         return tuple(nn.functional.linear(x, weight) for weight in own)
 
 
-class GlooLayerFactory:
+class GlooLayerFactory(LayerFactory):
     """Layers over tensor-parallel ranks.
 
     Args:
@@ -139,7 +139,8 @@ class GlooLayerFactory:
     """
 
     def __init__(self, dtype: torch.dtype, groups: ProcessGroups, *, sequence_parallel: bool) -> None:
-        self.dtype, self.groups = dtype, groups
+        super().__init__(dtype)
+        self.groups = groups
         self.tp, self.tp_rank = groups.tp.size, groups.tp.rank
         self.sequence_parallel = sequence_parallel and self.tp > 1
 

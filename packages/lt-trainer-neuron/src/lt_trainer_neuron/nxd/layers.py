@@ -1,4 +1,4 @@
-"""Layer factories of the model: NxD's parallel layers, or torch's own for a single rank.
+"""Layer factories of the model: torch's own for a single rank, or NxD's parallel layers.
 
 NxD 0.18 sums the input gradient of its column-parallel layers in `reduce_dtype`, float32 by default, by casting into a
 temporary tensor and dropping it: with bf16 weights and no sequence parallelism the sum over tensor-parallel ranks is
@@ -13,73 +13,46 @@ Cost: none.
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor, nn
 
 META = torch.device("meta")
 
 
-class LayerFactory(Protocol):
-    """Factory of parallel layers; weights are `[out, in]`, without biases."""
+class LayerFactory:
+    """Factory of parallel layers, here torch's own for a single rank; weights are `[out, in]`, without biases."""
 
-    tp: int
-    tp_rank: int
-    sequence_parallel: bool
+    tp, tp_rank = 1, 0
+    sequence_parallel = False
     """If set, positions are sharded over tensor-parallel ranks between layers, and tensors are [T, B, D]."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
 
     def embedding(self, num_embeddings: int, embedding_dim: int) -> nn.Module:
         """Return an embedding sharded along the vocabulary.
 
         Maps token ids [B, T] to [B, T, D], or to [T/tp, B, D] under sequence parallelism.
         """
-        ...
+        return nn.Embedding(num_embeddings, embedding_dim, device=META, dtype=self.dtype)
 
     def column_parallel(self, in_features: int, out_features: int, *, n_stacked: int = 1) -> nn.Module:
         """Return a linear layer sharded along its outputs.
 
         With `n_stacked` matrices concatenated along the rows, each is sharded separately.
         """
-        ...
+        return nn.Linear(in_features, out_features, bias=False, device=META, dtype=self.dtype)
 
     def row_parallel(self, in_features: int, out_features: int) -> nn.Module:
         """Return a linear layer sharded along its inputs; its output is summed over ranks."""
-        ...
+        return nn.Linear(in_features, out_features, bias=False, device=META, dtype=self.dtype)
 
     def qkv(
         self, in_features: int, q_out_features: int, kv_out_features: int, *, kv_size_multiplier: int, fuse_qkv: bool
     ) -> nn.Module:
         """Return NxD's GQA layer for q, k and v; each key/value head is on `kv_size_multiplier` ranks."""
-        ...
-
-
-class TorchLayerFactory:
-    """torch's own layers, for a single rank."""
-
-    tp, tp_rank, sequence_parallel = 1, 0, False
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-
-    def embedding(self, num_embeddings: int, embedding_dim: int) -> nn.Module:
-        """Return an unsharded embedding."""
-        return nn.Embedding(num_embeddings, embedding_dim, device=META, dtype=self._dtype)
-
-    def column_parallel(self, in_features: int, out_features: int, *, n_stacked: int = 1) -> nn.Module:
-        """Return an unsharded linear layer."""
-        return nn.Linear(in_features, out_features, bias=False, device=META, dtype=self._dtype)
-
-    def row_parallel(self, in_features: int, out_features: int) -> nn.Module:
-        """Return an unsharded linear layer."""
-        return nn.Linear(in_features, out_features, bias=False, device=META, dtype=self._dtype)
-
-    def qkv(
-        self, in_features: int, q_out_features: int, kv_out_features: int, *, kv_size_multiplier: int, fuse_qkv: bool
-    ) -> nn.Module:
-        """Return unsharded projections under the names of NxD's GQA layer."""
         assert kv_size_multiplier == 1, "one rank has one copy"
-        return QkvProjections(in_features, q_out_features, kv_out_features, fuse_qkv=fuse_qkv, dtype=self._dtype)
+        return QkvProjections(in_features, q_out_features, kv_out_features, fuse_qkv=fuse_qkv, dtype=self.dtype)
 
 
 class QkvProjections(nn.Module):
@@ -106,7 +79,7 @@ class QkvProjections(nn.Module):
         return tuple(nn.functional.linear(x, weight) for weight in weights)
 
 
-class NxdLayerFactory:
+class NxdLayerFactory(LayerFactory):
     """NxD's parallel layers over its tensor-parallel group, which must be initialized.
 
     Args:
@@ -118,7 +91,8 @@ class NxdLayerFactory:
         from neuronx_distributed.modules import qkv_linear
         from neuronx_distributed.parallel_layers import layers, parallel_state
 
-        self._layers, self._qkv_linear, self._dtype = layers, qkv_linear, dtype
+        super().__init__(dtype)
+        self._layers, self._qkv_linear = layers, qkv_linear
         self.tp = parallel_state.get_tensor_model_parallel_size()
         self.tp_rank = parallel_state.get_tensor_model_parallel_rank()
         self.sequence_parallel = sequence_parallel and self.tp > 1
@@ -132,7 +106,7 @@ class NxdLayerFactory:
             num_embeddings,
             embedding_dim,
             device=META,
-            dtype=self._dtype,
+            dtype=self.dtype,
             shard_across_embedding=False,
             sequence_parallel_enabled=self.sequence_parallel,
         )
@@ -144,7 +118,7 @@ class NxdLayerFactory:
             out_features,
             bias=False,
             gather_output=False,
-            dtype=self._dtype,
+            dtype=self.dtype,
             device=META,
             stride=n_stacked,
             sequence_parallel_enabled=self.sequence_parallel,
@@ -159,7 +133,7 @@ class NxdLayerFactory:
             out_features,
             bias=False,
             input_is_parallel=True,
-            dtype=self._dtype,
+            dtype=self.dtype,
             device=META,
             sequence_parallel_enabled=self.sequence_parallel,
             sequence_dimension=self._sequence_dim,
@@ -178,7 +152,7 @@ class NxdLayerFactory:
             [q_out_features, kv_out_features],
             bias=False,
             gather_output=False,
-            dtype=self._dtype,
+            dtype=self.dtype,
             device=META,
             sequence_parallel_enabled=self.sequence_parallel,
             kv_size_multiplier=kv_size_multiplier,
