@@ -14,6 +14,7 @@ that converts a model of a few kB.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import mmap
 import os
@@ -151,9 +152,10 @@ def cpu_model() -> str:
 
 
 def run_child(arguments: list[str]) -> None:
-    import lt_ckpt.dcp.format
-    import lt_ckpt.nxd.format  # noqa: F401 - torch, once and before the clock starts
     from lt_ckpt.cli import app
+
+    for name in ("lt_ckpt.dcp.format", "lt_ckpt.nxd.format"):  # torch, once and before the clock starts
+        importlib.import_module(name)
 
     start = time.perf_counter()
     app(["convert", *arguments], standalone_mode=False)
