@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lt_data import IGNORE_INDEX, RowReader, TokenStore, open_pack
+from lt_data import RowReader, TokenStore, open_pack
+from lt_data.streaming.rows import IGNORE_INDEX
 from lt_test_helpers.runs import run
 from lt_test_helpers.stores import make_stores
 from lt_trainer.config.recipe import llama_config, load

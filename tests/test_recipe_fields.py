@@ -20,7 +20,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lt_ckpt import Checkpoint
-from lt_data import DataError, Tokenizer, TokenStore, pack, prepare, read_documents
+from lt_data import DataError, Tokenizer, TokenStore, pack, prepare
+from lt_data.sources.reader import read_documents
 from lt_test_helpers.harness_tasks import write_task
 from lt_test_helpers.runs import run
 from lt_trainer.config.recipe import load

@@ -14,7 +14,8 @@ from markdown_it import MarkdownIt
 
 from lt_ckpt.finished_folder import list_finished_files
 from lt_ckpt.hash_list import HASH_LIST, format_hash_list
-from lt_data import Selection, prepare
+from lt_data import prepare
+from lt_data.store.manifest import Selection
 from lt_trainer.config.recipe import load
 from lt_trainer.release.bundle import ReleaseError, hash_file, list_files
 from lt_trainer.release.facts import Facts

@@ -19,7 +19,8 @@ from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig as HFConfig
 from transformers import LlamaForCausalLM
 
-from lt_data import RowReader, Stream, Tokenizer, TokenStore, open_pack, pack, prepare, read_documents
+from lt_data import RowReader, Stream, Tokenizer, TokenStore, open_pack, pack, prepare
+from lt_data.sources.reader import read_documents
 from lt_test_helpers.runs import run
 from lt_trainer.config.recipe import load
 from lt_trainer.run_directory.jsonl import read_jsonl

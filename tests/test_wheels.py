@@ -109,7 +109,8 @@ def test_lt_data_alone_prepares_packs_and_streams(install, tmp_path: Path) -> No
     script.write_text(
         textwrap.dedent(
             """
-            from lt_data import RowReader, Stream, TokenStore, Tokenizer, pack, prepare, read_documents
+            from lt_data import RowReader, Stream, TokenStore, Tokenizer, pack, prepare
+            from lt_data.sources.reader import read_documents
 
             if __name__ == "__main__":
                 tokenizer = Tokenizer.train((d.text for d in read_documents(["text"])), vocab_size=300)

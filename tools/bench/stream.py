@@ -110,7 +110,8 @@ def make_reader(store: TokenStore, mode: Any, seq_len: int = SEQ_LEN) -> RowRead
 OPEN_SCRIPT = """
 import json, sys, time
 import numpy as np
-from lt_data import RowReader, Stream, StreamState, TokenStore, open_pack
+from lt_data import RowReader, Stream, TokenStore, open_pack
+from lt_data.streaming.stream import StreamState
 from lt_data.streaming.stream import sequence_fingerprint
 def memory():
     found = dict(line.split(":") for line in open("/proc/self/status") if line.startswith("Rss"))

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from lt_data import SourceOptions, TokenStore, read_documents
+from lt_data import SourceOptions, TokenStore
 from lt_data.errors import DataError
 from lt_data.exports.export_list import ExportList, read_export_list
 from lt_data.file_names import check_name
 from lt_data.remote.file_list import FileList, ListedFile, decode_list
+from lt_data.sources.reader import read_documents
 from lt_data.store.manifest import read_manifest
 
 HOSTILE_NAMES = (

@@ -6,18 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lt_data import (
-    Document,
-    DocumentTotals,
-    RowReader,
-    Selection,
-    Stream,
-    TokenStore,
-    open_pack,
-    pack,
-    prepare,
-)
+from lt_data import Document, RowReader, Stream, TokenStore, open_pack, pack, prepare
 from lt_data.packing.packs import verify_packs
+from lt_data.store.manifest import DocumentTotals, Selection
 
 GOLDEN = Path(__file__).parent / "data" / "store-v1"
 TEXTS = ["The first document.\n", "Second: ümläut, 東京, 🦊.", "", "x", "A literal <|eos|> is text. " * 3]

@@ -12,7 +12,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from lt_ckpt import Checkpoint, Shard
-from lt_data import Tokenizer, TokenStore, pack, prepare, read_documents
+from lt_data import Tokenizer, TokenStore, pack, prepare
+from lt_data.sources.reader import read_documents
 from lt_model import LlamaConfig, config_to_hf, param_specs
 from lt_trainer import engine as engine_module
 from lt_trainer.checkpointing.pretrained import PretrainedWeights

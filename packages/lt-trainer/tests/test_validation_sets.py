@@ -9,6 +9,7 @@ import pytest
 
 import lt_data
 from lt_data import RowReader, TokenStore, open_pack, pack
+from lt_data.sources.reader import read_documents
 from lt_test_helpers.runs import run
 from lt_trainer.config.recipe import load
 from lt_trainer.data.training_data import open_data, validation_batches
@@ -106,7 +107,7 @@ def test_a_set_of_ids_is_decoded_for_its_bytes_and_one_of_another_tokenizer_refu
     recipe_base, little_data, tmp_path
 ) -> None:
     folder, whole = little_data / "text-validation", TokenStore(little_data / "validation")
-    texts = [document.as_text() for document in lt_data.read_documents([folder])]
+    texts = [document.as_text() for document in read_documents([folder])]
     ids = (whole[i].astype(np.int64) for i in range(whole.n_documents))
     documents = [lt_data.Document(ids=one, source=str(i)) for i, one in enumerate(ids)]
     lt_data.prepare(documents, tokenizer=whole.tokenizer(), out=tmp_path / "ids")

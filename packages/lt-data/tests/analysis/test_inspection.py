@@ -7,19 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lt_data import (
-    DataError,
-    Document,
-    Mixture,
-    RowReader,
-    Stream,
-    TokenStore,
-    inspect_batch,
-    inspect_document,
-    inspect_rows,
-    pack,
-    prepare,
-)
+from lt_data import DataError, Document, Mixture, RowReader, Stream, TokenStore, pack, prepare
+from lt_data.analysis.inspection import inspect_batch, inspect_document, inspect_rows
 from lt_data.display.inspection_text import escape, parse_rows, quote_line
 
 Run = Callable[..., tuple[int, str, str]]

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from lt_data import DataError, Document, Tokenizer, TokenStore, pack, prepare, split, stats
-from lt_data.analysis.stats import steps_per_epoch
+from lt_data import DataError, Document, Tokenizer, TokenStore, pack, prepare, split
+from lt_data.analysis.stats import stats, steps_per_epoch
 from lt_data.display.report import render_page, write_report
 from lt_data.display.stats_text import format_stats
 

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import lt_data
-from lt_data import Selection, StoreManifest, Tokenizer
+from lt_data import Tokenizer
+from lt_data.store.manifest import Selection, StoreManifest
 
 WORDS = ["the", "quick", "brown fox", "a", "1234567", "naïve", "東京", "x**2", "don't", "<|eos|>"]
 

@@ -16,6 +16,7 @@ import psutil
 import ray
 
 import lt_data
+from lt_data.store.manifest import Selection
 
 WORKERS = 4
 
@@ -46,7 +47,7 @@ def main(sources: str, tokenizer: str, out: Path, kills: int, seed: int) -> None
                 rng.choice(tasks).send_signal(signal.SIGKILL)
                 killed += 1
 
-    selection = lt_data.Selection(drop_duplicates=out.name == "distinct")
+    selection = Selection(drop_duplicates=out.name == "distinct")
     job = {"tokenizer": tokenizer, "out": out, "unit_bytes": 40_000, "selection": selection, "engine": "hf"}
     killer = threading.Thread(target=kill)
     killer.start()

@@ -13,9 +13,10 @@ import pytest
 from typer.testing import CliRunner
 
 import lt_data
-from lt_data import DataError, RowReader, Selection, Stream, Tokenizer, TokenStore
+from lt_data import DataError, RowReader, Stream, Tokenizer, TokenStore
 from lt_data.cli import app
 from lt_data.store.generations import generation_file, locate_generation
+from lt_data.store.manifest import Selection, StoreManifest
 
 Contents = Callable[[Path], dict[str, bytes]]
 SEED = int(os.environ.get("LT_SEED", "0"))
@@ -36,7 +37,7 @@ def base(fast_path: Path, texts: list[str], tokenizer: Tokenizer) -> Path:
     return out
 
 
-def append(store: Path, source: Path, **options: Any) -> lt_data.StoreManifest:
+def append(store: Path, source: Path, **options: Any) -> StoreManifest:
     return lt_data.append(store, [source], engine="hf", **options)
 
 

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lt_data
-from lt_data import DataError, Selection, Tokenizer, TokenStore
+from lt_data import DataError, Tokenizer, TokenStore
 from lt_data.preparation.deduplication import HASH_DTYPE, find_repeated
+from lt_data.store.manifest import Selection
 
 VALUES = st.sampled_from([bytes([i]) * 16 for i in range(0, 256, 15)]) | st.integers(0, 5).map(
     lambda n: bytes(15) + bytes([n])  # these differ in the last byte only, and may end in zeros

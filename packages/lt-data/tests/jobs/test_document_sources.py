@@ -12,14 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lt_data
-from lt_data import (
-    DataError,
-    Selection,
-    SourceOptions,
-    Tokenizer,
-    TokenStore,
-)
+from lt_data import DataError, SourceOptions, Tokenizer, TokenStore
 from lt_data.store.document_sources import decode_source, encode_source, format_source
+from lt_data.store.manifest import Selection
 
 FORMATS = ("jsonl", "jsonl.gz", "json", "parquet", "arrow", "txt")
 SKIP = SourceOptions(on_bad="skip")

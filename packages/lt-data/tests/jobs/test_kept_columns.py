@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lt_data
-from lt_data import DataError, Document, DocumentReader, Selection, SourceOptions, Tokenizer, TokenStore
+from lt_data import DataError, Document, SourceOptions, Tokenizer, TokenStore
 from lt_data.cli import app
+from lt_data.sources.reader import DocumentReader
 from lt_data.store.document_columns import make_row, parse_columns
+from lt_data.store.manifest import Selection
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
 

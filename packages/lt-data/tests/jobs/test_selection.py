@@ -10,15 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lt_data import (
-    DataError,
-    Document,
-    DocumentTotals,
-    Selection,
-    Tokenizer,
-    TokenStore,
-    prepare,
-)
+from lt_data import DataError, Document, Tokenizer, TokenStore, prepare
+from lt_data.store.manifest import DocumentTotals, Selection
 
 limits = st.one_of(st.none(), st.integers(1, 12))
 texts = st.lists(

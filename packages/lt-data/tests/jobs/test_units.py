@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lt_data import DataError, DocumentReader, Selection, SourceOptions, Tokenizer, TokenStore, prepare
+from lt_data import DataError, SourceOptions, Tokenizer, TokenStore, prepare
+from lt_data.sources.reader import DocumentReader
+from lt_data.store.manifest import Selection
 
 Contents = Callable[[Path], dict[str, bytes]]
 

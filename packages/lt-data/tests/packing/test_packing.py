@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lt_data import DataError, PackIndex, TokenStore, open_pack, pack, split, verify
+from lt_data import DataError, TokenStore, open_pack, pack, split, verify
 from lt_data.packing.best_fit import best_fit
-from lt_data.packing.pack_index import ARRAYS, PackMode, build_index, write_pack
+from lt_data.packing.pack_index import ARRAYS, PackIndex, PackMode, build_index, write_pack
 from lt_data.packing.packs import StoreLengths, verify_packs
 
 Slice = tuple[int, int, int, int]

@@ -10,11 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lt_data import DataError, ExportOptions, Prefetcher, RowReader, Stream, TokenStore, export, open_pack, pack
+from lt_data import DataError, RowReader, Stream, TokenStore, open_pack, pack
 from lt_data.__main__ import main
+from lt_data.exports.export import export
+from lt_data.exports.options import ExportOptions
 from lt_data.remote.file_list import DamagedError
 from lt_data.remote.shards import RemoteShards
 from lt_data.remote.upload import upload
+from lt_data.streaming.prefetch import Prefetcher
 
 CACHE_BYTES = pytest.mark.parametrize("cache_bytes", [None, 0], ids=["cached", "ranges"])
 

@@ -7,8 +7,9 @@ import json
 import pickle
 import sys
 
-from lt_data import DataError, DocumentReader, SourceOptions
+from lt_data import DataError, SourceOptions
 from lt_data.sources import hub
+from lt_data.sources.reader import DocumentReader
 
 
 def answer(case: dict) -> dict:

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lt_data import DataError, Document, DocumentReader, SourceOptions, read_documents
+from lt_data import DataError, Document, SourceOptions
+from lt_data.sources.reader import DocumentReader, read_documents
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
 zstandard = pytest.importorskip("zstandard", reason="zstandard is not installed")

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lt_data import DataError, DocumentReader, SourceOptions, read_documents
+from lt_data import DataError, SourceOptions
+from lt_data.sources.reader import DocumentReader, read_documents
 
 
 def write(path: Path, content: str) -> Path:

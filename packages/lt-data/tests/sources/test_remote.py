@@ -12,7 +12,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from lt_data import DataError, DocumentReader, SourceOptions, read_documents
+from lt_data import DataError, SourceOptions
+from lt_data.sources.reader import DocumentReader, read_documents
 
 TEXTS = [f"document {i} é" for i in range(2000)]
 LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()

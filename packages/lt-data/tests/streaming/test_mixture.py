@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lt_data import DataError, Mixture, Phase, RowReader, Stream, StreamState, TokenStore
+from lt_data import DataError, Mixture, Phase, RowReader, Stream, TokenStore
 from lt_data.packing.pack_index import build_index
 from lt_data.store.manifest import encode_manifest
 from lt_data.streaming.permutation import shuffle_positions
+from lt_data.streaming.stream import StreamState
 
 SEQ_LEN = 4
 

@@ -6,8 +6,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from lt_data import DataError, Prefetcher, RowReader, Stream, StreamBatch, TokenStore
+from lt_data import DataError, RowReader, Stream, TokenStore
 from lt_data.packing.pack_index import build_index
+from lt_data.streaming.prefetch import Prefetcher
+from lt_data.streaming.stream import StreamBatch
 
 
 @pytest.fixture(scope="module")

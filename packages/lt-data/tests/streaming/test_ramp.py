@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lt_data import BatchRamp, DataError, Mixture, Phase, RowReader, Stream, StreamState, TokenStore, open_pack
+from lt_data import DataError, Mixture, Phase, RowReader, Stream, TokenStore, open_pack
+from lt_data.streaming.ramp import BatchRamp
+from lt_data.streaming.stream import StreamState
 
 
 @st.composite

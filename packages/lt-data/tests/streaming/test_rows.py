@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lt_data import IGNORE_INDEX, DataError, RowReader, Rows, TokenStore, pack
+from lt_data import DataError, RowReader, TokenStore, pack
 from lt_data.packing.pack_index import build_index
+from lt_data.streaming.rows import IGNORE_INDEX, Rows
 
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=20)
 

@@ -12,21 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lt_data import (
-    IGNORE_INDEX,
-    BatchRamp,
-    DataError,
-    Document,
-    RowReader,
-    Stream,
-    StreamState,
-    Tokenizer,
-    TokenStore,
-    pack,
-    prepare,
-)
+from lt_data import DataError, Document, RowReader, Stream, Tokenizer, TokenStore, pack, prepare
 from lt_data.packing.pack_index import build_index
 from lt_data.streaming.permutation import permute
+from lt_data.streaming.ramp import BatchRamp
+from lt_data.streaming.rows import IGNORE_INDEX
+from lt_data.streaming.stream import StreamState
 
 
 @pytest.fixture(scope="session")

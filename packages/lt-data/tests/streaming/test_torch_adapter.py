@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lt_data import DataError, Mixture, Prefetcher, RowReader, Stream, TokenStore, pack
+from lt_data import DataError, Mixture, RowReader, Stream, TokenStore, pack
 from lt_data.packing.pack_index import build_index
+from lt_data.streaming.prefetch import Prefetcher
 
 torch = pytest.importorskip("torch")
 from torch.utils.data import DataLoader  # noqa: E402

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lt_data import Selection, Tokenizer, prepare
+from lt_data import Tokenizer, prepare
+from lt_data.store.manifest import Selection
 from lt_launch.launch_dir import load_launch
 from lt_launch.launcher import launch
 from lt_launch.profile import Profile

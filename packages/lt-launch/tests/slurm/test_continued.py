@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lt_data import IGNORE_INDEX, RowReader, Tokenizer, TokenStore, open_pack
+from lt_data import RowReader, Tokenizer, TokenStore, open_pack
+from lt_data.streaming.rows import IGNORE_INDEX
 from lt_launch.launch_dir import load_launch
 from lt_launch.launcher import launch
 from lt_launch.profile import Profile

@@ -15,7 +15,8 @@ import torch
 import torch_xla
 import torch_xla.debug.metrics as met
 
-from lt_data import Tokenizer, TokenStore, pack, prepare, read_documents
+from lt_data import Tokenizer, TokenStore, pack, prepare
+from lt_data.sources.reader import read_documents
 from lt_test_helpers.harness_tasks import write_task
 from lt_test_helpers.runs import run
 from lt_trainer.config.recipe import load

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from lt_data import Selection, Tokenizer, TokenStore, append, pack, prepare, split, verify
+from lt_data import Tokenizer, TokenStore, append, pack, prepare, split, verify
+from lt_data.store.manifest import Selection
 from lt_trainer.config.data_section import DataOptions, SourceOptions
 from lt_trainer.release.bundle import hash_file
 from lt_trainer.release.data_files import StoreToRelease, store_names

@@ -99,8 +99,9 @@ def prepare(
     from lt_data import strict_json
     from lt_data.display.progress_bars import progress_bar
     from lt_data.display.terminal import echo_error
+    from lt_data.store.manifest import Selection
 
-    selection = lt_data.Selection(
+    selection = Selection(
         min_characters=min_chars,
         max_characters=max_chars,
         min_tokens=min_tokens,

@@ -43,7 +43,7 @@ from lt_trainer.files import write_atomic
 from lt_trainer.resilience.rank_sync import attempt_on_all_ranks, run_on_rank0
 
 if TYPE_CHECKING:
-    from lt_data import StreamState
+    from lt_data.streaming.stream import StreamState
     from lt_model import LlamaConfig
     from lt_trainer.checkpointing.mirror import RunMirror
     from lt_trainer.config.sections import Recipe

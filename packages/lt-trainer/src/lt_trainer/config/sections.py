@@ -17,7 +17,7 @@ from lt_trainer.errors import RecipeError
 from lt_trainer.optimizers import OPTIMIZERS
 
 if TYPE_CHECKING:
-    from lt_data import BatchRamp
+    from lt_data.streaming.ramp import BatchRamp
 
 UNIQUE = AfterValidator(lambda values: tuple(dict.fromkeys(values)))
 WHOLE_VALIDATION = "validation"
@@ -94,7 +94,7 @@ class BatchOptions(Section, table="batch"):
         """
         if not self.ramp.start:
             return None
-        from lt_data import BatchRamp
+        from lt_data.streaming.ramp import BatchRamp
 
         ramp, final, rows = self.ramp, self.global_batch_size, -(-self.ramp.tokens // seq_len)
         return BatchRamp(start=ramp.start, final=final, increment=self.ramp_increment, steps=ramp.steps, rows=rows)

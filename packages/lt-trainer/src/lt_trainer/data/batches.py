@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from lt_data import Prefetcher, Stream, StreamState
+from lt_data import Stream
+from lt_data.streaming.prefetch import Prefetcher
+from lt_data.streaming.stream import StreamState
 from lt_trainer.config.sections import Recipe
 from lt_trainer.control import Control
 from lt_trainer.data.custom_loader import LoaderBatches

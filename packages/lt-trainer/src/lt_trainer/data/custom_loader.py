@@ -6,7 +6,7 @@ The function is called once on every rank, with keyword arguments only:
 
 `recipe` is the recipe as nested tables. It returns an iterable of this dp_rank's rows. Each item has one or more rows:
 a mapping or an object with `input_ids` and `labels` ([T] or [n, T], integers), and optionally `position_ids` and
-`doc_ids`, as in `lt_data.Rows`: a document is a run of equal numbers. Labels are already shifted, -100 where there is
+`doc_ids`, as rows of lt-data: a document is a run of equal numbers. Labels are already shifted, -100 where there is
 none. Ranks with the same dp_rank must return the same rows: rows are selected by dp_rank, never by rank. Every dp_rank
 supplies equally many rows per step, and an item must not cross steps.
 
@@ -28,7 +28,8 @@ from typing import Any
 
 import numpy as np
 
-from lt_data import Rows, StreamState
+from lt_data.streaming.rows import Rows
+from lt_data.streaming.stream import StreamState
 from lt_trainer.config.recipe import to_dict
 from lt_trainer.config.sections import Recipe
 from lt_trainer.control import Control

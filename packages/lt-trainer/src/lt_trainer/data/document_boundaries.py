@@ -1,6 +1,6 @@
 """Document boundaries of micro-batches as `cu_seqlens`, the form that attention kernels take.
 
-They come from the slices of a pack (`lt_data.TokenRows.segments`). Only a custom loader's rows, of which no more than
+They come from the slices of a pack (`TokenRows.segments`). Only a custom loader's rows, of which no more than
 `doc_ids` is known, are scanned for them, once and where they enter.
 
 Shapes: M micro-batches, B rows per micro-batch, T positions per row, S a bound on the documents of a micro-batch.

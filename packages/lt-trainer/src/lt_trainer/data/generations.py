@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from lt_data import StreamState, sequence_fingerprint
+from lt_data.streaming.stream import StreamState, sequence_fingerprint
 from lt_trainer.config.sections import Recipe
 from lt_trainer.data import training_data
 from lt_trainer.data.training_data import TrainingData

@@ -11,7 +11,8 @@ The lowest reachable loss is ln(vocabulary). Cost: 10 microseconds per row and a
 
 import numpy as np
 
-from lt_data import DataError, RowReader, TokenRows
+from lt_data import DataError, RowReader
+from lt_data.streaming.rows import TokenRows
 
 UNBOUNDED_ROWS = 2**62
 """Number of rows reported: more than any run reads."""

@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from lt_data import Mixture, Phase, RowReader, Rows, Stream, StreamBatch, StreamState, TokenStore, open_pack
+from lt_data import Mixture, Phase, RowReader, Stream, TokenStore, open_pack
 from lt_data.store.generations import locate_generation, names_generation
+from lt_data.streaming.rows import Rows
+from lt_data.streaming.stream import StreamBatch, StreamState
 from lt_trainer.config.data_section import DataOptions
 from lt_trainer.config.sections import Recipe
 from lt_trainer.data.document_boundaries import micro_batch_cu_seqlens

@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from lt_data import IGNORE_INDEX, Rows
 from lt_data.packing.best_fit import best_fit
+from lt_data.streaming.rows import IGNORE_INDEX, Rows
 from lt_trainer.data.training_data import to_micro_batches, validation_rows
 from lt_trainer.engine import StepBatch
 from lt_trainer.evaluation.scorer import BatchShape, EvaluationError, Scorer

@@ -14,7 +14,8 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from lt_data import Document, read_documents
+from lt_data import Document
+from lt_data.sources.reader import read_documents
 from lt_trainer.quickstart.settings import QuickstartError
 
 VALIDATION_SHARE = 20

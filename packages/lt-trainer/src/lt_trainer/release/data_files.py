@@ -22,13 +22,13 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from lt_data import StoreManifest, TokenStore
+from lt_data import TokenStore
 from lt_data.file_names import to_local_name
 from lt_data.packing.pack_index import PACK_FILE
 from lt_data.packing.packs import open_pack
 from lt_data.sources.reader import summarize_sources
 from lt_data.store.document_sources import SOURCES_FILE, encode_source_files
-from lt_data.store.manifest import MANIFEST_FILE, PACK_FOLDER, StorePart, encode_manifest
+from lt_data.store.manifest import MANIFEST_FILE, PACK_FOLDER, StoreManifest, StorePart, encode_manifest
 from lt_data.store.masks import MASK_FOLDER
 from lt_trainer.config.data_section import DataOptions
 from lt_trainer.evaluation.store_losses import files_of_documents
