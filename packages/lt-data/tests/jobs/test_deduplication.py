@@ -54,7 +54,7 @@ def test_duplicates_of_other_units_are_left_out(tmp_path: Path, texts: list[str]
         paths = [str(store.document_source(index)).partition(".jsonl")[0] for store in (units, one)]
         assert paths[0] == paths[1]
     found = [lt_data.pack(store, seq_len=64) for store in (units, one)]
-    for name in ("row_offsets", "document", "start", "length", "labels", "valid"):
+    for name in ("row_offsets", "document", "start", "length", "valid"):
         assert np.array_equal(*(getattr(each, name) for each in found)), name
     assert lt_data.verify(units) == []
     joined = lt_data.join(tmp_path / "joined", [units.folder, one.folder])

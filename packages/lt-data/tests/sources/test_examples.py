@@ -99,7 +99,7 @@ def test_papers(tmp_path: Path, run: Run, saved_tokenizer: Path, make_pdf: Any, 
         pages = [f"Paper {i} page {page} " + "the quick brown fox " * (i % 4) for page in range(3)]
         (tmp_path / f"papers/{i:02}.pdf").write_bytes(make_pdf(pages))
     (tmp_path / "papers/broken.pdf").write_bytes(b"%PDF-1.4 and nothing else")
-    words = f"papers --tokenizer {saved_tokenizer} --seq-len 256 --global-batch-size 4 --dp-size 2 --workers 1"
+    words = f"papers --tokenizer {saved_tokenizer} --seq-len 256 --global-batch-size 4 --workers 1"
     out = run("papers.py", *words.split())
     assert out.startswith("12 papers, ")
     assert "not readable: {'damaged PDF': 1}" in out

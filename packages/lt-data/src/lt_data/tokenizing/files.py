@@ -58,7 +58,7 @@ def _read_from_path(path: Path) -> tuple[str, Mapping[str, bytes]]:
             return to_portable_name(path.name), {MODEL_FILE: path.read_bytes()}
         folder = path.parent if path.is_file() else path
         files = {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()}
-    return to_portable_name(folder.resolve().name), files
+    return to_portable_name(os.path.basename(os.path.abspath(folder))), files
 
 
 def _read_from_hub(address: str) -> tuple[str, Mapping[str, bytes]]:
