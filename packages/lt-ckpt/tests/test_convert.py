@@ -203,7 +203,7 @@ def test_no_unverified_byte_leaves(tmp_path: Path, models, kind: str, to: str) -
     raw[place.byte_offset + 5] ^= 4
     file.write_bytes(raw)
     options = ConvertOptions(format=to, nxd=NxdOptions(tp=2))
-    with pytest.raises(CheckpointError, match=r"its bytes differ from their checksum|have changed since they were written"):
+    with pytest.raises(CheckpointError, match=r"bytes (differ from their checksum|of .* have changed since they were)"):
         convert_checkpoint(open_source(made, config=config), tmp_path / "out", options)
     assert not (tmp_path / "out").exists()
     convert_checkpoint(open_source(made, config=config), tmp_path / "out", replace(options, verify=False))

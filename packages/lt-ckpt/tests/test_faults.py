@@ -5,7 +5,6 @@ import os
 import shutil
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
