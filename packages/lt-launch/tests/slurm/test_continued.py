@@ -23,7 +23,7 @@ from lt_trainer.observability.inspection import inspect_step
 
 EXAMPLES = Path(__file__).parents[4] / "examples" / "launch"
 PIPELINE = {
-    '"huggingface-cli"': '"{base}/bin/huggingface-cli"',
+    'argv = ["hf"': 'argv = ["{base}/bin/hf"',
     '"hf://wikicorpus", "--config", "raw_en", "--split", "train"': '"{base}/text"',
     '"--seq-len", "8192"': '"--seq-len", "64"',
     '"lt train precompile': '"PATH={base}/bin:$PATH lt train precompile',
@@ -104,7 +104,7 @@ def test_from_download_to_export(cluster: Any, python: str, tmp_path: Path, monk
     values = {"base": tmp_path, "python": python}
     monkeypatch.setenv("LT_LAUNCH_HOME", str(tmp_path / "home"))
     for name, text in {
-        "bin/huggingface-cli": HUB.format(**values),
+        "bin/hf": HUB.format(**values),
         "bin/neuron_parallel_compile": COMPILER.format(**values),
         "packages/neuronx_distributed/__init__.py": "",
         "packages/neuronx_distributed/parallel_layers/__init__.py": "",

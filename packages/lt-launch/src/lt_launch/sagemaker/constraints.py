@@ -59,6 +59,7 @@ UNICODE_CLASSES = {
 """ASCII members of the Unicode classes in patterns, which Python's `re` does not support."""
 ASCII_REPLACEMENTS = {"L": "a", "N": "0", "Z": " ", "P": "!", "S": "$", "M": "\ue000"}
 """ASCII replacement of a non-ASCII character in a pattern, by the first letter of its Unicode category."""
+ANYTHING = re.compile(r"(?s:.*)")
 TYPES: Mapping[str, tuple[str, Any]] = {
     "structure": ("an object", Mapping),
     "map": ("an object", Mapping),
@@ -162,8 +163,11 @@ def _shorten(value: object) -> str:
 
 @cache
 def _compile_pattern(pattern: str) -> re.Pattern[str]:
-    """Compile a pattern of the service model, which uses Java syntax."""
-    return re.compile(re.sub(r"\\p\{(\w+)\}", lambda found: UNICODE_CLASSES[found[1]], pattern))
+    """Compile a pattern of the service model, which uses Java syntax; what Python lacks is left to the service."""
+    try:
+        return re.compile(re.sub(r"\\p\{(\w+)\}", lambda found: UNICODE_CLASSES[found[1]], pattern))
+    except (re.error, KeyError):
+        return ANYTHING
 
 
 def _as_ascii(text: str) -> str:
