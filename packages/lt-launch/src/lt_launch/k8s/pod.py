@@ -1,4 +1,4 @@
-"""Parts of a pod common to all kinds of jobs: image, environment, resources, volumes, grace period."""
+"""The pod of a node, the same for all kinds of jobs: image, command, environment, resources, volumes, grace period."""
 
 from __future__ import annotations
 
@@ -15,16 +15,47 @@ EXIT_MARGIN_S = 30
 """Time that a pod has for its end after the grace period of its processes."""
 
 
-def image_of(job: Job, options: KubernetesOptions) -> str:
-    """Return the image of the pods."""
-    return options.image or job.container.image
+def pod_spec(job: Job, options: KubernetesOptions, *, container: str, command: list[str]) -> dict[str, Any]:
+    """Return a pod with one container."""
+    pod: dict[str, Any] = {
+        "terminationGracePeriodSeconds": math.ceil(job.grace_period_s) + EXIT_MARGIN_S,
+        "containers": [
+            {
+                "name": container,
+                "image": options.image or job.container.image,
+                "command": command,
+                # Kubernetes expands $(NAME) in values, so each $ is doubled.
+                "env": [{"name": name, "value": value.replace("$", "$$")} for name, value in job.env.items()],
+                "resources": _resources(job, options),
+                "volumeMounts": [
+                    {"name": "recipe", "mountPath": RECIPE_MOUNT_PATH, "readOnly": True},
+                    {"name": "shared", "mountPath": options.mount_path},
+                    {"name": "shm", "mountPath": SHM_PATH},
+                ],
+            }
+        ],
+        "volumes": [
+            {"name": "recipe", "configMap": {"name": f"{job.name}-recipe"}},
+            {"name": "shared", "persistentVolumeClaim": {"claimName": options.persistent_volume_claim}},
+            {"name": "shm", "emptyDir": {"medium": "Memory"}},
+        ],
+    }
+    if job.resources.instance_type:
+        pod["nodeSelector"] = {"node.kubernetes.io/instance-type": job.resources.instance_type}
+    if options.service_account:
+        pod["serviceAccountName"] = options.service_account
+    return pod
 
 
-def resources(job: Job, options: KubernetesOptions) -> dict[str, Any]:
-    """Return the resources of one pod, as limits: devices and huge pages support nothing else.
+def torchrun_command(job: Job, python: str, node_rank: str, master_addr: str, master_port: str) -> list[str]:
+    """Return the command of a pod; Kubernetes expands $(NAME) in it from the environment of the pod."""
+    words = [python, "-P", "-m", "lt_trainer", "torchrun", RECIPE_FILE, "--nproc-per-node", str(job.procs_per_node)]
+    words += ["--", f"--nnodes={job.nodes}", f"--node-rank={node_rank}"]
+    return [*words, f"--master-addr={master_addr}", f"--master-port={master_port}"]
 
-    Quantities are text, as Kubernetes' own definitions have them.
-    """
+
+def _resources(job: Job, options: KubernetesOptions) -> dict[str, Any]:
+    """Return the resources of one pod as limits (devices support nothing else), in text as Kubernetes has them."""
     limits: dict[str, Any] = {}
     if job.resources.neuron_cores_per_node or job.engine == "neuron":
         limits["aws.amazon.com/neuroncore"] = job.resources.neuron_cores_per_node or job.procs_per_node
@@ -38,67 +69,3 @@ def resources(job: Job, options: KubernetesOptions) -> dict[str, Any]:
         limits["memory"] = f"{job.resources.memory_gib}Gi"
     quantities = {name: str(value) for name, value in limits.items()}
     return {"limits": quantities, "requests": dict(quantities)}
-
-
-def environment(job: Job) -> list[dict[str, str]]:
-    """Return the environment; each $ is doubled because Kubernetes expands $(NAME) in values."""
-    return [{"name": name, "value": value.replace("$", "$$")} for name, value in job.env.items()]
-
-
-def volumes_and_mounts(job: Job, options: KubernetesOptions) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the volumes of a pod, and their mounts in its container."""
-    volumes = [
-        {"name": "recipe", "configMap": {"name": f"{job.name}-recipe"}},
-        {"name": "shared", "persistentVolumeClaim": {"claimName": options.persistent_volume_claim}},
-        {"name": "shm", "emptyDir": {"medium": "Memory"}},
-    ]
-    mounts = [
-        {"name": "recipe", "mountPath": RECIPE_MOUNT_PATH, "readOnly": True},
-        {"name": "shared", "mountPath": options.mount_path},
-        {"name": "shm", "mountPath": SHM_PATH},
-    ]
-    return volumes, mounts
-
-
-def termination_grace_period(job: Job) -> int:
-    """Return the seconds from signal to kill: the grace period of the processes, and a margin."""
-    return math.ceil(job.grace_period_s) + EXIT_MARGIN_S
-
-
-def torchrun_command(job: Job, python: str, *, node_rank: str, master_addr: str, master_port: str) -> list[str]:
-    """Return the command of a pod; Kubernetes expands $(NAME) in it from the environment of the pod."""
-    words = [python, "-P", "-m", "lt_trainer", "torchrun", RECIPE_FILE, "--nproc-per-node", str(job.procs_per_node)]
-    words += ["--", f"--nnodes={job.nodes}", f"--node-rank={node_rank}"]
-    return [*words, f"--master-addr={master_addr}", f"--master-port={master_port}"]
-
-
-def pod_spec(job: Job, options: KubernetesOptions, *, container: str, command: list[str]) -> dict[str, Any]:
-    """Return a whole pod with one container, for kinds that have no template of the cluster's."""
-    volumes, mounts = volumes_and_mounts(job, options)
-    pod: dict[str, Any] = {
-        "terminationGracePeriodSeconds": termination_grace_period(job),
-        "containers": [
-            {
-                "name": container,
-                "image": image_of(job, options),
-                "command": command,
-                "env": environment(job),
-                "resources": resources(job, options),
-                "volumeMounts": mounts,
-            }
-        ],
-        "volumes": volumes,
-    }
-    if job.resources.instance_type:
-        pod["nodeSelector"] = {"node.kubernetes.io/instance-type": job.resources.instance_type}
-    if options.service_account:
-        pod["serviceAccountName"] = options.service_account
-    return pod
-
-
-def metadata(job: Job, options: KubernetesOptions) -> dict[str, Any]:
-    """Return name, namespace and, with Kueue, the queue of a job."""
-    found: dict[str, Any] = {"name": job.name, "namespace": options.namespace}
-    if options.queue_name:
-        found["labels"] = {"kueue.x-k8s.io/queue-name": options.queue_name}
-    return found

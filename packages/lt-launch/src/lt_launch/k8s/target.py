@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from lt_launch.errors import LaunchError
 from lt_launch.job import Pipeline, with_container_env
-from lt_launch.k8s.manifest import manifest_notes, manifests
+from lt_launch.k8s.manifest import manifests
 from lt_launch.k8s.options import KubernetesOptions
 from lt_launch.profile import Profile
 from lt_launch.target import Finding, LaunchTarget, RenderedLaunch
@@ -44,9 +44,8 @@ class KubernetesTarget(LaunchTarget):
         documents = manifests(job, options, profile.python)
         document = yaml.dump_all(documents, Dumper=Plain, sort_keys=False, width=1000)
         file = f"{job.name}.yaml"
-        notes = (*profile.container_notes, *manifest_notes(job, options))
         commands = (("kubectl", "apply", "-f", file),)
-        return RenderedLaunch(files={file: document}, commands=commands, notes=notes)
+        return RenderedLaunch(files={file: document}, commands=commands, notes=profile.container_notes)
 
     def doctor(self, profile: Profile, pipeline: Pipeline | None) -> Iterator[Finding]:
         """Check that the pipeline can be rendered."""
