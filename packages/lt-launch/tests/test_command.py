@@ -34,11 +34,6 @@ def test_a_command_is_imported_when_it_is_called_and_named_after_its_entry_point
     assert run_lt("demo", "--help").stdout.startswith("Usage: lt demo [OPTIONS] COMMAND [ARGS]...\n")
 
 
-def test_help_of_a_command_is_plain_text(run_lt: Run) -> None:
-    for arguments in (["--help"], ["demo", "--help"], ["demo", "echo", "--help"]):
-        assert run_lt(*arguments).stdout.isascii()
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -82,14 +77,6 @@ def test_our_mistakes_show_their_traceback_and_end_with_70(run_lt: Run, name: st
     assert done.returncode == 70
     assert "Traceback (most recent call last)" in done.stderr
     assert done.stderr.splitlines()[-1] == last_line
-
-
-@pytest.mark.parametrize("arguments", [["demo", "--nonsense"], ["demo", "echo"], ["demo", "nonsense"]])
-def test_usage_errors_end_with_64(run_lt: Run, arguments: list[str]) -> None:
-    done = run_lt(*arguments)
-    assert done.returncode == 64
-    assert "Traceback" not in done.stderr
-    assert "Error: " in done.stderr
 
 
 def test_version_lists_the_installed_packages(run_lt: Run) -> None:
@@ -141,9 +128,3 @@ def test_without_typer_the_install_line_is_printed() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.stderr == "lt data: the command needs typer: pip install 'lt-data[cli]'\n"
     assert done.returncode == 64
-
-
-def test_extra_for_reads_the_requirements() -> None:
-    assert catalog.extra_for("lt-model", "rich") == "lt-model[cli]"
-    assert catalog.extra_for("lt-model", "torch.nn") == "lt-model[torch]"
-    assert catalog.extra_for("lt-model", "numpy") == ""

@@ -50,9 +50,3 @@ def test_help_of_one_command_loads_its_own_package_and_nothing_heavy(name: str) 
     own = COMMANDS[name].install.partition("[")[0].replace("-", "_")
     adding = {entry.value.partition(".")[0] for entry in entry_points(group=f"lt.commands.{name}")}
     assert sorted(module for module in modules if module.startswith("lt_")) == sorted({"lt_launch", own} | adding)
-
-
-def test_importing_the_package_loads_nothing() -> None:
-    program = "import sys; import lt_launch; print([m for m in sys.modules if m.startswith(('lt_', 'typer'))])"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "['lt_launch']"

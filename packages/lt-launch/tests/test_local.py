@@ -126,13 +126,6 @@ def test_a_run_to_its_end_keeps_what_a_person_may_want_to_know_later(lt: Lt) -> 
     assert lt.attempts() == [("done", 3)]
 
 
-def test_success_is_rank_0s_note_and_not_an_exit_code(lt: Lt) -> None:
-    lt.trainer(3, env='FAULT = "0:2:quiet"', procs=1)
-    shown = lt.run("run", "run.toml", code=70)
-    assert "rank 0 has not noted" in shown
-    assert lt.attempts() == [("failed", 1)]
-
-
 def test_a_killed_rank_is_named_and_the_run_goes_on_from_its_checkpoint(lt: Lt) -> None:
     lt.trainer(6, 0.05, env='FAULT = "1:4:-9"')
     shown = lt.run("run", "run.toml")
@@ -143,21 +136,6 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_from_its_checkpoint(lt: Lt) 
     resumed = [line for line in shown.splitlines() if line.startswith("rank 0 of 2 goes on")]
     assert resumed[0].endswith("step 0")
     assert not resumed[1].endswith("step 0")
-
-
-def test_no_restart_loop_when_no_new_checkpoint_comes(lt: Lt) -> None:
-    lt.trainer(9, 0.02, env='FAULT_ALWAYS = "0:3:-9"', procs=1, more="[job.restart]\nmax_without_progress = 2")
-    shown = lt.run("run", "run.toml", code=137)
-    assert lt.attempts() == [("killed", 2), ("killed", 2), ("killed", 2)]
-    assert "2 attempt(s) in a row made no new checkpoint" in shown
-
-
-def test_restarts_are_counted(lt: Lt) -> None:
-    lt.trainer(
-        9, env='FAULT_ALWAYS = "0:1:75"', procs=1, more="[job.restart]\nmax_restarts = 1\nmax_without_progress = 9"
-    )
-    assert "1 of 1 restarts are used up" in lt.run("run", "run.toml", code=75)
-    assert [kind for kind, _ in lt.attempts()] == ["requeued", "requeued"]
 
 
 @pytest.mark.parametrize(("what", "code"), [("64", 64), ("70", 70), ("3", 3)])
@@ -199,26 +177,6 @@ def test_nothing_is_left_when_the_launcher_is_killed(lt: Lt) -> None:
         time.sleep(0.05)
     assert "rank 0 stopped" in log.with_name("rank-00000.log").read_text()
     assert "the process that ran it is gone" in lt.run("status", "x")
-
-
-@on_linux
-@pytest.mark.parametrize("end", ["kill the launcher", "end the command"])
-def test_what_a_command_started_ends_with_it(lt: Lt, end: str) -> None:
-    """Also in a session of its own, as torchrun starts its ranks, and where it ignores SIGTERM."""
-    (lt.folder / "child.py").write_text(
-        "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nopen('up', 'w').close()\ntime.sleep(600)"
-    )
-    script = f"setsid {PYTHON[0]} -S child.py & until [ -e up -a -e go ]; do sleep 0.01; done"
-    lt.write(f"[job]\ngrace_period_s = 1.0\nargv = {json.dumps(['bash', '-c', script])}\n")
-    process = lt.start("run", "run.toml")
-    lt.until((lt.folder / "up").exists)
-    assert len(lt.pids("child.py")) == 1
-    if end == "kill the launcher":
-        process.kill()
-    else:
-        (lt.folder / "go").touch()
-        assert process.wait(60) == 0
-    lt.until(lambda: not lt.pids("child.py"))
 
 
 def test_a_reader_that_goes_away_does_not_end_the_run(lt: Lt) -> None:
@@ -353,32 +311,9 @@ def test_a_stop_ends_all_that_runs_and_begins_nothing_more(lt: Lt) -> None:
     assert not lt.pids("sleep 0.01")
 
 
-def test_restarts_are_counted_from_a_persons_launch_on(lt: Lt) -> None:
-    lt.trainer(9, env='FAULT_ALWAYS = "0:1:75"', procs=1, more="[job.restart]\nmax_restarts = 1")
-    for _ in range(2):
-        lt.run("run", "run.toml", code=75)
-    assert len(lt.attempts()) == 4, "two each"
-
-
-def test_a_changed_command_is_another_stage_and_what_comes_after_it_too(lt: Lt) -> None:
-    lt.write(PIPELINE)
-    (lt.folder / "allowed").touch()
-    lt.run("run", "run.toml")
-    lt.write(PIPELINE.replace("echo text > text.txt", "echo words > text.txt"))
-    lt.run("run", "run.toml")
-    assert set(ran(lt).values()) == {2}
-    assert (lt.folder / "exported").read_text() == "words\n" * 3
-
-
 def test_a_stage_that_does_not_make_what_it_promised_has_failed(lt: Lt) -> None:
     lt.write('[job]\nargv = ["true"]\n[[stages]]\nname = "a"\noutputs = ["gone.txt"]\n')
     assert "did not make gone.txt" in lt.run("run", "run.toml", code=70)
-
-
-def test_one_stage_alone(lt: Lt) -> None:
-    lt.write(PIPELINE)
-    lt.run("run", "run.toml", "--stage", "download")
-    assert ran(lt) == {"download": 1}
 
 
 def test_in_the_background_with_status_logs_and_cancel(lt: Lt) -> None:

@@ -1,8 +1,6 @@
 """Real processes of one node under an attempt: failures, signals and grace, and that nothing is left behind."""
 
 import ast
-import json
-import os
 import shlex
 import signal
 import sys
@@ -141,29 +139,11 @@ os._exit({{0: 75, 1: 1, 2: 75, 3: 134}}[rank])
     assert policy.read_table(made.folder / "exit.json") == result
 
 
-def test_a_success_leaves_a_stamp(stage: Callable[..., Stage], tmp_path: Path) -> None:
-    made = stage(f"{WAIT}open('out.txt', 'w').write('made')", procs_per_node=1, cwd=str(tmp_path), outputs=["out.txt"])
-    assert made.run()["kind"] == "done"
-    assert policy.done(made.spec, made.place)
-    (tmp_path / "out.txt").write_text("changed")
-    assert not policy.done(made.spec, made.place)
-
-
 def test_an_input_that_changes_while_it_is_read_is_read_again(stage: Callable[..., Stage], tmp_path: Path) -> None:
     (tmp_path / "in.txt").write_text("before")
     made = stage("open('in.txt', 'w').write('after')", procs_per_node=1, cwd=str(tmp_path), inputs=["in.txt"])
     assert made.run()["kind"] == "done"
     assert not policy.done(made.spec, made.place)
-
-
-def test_what_an_earlier_attempt_completed_proves_nothing(stage: Callable[..., Stage], tmp_path: Path) -> None:
-    (tmp_path / "events.jsonl").write_text('{"event": "start"}\n{"event": "completed"}\n')
-    made = stage("pass", procs_per_node=1, completion="run_dir", run_dir=str(tmp_path))
-    assert made.run()["code"] == 70
-    program = (
-        f'open({str(tmp_path / "events.jsonl")!r}, \'a\').write(\'{{"event": "start"}}\\n{{"event": "completed"}}\\n\')'
-    )
-    assert stage(program, procs_per_node=1, completion="run_dir", run_dir=str(tmp_path)).run()["kind"] == "done"
 
 
 def test_who_a_process_is(stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,12 +231,6 @@ def test_after_a_failure_the_others_are_told_and_then_killed(stage: Callable[...
     assert list(policy.read_notes(made.folder / "notes")) == [3]
 
 
-def test_after_a_failure_the_others_may_save(stage: Callable[..., Stage]) -> None:
-    made = stage(SAVES.replace("got = []", "got = []\nif rank == 1: os._exit(9)"), procs_per_node=2)
-    assert made.run()["code"] == 9
-    assert made.log(0) == f"ready\n{int(signal.SIGTERM)}\n"
-
-
 @on_linux
 def test_grandchildren_end_with_their_rank(stage: Callable[..., Stage]) -> None:
     program = f"{WAIT}import subprocess\nprint(subprocess.Popen(['sleep', '1000']).pid, flush=True)\nos._exit(3)"
@@ -265,15 +239,6 @@ def test_grandchildren_end_with_their_rank(stage: Callable[..., Stage]) -> None:
     assert not find_processes(made.nodes[0].token)
     stat = Path(f"/proc/{int(made.log(0))}/stat")
     assert not stat.exists() or stat.read_text().rpartition(") ")[2][0] == "Z"
-
-
-@on_linux
-def test_no_process_of_an_attempt_is_left_after_it(stage: Callable[..., Stage]) -> None:
-    made = stage("pass")
-    made.run()
-    assert not find_processes(made.nodes[0].token)
-    with pytest.raises(ProcessLookupError):
-        os.killpg(made.nodes[0].process.pid, 0)
 
 
 def test_a_last_line_without_an_end_is_shown(stage: Callable[..., Stage]) -> None:
@@ -373,14 +338,6 @@ def test_a_stage_that_trains_is_one_torchrun_per_node(tmp_path: Path) -> None:
     assert order["env"]["LT_EXIT_CODES"] == f"{folder}/notes"
     assert order["env"]["LT_RANK_LOGS"] == folder
     assert "RANK" not in order["env"]
-
-
-def test_a_stage_that_does_not_train_needs_no_torch(tmp_path: Path) -> None:
-    spec = TRAINS | {"argv": ["echo", "{index}", "{array}"], "recipe": "", "nodes": 1, "procs_per_node": 1, "array": 5}
-    (order,) = node_commands.node_commands(spec, Place(tmp_path / "p" / "spec.json", 4), 0, 0, ("127.0.0.1", 1))
-    assert order["argv"] == ["echo", "4", "5"]
-    assert json.loads(json.dumps(order)) == order
-    assert (order["env"]["LT_ARRAY_INDEX"], order["env"]["LT_ARRAY_SIZE"]) == ("4", "5")
 
 
 # --- the far end of a connection, without ssh

@@ -1,6 +1,5 @@
 """The examples for SageMaker, Slurm and Kubernetes render to the files in data/rendered, byte for byte."""
 
-import json
 import os
 import re
 import subprocess
@@ -8,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 from lt_launch.launcher import format_rendered
 from lt_launch.profile import Profile
@@ -42,23 +40,6 @@ def test_examples_render_as_they_did(name: str) -> None:
     assert text == golden.read_text(encoding="utf-8")
 
 
-def test_the_console_fields_of_a_marketplace_job_are_all_there() -> None:
-    text = text_of("litespark.json").partition("<==\n")[2].partition("\n==>")[0]
-    made = json.loads(text)
-    assert made["AlgorithmSpecification"]["AlgorithmName"].endswith("algorithm/litespark-llm-pre-training")
-    assert "MetricDefinitions" not in made["AlgorithmSpecification"]
-    assert made["ResourceConfig"] == {
-        "InstanceType": "ml.p5.48xlarge",
-        "InstanceCount": 1,
-        "VolumeSizeInGB": 1,
-        "KeepAlivePeriodInSeconds": 3600,
-    }
-    assert made["EnableNetworkIsolation"] is True
-    assert made["HyperParameters"] == {"CHECKPOINT_INTERVAL": "4000", "NUM_NODES": "1"}
-    assert [channel["ChannelName"] for channel in made["InputDataConfig"]] == ["train", "tokenizer"]
-    assert made["StoppingCondition"] == {"MaxRuntimeInSeconds": 172800}
-
-
 @pytest.mark.parametrize("example", ["continued.toml", "smp-enroot.toml"])
 def test_every_script_is_clean_and_has_at_most_forty_lines(example: str) -> None:
     file = read_run_file(EXAMPLES / example, Profile(), RunOverrides())
@@ -68,10 +49,3 @@ def test_every_script_is_clean_and_has_at_most_forty_lines(example: str) -> None
             [Path(sys.executable).with_name("shellcheck"), "-"], input=text, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stdout
-
-
-def test_the_manifest_is_yaml() -> None:
-    text = text_of("smp.yaml").partition("<==\n")[2].partition("\n==>")[0]
-    config, job = yaml.safe_load_all(text)
-    assert config["kind"] == "ConfigMap"
-    assert job["spec"]["trainer"]["numNodes"] == 8

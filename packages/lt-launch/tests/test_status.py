@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lt_launch import launcher
+from lt_launch import launcher, status
 from lt_launch.errors import LaunchError
 from lt_launch.job import Job, Pipeline, Stage
 from lt_launch.launch_dir import acquire_lock, create, load_launch, log_event, save_job_ids
@@ -16,7 +16,7 @@ from lt_launch.policy import Place, write_table
 from lt_launch.profile import Profile
 from lt_launch.progress import parse_progress, read_progress
 from lt_launch.spec import stage_spec
-from lt_launch.status import format_duration, overall_state, show_launches, show_nodes, show_status, status_rows
+from lt_launch.status import overall_state, show_launches, show_nodes, show_status, status_rows
 from lt_launch.target import RenderedLaunch, TargetNode, get_target
 
 STEPS, BATCH, SEQ = 1000, 8, 128
@@ -72,7 +72,7 @@ def test_a_launch_is_found_by_folder_name_and_the_ids_of_its_jobs(launch) -> Non
 
 
 def test_what_is_shown_after_a_submission() -> None:
-    assert doctest.testmod(launcher).failed == 0
+    assert doctest.testmod(launcher).failed == doctest.testmod(status).failed == 0
     text = launcher.format_submitted(Path("/runs/p"), {"prepare": "41", "train": "42"})
     assert text.startswith("job 41: prepare\njob 42: train\nfolder: /runs/p\nnext: lt launch status p\n")
 
@@ -137,22 +137,6 @@ def test_states_when_nobody_runs_it(launch) -> None:
         assert {row["status"].stage: row["status"].state for row in status_rows("p")}["train"] == state, kind
 
 
-def test_a_launch_that_cannot_be_read_is_told_and_the_others_are_shown(
-    launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    stages = (Stage(job=Job(name="q", argv=("x",))),)
-    pipeline = Pipeline(name="q", stages=stages, out="runs/q")
-    specs = {stage.name: stage_spec(stage, pipeline, Profile()) for stage in stages}
-    broken = create(pipeline, Profile(), "local", RenderedLaunch(files={}), specs)
-    (broken.directory / "launch.json").write_text("{")
-    show_status([], as_json=False)
-    shown = capsys.readouterr()
-    assert "runs/q/launch" in shown.err
-    assert "prepare.7" in shown.out
-    with pytest.raises(LaunchError):
-        show_status(["runs/q"], as_json=False)
-
-
 def test_json_holds_the_same(launch, capsys: pytest.CaptureFixture[str]) -> None:
     show_status(["p"], as_json=True)
     rows = {row["stage"]: row for row in json.loads(capsys.readouterr().out)}
@@ -166,15 +150,6 @@ def test_a_run_that_was_started_without_a_launcher(tmp_path: Path, last: str, st
     run_directory(tmp_path / "run", step=20, last=last)
     (row,) = status_rows(tmp_path / "run")
     assert (row["status"].state, row["progress"].step) == (state, 20)
-
-
-def test_colours_on_a_terminal(launch, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setenv("COLUMNS", "160")
-    show_status(["p"], as_json=False)
-    assert "\x1b[1;31mlost\x1b[0m" in capsys.readouterr().out
 
 
 def test_the_list_of_launches(launch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -215,20 +190,6 @@ def test_the_worst_state_is_the_launchs() -> None:
     assert overall_state(["completed", "running", "pending"]) == "running"
     assert overall_state(["completed", "failed", "running"]) == "failed"
     assert overall_state(["completed", "completed"]) == "completed"
-
-
-def test_spans_of_time() -> None:
-    spans = [0, 59.4, 59.6, 3599, 3600, 86399, 86400, 1e6]
-    assert [format_duration(span) for span in spans] == [
-        "0s",
-        "59s",
-        "1m00s",
-        "59m59s",
-        "1h00m",
-        "23h59m",
-        "1d00h",
-        "11d13h",
-    ]
 
 
 def test_the_age_is_counted_from_the_attempts_begin(launch) -> None:

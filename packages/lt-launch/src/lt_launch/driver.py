@@ -22,7 +22,6 @@ from lt_launch.errors import LaunchError
 from lt_launch.hosts import Host
 from lt_launch.job import Pipeline
 from lt_launch.launch_dir_status import read_logs, read_stage_statuses
-from lt_launch.policy import open_for_appending
 from lt_launch.process_start import identify_process
 from lt_launch.profile import Profile
 from lt_launch.stage_runner import StageRunner
@@ -77,7 +76,7 @@ def submit(launch: Launch, *, detach: bool) -> tuple[Mapping[str, str], int]:
         sys.stderr.write(escape_controls(line, keep="") + "\n")
         sys.stderr.flush()
         return {}, run_launch(launch)
-    with os.fdopen(open_for_appending(launch.directory / "output.log"), "ab") as output:
+    with open(launch.directory / "output.log", "ab") as output:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "lt_launch.driver", str(launch.directory)],
             stdin=subprocess.DEVNULL,

@@ -26,14 +26,13 @@ mebibyte and its time of change. A folder is its sorted names with theirs.
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import hashlib
 import json
 import os
 import re
 import signal
 import socket
-import stat
 import subprocess
 import sys
 import threading
@@ -102,48 +101,21 @@ def log_file(attempt: Path, rank: int) -> Path:
     return attempt / f"rank-{rank:05}.log"
 
 
-def open_regular(path: Path) -> int:
-    """Open a regular file for reading, without waiting; anything else is an OSError."""
-    return _regular(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), path)
-
-
-def open_for_appending(path: Path) -> int:
-    """Open a file for appending, new if it is missing; a link or anything else is an OSError."""
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    return _regular(os.open(path, flags, 0o666), path)
-
-
-def _regular(descriptor: int, path: Path) -> int:
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "is no regular file; remove it", str(path))
-    return descriptor
-
-
-def read_bytes(path: Path) -> bytes:
-    """Return the content of a regular file."""
-    with os.fdopen(open_regular(path), "rb") as file:
-        return file.read()
-
-
 def write_text(path: Path, text: str) -> None:
-    """Write a small file in full or not at all, under a name that nobody can have put a link at."""
+    """Write a small file in full or not at all."""
     temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}.tmp")
-    try:
-        with open(temporary, "x", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with open(temporary, "x", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
 
 
 def read_table(path: Path) -> Table | None:
     """Read a JSON object; None where there is none, or it cannot be read as one."""
     try:
-        found = json.loads(read_bytes(path))
-    except (OSError, ValueError, RecursionError):
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None
 
@@ -154,20 +126,19 @@ def write_table(path: Path, values: Table) -> None:
     write_text(path, json.dumps(values, indent=1, ensure_ascii=False) + "\n")
 
 
-def read_lines(path: Path) -> list[Table]:
-    """Read the objects of a JSON-lines file; a torn line is left out."""
+def read_lines(path: Path, since: int = 0) -> list[Table]:
+    """Read the objects of a JSON-lines file behind an offset; a torn line is left out."""
     try:
-        rows = read_bytes(path).split(b"\n")[:-1]
+        with open(path, "rb") as file:
+            file.seek(since)
+            rows = file.read().split(b"\n")[:-1]
     except OSError:
         return []
     found = []
     for row in rows:
-        try:
+        with contextlib.suppress(ValueError):
             values = json.loads(row)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(values, dict):
-            found.append(values)
+            found += [values] if isinstance(values, dict) else []
     return found
 
 
@@ -199,21 +170,8 @@ def completed(run_dir: str, since: int = 0) -> bool:
         run_dir: the run directory of lt-trainer.
         since: bytes of events.jsonl that an earlier attempt wrote; they prove nothing about this one.
     """
-    try:
-        with os.fdopen(open_regular(Path(run_dir) / "events.jsonl"), "rb") as file:
-            file.seek(since)
-            rows = file.read().split(b"\n")
-    except OSError:
-        return False
-    last = ""
-    for row in rows:
-        try:
-            kind = json.loads(row).get("event")
-        except (ValueError, AttributeError, RecursionError):
-            continue
-        if kind in ("start", "stop", "completed"):
-            last = kind
-    return last == "completed"
+    kinds = [row.get("event") for row in read_lines(Path(run_dir) / "events.jsonl", since)]
+    return [kind for kind in kinds if kind in ("start", "stop", "completed")][-1:] == ["completed"]
 
 
 # --- when a stage is done
@@ -224,8 +182,6 @@ VERSION = 1
 
 def fingerprint(path: Path) -> str:
     """Return a hash of what a file or folder holds; "missing" where there is none."""
-    if path.is_symlink() and not path.exists():
-        return "missing"
     if path.is_file():
         return _file(path)
     if not path.is_dir():
@@ -240,23 +196,17 @@ def fingerprint(path: Path) -> str:
 
 
 def _file(path: Path) -> str:
-    try:
-        size = path.stat().st_size
-        digest = hashlib.sha256(str(size).encode())
-        with os.fdopen(open_regular(path), "rb") as file:
-            if size <= WHOLE:
-                for piece in iter(lambda: file.read(PIECE), b""):
-                    digest.update(piece)
-            else:
-                digest.update(file.read(PIECE))
-                file.seek(-PIECE, os.SEEK_END)
-                digest.update(file.read(PIECE) + str(path.stat().st_mtime_ns).encode())
-    except FileNotFoundError:
-        return "missing"
-    except OSError as exc:
-        if exc.errno not in (errno.EINVAL, errno.ENXIO):
-            raise
-        return "no regular file"
+    if not path.is_file():  # opening a pipe would wait
+        return "no regular file" if path.exists() else "missing"
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with open(path, "rb") as file:
+        if size <= WHOLE:
+            digest.update(file.read())
+        else:
+            digest.update(file.read(PIECE))
+            file.seek(-PIECE, os.SEEK_END)
+            digest.update(file.read(PIECE) + str(path.stat().st_mtime_ns).encode())
     return digest.hexdigest()
 
 
@@ -340,10 +290,7 @@ def read_notes(folder: Path) -> dict[int, Note]:
     found: dict[int, Note] = {}
     for path in folder.iterdir() if folder.is_dir() else ():
         if path.name.isdigit():
-            try:
-                match = NOTE.fullmatch(read_bytes(path).decode("utf-8", "replace"))
-            except OSError:
-                continue
+            match = NOTE.fullmatch(path.read_text(encoding="utf-8", errors="replace"))
             if match:  # else it is being written
                 found[int(path.name)] = unhung(int(match[1])), match[2], path.stat().st_mtime
     return found
@@ -510,7 +457,7 @@ def run_progress(spec: Table, start: Table) -> Table:
 def last_lines(path: Path) -> list[str]:
     """Read the last lines of a log."""
     try:
-        with os.fdopen(open_regular(path), "rb") as file:
+        with open(path, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 16)))
             rows = file.read().decode("utf-8", "replace").splitlines()
     except OSError:
@@ -793,7 +740,7 @@ class SlurmStart:
         if lost and (self.spec.get("restart") or {}).get("exclude_bad_nodes"):
             never = slurm("scontrol", "show", "hostnames", ",".join(never)).split() if never else []
             file = self.place.stage / "bad-nodes"
-            with os.fdopen(open_for_appending(file), "a", encoding="utf-8") as bad:
+            with open(file, "a", encoding="utf-8") as bad:
                 bad.write("".join(f"{nodes[node]}\n" for node in lost))
             partition = slurm("sinfo", "-h", "-N", "-p", self.environ["SLURM_JOB_PARTITION"], "-o", "%N %t")
             names = file.read_text(encoding="utf-8").split()

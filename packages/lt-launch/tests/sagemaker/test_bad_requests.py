@@ -138,6 +138,7 @@ CHINA = {
         ({}, {}, {"channels": (f"train=efs://{FSX}",), **VPC}),
         ({"procs_per_node": 128, **on("ml.trn2.48xlarge")}, {"run": {"engine": "neuron"}}, {}),
         ({"nodes": 2}, {}, RUN),
+        ({}, {"checkpoint": {"mirror_url": "s3://bucket/m"}}, {"network_isolation": False}),
         ({}, {"fault_tolerance": {"grace_period_s": 100.0}}, {}),
     ],
 )

@@ -2,10 +2,8 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -93,10 +91,6 @@ def test_the_contract_is_read_whole(opt_ml: Callable[..., Path], data: Path) -> 
     (root / "input" / "config" / "checkpointconfig.json").write_text('{"LocalPath": "/opt/ml/kept"}')
     assert read_contract(root, {}).checkpoint_dir == root / "kept"
     assert read_contract(root, {}).has_checkpoint_config
-
-
-def test_one_host_needs_no_name(opt_ml: Callable[..., Path]) -> None:
-    assert read_contract(opt_ml(), {}).cluster.master_addr == "127.0.0.1"
 
 
 @pytest.mark.parametrize(
@@ -254,36 +248,3 @@ def test_attempts_follow_one_another_only_where_that_may_help(
     failure = root / "output" / "failure"
     assert (failure.read_text() if failure.exists() else "").endswith(reason)
     assert failure.exists() == bool(reason)
-
-
-SAVES = """
-import os, signal, sys, time
-from pathlib import Path
-from lt_launch.attempt import Stop, handle_stop_signals
-from lt_launch.sagemaker import entrypoint
-from lt_launch.sagemaker.contract import read_contract
-root, seconds = Path(sys.argv[1]), sys.argv[2]
-argv = ["bash", "-c", f"trap 'sleep {seconds}; exit 75' TERM; touch {root}/ready; sleep 600 & wait; wait"]
-spec = {"argv": argv, "nodes": 1, "procs_per_node": 1, "env": {}, "cwd": "", "run_dir": "",
-        "grace_s": entrypoint.GRACE_PERIOD_S, "completion": "exit", "restart": {"max_restarts": 0}}
-stop = Stop()
-with handle_stop_signals(stop):
-    sys.exit(entrypoint._run_attempts(read_contract(root, {}), spec, root / "kept", os.environ, stop, print))
-"""
-
-
-def a_save_of(seconds: int, root: Path) -> None:
-    process = subprocess.Popen([sys.executable, "-c", SAVES, str(root), str(seconds)], stdout=subprocess.DEVNULL)
-    while not (root / "ready").exists():
-        assert process.poll() is None
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=150) == 75
-    (ended,) = (root / "kept" / "stages" / "train").glob("attempt-*/exit.json")
-    result = json.loads(ended.read_bytes())
-    assert (result["kind"], result["reason"]) == ("stopped", "stopped as requested")
-    assert not (root / "output" / "failure").exists()
-
-
-def test_a_stop_signal_is_handed_on_and_waited_for(opt_ml: Callable[..., Path]) -> None:
-    a_save_of(2, opt_ml())

@@ -1,6 +1,5 @@
 """What the scripts do on a real cluster, with jobs that cost nothing: chains, arrays, orders, options, refusals."""
 
-import json
 import os
 import re
 import shutil
@@ -411,10 +410,3 @@ def test_the_script_stands_alone(cluster: Any, submit: Submit, tmp_path: Path) -
     ).stdout.strip()
     assert cluster.wait_for_end(elsewhere)["ExitCode"] == "64:0"
     assert "submit this script in its own folder" in (tmp_path / "elsewhere.out").read_text()
-
-
-def test_events_of_a_launch_hold_the_ids(cluster: Any, submit: Submit) -> None:
-    made = submit('[job]\nname = "noted"\nargv = ["true"]\n[profile]\npython = "PYTHON"\n')
-    rows = [json.loads(line) for line in (made.directory / "events.jsonl").read_text().splitlines()]
-    assert [row["job_ids"] for row in rows if row["event"] == "submitted"] == [dict(made.job_ids)]
-    wait(cluster, made)

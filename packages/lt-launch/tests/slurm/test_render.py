@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -38,7 +37,17 @@ def script(made: Job, given: Profile | None = None, **stage: Any) -> str:
 
 
 VARIANTS = {
-    "direct": (job(nodes=2, procs_per_node=8, resources=Resources(gpus_per_node=8, exclusive=True)), Profile(), {}),
+    "direct": (
+        job(
+            nodes=4,
+            procs_per_node=8,
+            grace_period_s=300,
+            time_limit_s=36 * 3600,
+            resources=Resources(gpus_per_node=8, cpus_per_proc=12, exclusive=True, partition="own", constraint="p5"),
+        ),
+        profile(slurm__partition="other", slurm__exclude=["n7", "n9"]),
+        {},
+    ),
     "srun": (
         job(nodes=16, procs_per_node=32, engine="neuron", time_limit_s=90061),
         profile(slurm__partition="trn1", slurm__account="team", slurm__sbatch_args=["--comment=x"]),
@@ -72,26 +81,6 @@ def test_scripts_are_as_they_were_and_clean(name: str, tmp_path: Path) -> None:
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
 
 
-def test_a_header_says_what_the_job_needs() -> None:
-    made = job(
-        nodes=4,
-        procs_per_node=8,
-        grace_period_s=300,
-        time_limit_s=36 * 3600,
-        resources=Resources(gpus_per_node=8, cpus_per_proc=12, exclusive=True, partition="own", constraint="p5"),
-    )
-    lines = script(made, profile(slurm__partition="other", slurm__exclude=["n7", "n9"])).splitlines()
-    header = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")]
-    assert header == [
-        "--job-name=wiki-train --output=../stages/train/slurm-%j.out",
-        "--nodes=4 --ntasks-per-node=8 --cpus-per-task=12 --gpus-per-node=8 --mem=0 --exclusive",
-        "--partition=own --constraint=p5 --exclude=n7,n9",
-        "--time=1-12:00:00",
-        "--signal=B:USR1@330",
-        "--requeue --open-mode=append --kill-on-invalid-dep=yes",
-    ]
-
-
 def test_a_limit_that_leaves_no_time_to_train_is_refused() -> None:
     with pytest.raises(RecipeError, match="leaves no time to train: the signal comes 150 s before the limit"):
         script(job(time_limit_s=150))
@@ -110,25 +99,6 @@ def test_a_warning_that_comes_too_late_to_save_is_refused() -> None:
     assert "--signal=B:USR1@119\n" in script(job(grace_period_s=119), late)
 
 
-def test_the_step_has_its_own_cpus_per_task_and_each_rank_all_gpus_of_its_node() -> None:
-    """srun does not take --cpus-per-task from sbatch since Slurm 22.05; --gpus-per-task would hide a rank's peers."""
-    resources = Resources(gpus_per_node=8, cpus_per_proc=12, exclusive=True)
-    text = script(job(nodes=2, procs_per_node=8, resources=resources))
-    (step,) = re.findall(r"^step=\((.*)\)$", text, re.MULTILINE)
-    assert step.split()[:6] == [
-        "srun",
-        "--nodes=2",
-        "--ntasks=16",
-        "--ntasks-per-node=8",
-        "--distribution=block",
-        "--cpus-per-task=12",
-    ]
-    assert "gpus-per-task" not in text
-    assert "--gpus-per-node=8 --mem=0 --exclusive\n" in text
-    without = script(job(nodes=2, procs_per_node=8, resources=Resources(gpus_per_node=8)))
-    assert "--cpu-bind=none" in without, "else each rank would be bound to the one core that Slurm counts for it"
-
-
 def test_values_that_enroot_would_change_are_refused() -> None:
     """Its common::envfmt removes quotes around a value; pyxis passes the environment of the task."""
     image = ContainerImage(image="/fsx/lt.sqsh")
@@ -140,25 +110,6 @@ def test_values_that_enroot_would_change_are_refused() -> None:
     assert script(made, profile(slurm__container_runtime="pyxis"))
     assert script(job(env={"WORD": '{"a": 1} "b"'}, container=image))
     assert script(job(env={"WORD": '"a"'}))
-
-
-def test_dependencies_stand_in_the_commands() -> None:
-    stages = (
-        Stage(job=job(name="prepare"), array=3),
-        Stage(job=job(name="convert")),
-        Stage(job=job(name="train"), after=("prepare", "convert")),
-    )
-    commands = render(Pipeline(name="wiki", stages=stages), Profile()).commands
-    assert commands == (
-        ("sbatch", "--parsable", "prepare.sbatch"),
-        ("sbatch", "--parsable", "convert.sbatch"),
-        (
-            "sbatch",
-            "--parsable",
-            "--dependency=afterok:{jobid:prepare},afterok:{jobid:convert}",
-            "train.sbatch",
-        ),
-    )
 
 
 def test_what_the_controller_answers() -> None:
@@ -253,14 +204,6 @@ def leave(place: Place, number: int, codes: dict[int, int]) -> None:
 
 def result_of(place: Place, number: int) -> dict[str, Any]:
     return json.loads((place.attempt(number) / "exit.json").read_bytes())
-
-
-def test_an_attempt_that_nobody_concluded_was_cut_short(tmp_path: Path) -> None:
-    place = attempts(tmp_path)
-    assert begin(place) == 0
-    assert begin(place, restarts=1) == 1
-    result = result_of(place, 0)
-    assert (result["kind"], result["code"], result["interrupted"]) == ("lost", 75, True)
 
 
 def test_lost_nodes_are_those_that_others_outlived() -> None:
@@ -370,21 +313,6 @@ EVERYTHING = {
     ),
     "container": ContainerImage(image="/fsx/lt.sqsh", mounts=("/fsx:/fsx", "/data:/data:ro"), workdir="/w"),
 }
-
-
-@pytest.mark.parametrize("engine", ["gpu", "neuron"])
-@pytest.mark.parametrize("runtime", ["auto", "pyxis", "enroot"])
-def test_scripts_have_at_most_forty_lines(engine: str, runtime: str) -> None:
-    """Besides options of sbatch and set-up lines that the profile names."""
-    words = {f"slurm__{name}": name for name in ("account", "qos", "reservation")}
-    given = profile(**words, slurm__exclude=["n7"], slurm__container_runtime=runtime, python="/fsx/venv/bin/python")
-    text = script(job(engine=engine, completion="run_dir", run_dir="run", **EVERYTHING), given)
-    assert len(text.splitlines()) <= 40
-    shellcheck = Path(sys.executable).with_name("shellcheck")
-    done = subprocess.run([shellcheck, "-"], input=text, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
-    for made, own, stage in VARIANTS.values():
-        assert len(script(made, own, **stage).splitlines()) <= 40
 
 
 def test_what_was_before_a_person_launched_again_does_not_count(tmp_path: Path) -> None:

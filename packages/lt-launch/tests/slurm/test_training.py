@@ -5,7 +5,6 @@ import os
 import random
 import shutil
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -344,28 +343,6 @@ def parent_of(pid: int) -> int:
     except OSError:
         return 0
     return 0 if state in "ZX" else int(parent)
-
-
-def test_training_that_goes_nowhere_is_not_started_for_ever(cluster: Any, submit: Callable[..., Any]) -> None:
-    """A rank that is killed again and again before a checkpoint: three attempts, then it ends with the reason."""
-    made, id_ = submit("stuck", 100000, interval=50000)
-    disturber = Disturber(cluster, made, id_)
-    for _ in range(3):
-        cluster.wait_for(lambda: _running(made) and disturber.pid(0), "a rank")
-        attempts = len(exits(made))
-        os.kill(disturber.pid(0), signal.SIGKILL)
-        cluster.wait_for(lambda attempts=attempts: exits(made)[attempts - 1 :][:1] != [{}], "the end of the attempt")
-        time.sleep(1)
-        if cluster.job(id_)["JobState"] == "PENDING":
-            cluster.go_now(id_)
-    job = cluster.wait_for_end(id_)
-    assert job["JobState"] == "FAILED"
-    assert job["ExitCode"] == "137:0"
-    (status,) = SlurmTarget().status(made)
-    assert status.state == "failed"
-    assert "rank 0" in status.reason
-    assert "SIGKILL" in status.reason
-    assert len(exits(made)) == 3
 
 
 def _running(made: Launch) -> bool:

@@ -16,7 +16,7 @@ from lt_launch.errors import LaunchError
 from lt_launch.job import Pipeline
 from lt_launch.launch_dir import read_log
 from lt_launch.launch_dir_status import element_status, find_stage_dir
-from lt_launch.policy import Place, log_file, read_bytes
+from lt_launch.policy import Place, log_file
 from lt_launch.profile import Profile
 from lt_launch.slurm.commands import (
     STATES,
@@ -208,7 +208,7 @@ def _attempt_nodes(place: Place, default: tuple[str, ...]) -> tuple[str, ...]:
         return default
     file = place.attempt(attempts[-1]) / "slurm"
     try:
-        words = read_bytes(file).decode("utf-8", "replace").split()
+        words = file.read_text(encoding="utf-8").split()
     except OSError:
         return default
     return (words[2],) if len(words) == 3 else default
