@@ -21,7 +21,7 @@ from lt_trainer.config.recipe import from_dict, llama_config, load, to_dict
 from lt_trainer.config.sections import Recipe
 from lt_trainer.run_directory.jsonl import read_jsonl
 from lt_trainer_neuron.compile_key import check_compiled
-from lt_trainer_neuron.environment import build_env
+from lt_trainer_neuron.environment import neuron_env
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 LAUNCHES = {path.name: path for path in (EXAMPLES / "launch").glob("*.toml")}
@@ -140,7 +140,7 @@ def test_precompile_compiles_the_graphs_of_the_train_stage(name: str, tmp_path: 
 
     model = llama_config(train, train.model.vocab_size)
     assert train.engine["neuron"].compile_key == "error"  # raises where no key fits
-    assert check_compiled(train, model, environ | build_env(train, environ)) == ""
+    assert check_compiled(train, model, environ | neuron_env(train, environ)) == ""
 
 
 SMALL = [

@@ -47,7 +47,8 @@ if name == "lt-ckpt" or arguments[0] == "neuron-cache":
 
 from lt_trainer.engine import World
 from lt_trainer.config.recipe import llama_config, load
-from lt_trainer_neuron import SPEC, check_model
+from lt_trainer_neuron.checks import check_model
+from lt_trainer_neuron.spec import SPEC
 
 path = Path(next(argument for argument in arguments[1:] if argument.endswith(".toml")))
 recipe = load(path).recipe

@@ -10,9 +10,9 @@ import pytest
 from lt_model import LlamaConfig
 from lt_trainer.config.recipe import llama_config, load
 from lt_trainer.engine import World
-from lt_trainer_neuron import SPEC
 from lt_trainer_neuron.malloc import limit_malloc_arenas
 from lt_trainer_neuron.sdk import NotInstalledError
+from lt_trainer_neuron.spec import SPEC
 
 SCRIPT = """
 import ctypes, os, sys, threading
@@ -59,7 +59,7 @@ def test_what_is_no_number_changes_nothing() -> None:
 def test_a_rank_bounds_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything of Neuron is loaded, and by the person's value where there is one."""
     asked: list[str] = []
-    monkeypatch.setattr("lt_trainer_neuron.malloc.limit_malloc_arenas", asked.append)
+    monkeypatch.setattr("lt_trainer_neuron.spec.limit_malloc_arenas", asked.append)
     monkeypatch.setattr("lt_trainer_neuron.spec.require_installed", _nothing)
     monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
     recipe = load(

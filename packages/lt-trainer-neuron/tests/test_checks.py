@@ -11,8 +11,9 @@ from lt_trainer.engine import World
 from lt_trainer.errors import RecipeError
 from lt_trainer.optimizers import OPTIMIZERS
 from lt_trainer.optimizers.spec import StateSlot
-from lt_trainer_neuron import SPEC, check_model, check_recipe
+from lt_trainer_neuron.checks import check_model, check_recipe
 from lt_trainer_neuron.sdk import NotInstalledError
+from lt_trainer_neuron.spec import SPEC
 
 ALONE = World()
 

@@ -8,7 +8,8 @@ import pytest
 from lt_trainer.config.recipe import from_dict, load, to_dict
 from lt_trainer.config.section import leaves
 from lt_trainer.errors import RecipeError
-from lt_trainer_neuron import SPEC, NeuronOptions
+from lt_trainer_neuron.options import NeuronOptions
+from lt_trainer_neuron.spec import SPEC
 
 STORE = {"data": {"store": "stores/train"}}
 

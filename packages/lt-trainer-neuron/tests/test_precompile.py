@@ -20,8 +20,8 @@ from lt_trainer.config.section import leaves
 from lt_trainer.config.sections import Recipe
 from lt_trainer.engine import World
 from lt_trainer.errors import RecipeError
-from lt_trainer_neuron import check_recipe
 from lt_trainer_neuron import precompile as precompiling
+from lt_trainer_neuron.checks import check_recipe
 from lt_trainer_neuron.cli.env import app as env_app
 from lt_trainer_neuron.cli.precompile import app as precompile_app
 from lt_trainer_neuron.compile_cache import CompileCacheError
@@ -61,7 +61,7 @@ def recipe(*sets: str) -> Recipe:
 
 def key(*sets: str) -> dict[str, object]:
     made = recipe(*sets)
-    return compile_key(made, MODEL, neuron_env(made))
+    return compile_key(made, MODEL, neuron_env(made, {}))
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_the_nearest_key_is_told() -> None:
 def test_a_run_warns_refuses_or_passes(tmp_path: Path) -> None:
     sets = [f"engine.neuron.compile_cache={tmp_path / 'cache'}"]
     made = recipe(*sets)
-    environ = neuron_env(made)
+    environ = neuron_env(made, {})
     told = check_compiled(made, MODEL, environ)
     assert f"{tmp_path / 'cache'} (this cache has no precompiled graphs)" in told
     strict = recipe(*sets, "engine.neuron.compile_key=error")
@@ -141,8 +141,8 @@ def test_a_key_that_cannot_be_read_is_said(tmp_path: Path) -> None:
 
 def test_the_keys_of_a_bucket_lie_beside_the_run() -> None:
     made = recipe("run.dir=runs/a", "engine.neuron.compile_cache=s3://bucket/cache")
-    assert keys_folder(made, neuron_env(made)) == Path("runs/lt-compile-keys")
-    assert keys_folder(made, neuron_env(made) | {"NEURON_COMPILE_CACHE_URL": "/c"}) == Path("/c/lt-compile-keys")
+    assert keys_folder(made, neuron_env(made, {})) == Path("runs/lt-compile-keys")
+    assert keys_folder(made, neuron_env(made, {}) | {"NEURON_COMPILE_CACHE_URL": "/c"}) == Path("/c/lt-compile-keys")
 
 
 def test_shapes_are_fixed() -> None:
@@ -193,7 +193,7 @@ def test_the_same_recipe_is_traced_under_the_tool_and_its_key_noted(run_file: Pa
     assert told["arguments"] == [sys.executable, *launch, *rank, str(run_file), "--steps", "3", *sets]
     assert told["flags"] == "--model-type=transformer"
     resolved = load(run_file, overrides=["data.document_mask=false", "engine.neuron.compile_key=error"])
-    environ = neuron_env(resolved.recipe)
+    environ = neuron_env(resolved.recipe, {})
     assert check_compiled(resolved.recipe, MODEL, environ) == ""
     changed = load(run_file, overrides=["engine.neuron.compile_key=error"])
     with pytest.raises(NotCompiledError, match="document_mask: precompiled with False, now True"):

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -171,8 +170,7 @@ def check_compiled(recipe: Recipe, model: LlamaConfig, environ: Mapping[str, str
     differences = diff_keys(compile_key(recipe, model, environ), read_keys(folder))
     if not differences:
         return ""
-    n_more = len(differences) - 5
-    shown = "; ".join(differences[:5]) + (f"; and {n_more} more" if n_more > 0 else "")
+    shown = "; ".join(differences[:5]) + f"; and {len(differences) - 5} more" * (len(differences) > 5)
     message = (
         f"the graphs of this run are not in the compile cache {cache_url(environ)} ({shown}): its first steps will "
         "compile, which can take hours"
@@ -182,10 +180,3 @@ def check_compiled(recipe: Recipe, model: LlamaConfig, environ: Mapping[str, str
             f"{message}; run lt train precompile with this recipe first, or set engine.neuron.compile_key to warn"
         )
     return message
-
-
-def build_rank_env(recipe: Recipe) -> dict[str, str]:
-    """Return this process's environment merged with the variables of a rank of this recipe."""
-    from lt_trainer_neuron.environment import build_env
-
-    return os.environ | build_env(recipe, os.environ)

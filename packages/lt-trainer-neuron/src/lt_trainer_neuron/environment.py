@@ -8,12 +8,8 @@ contradict the recipe, an error is raised. The values are those of the Llama rec
 Variables that belong to a cluster rather than to a recipe (root addresses, network interfaces) are set by the launcher.
 One is of neither: torch-xla gives a process the NeuronCore of its rank only if it takes torchrun for its launcher
 (`launch_env`).
-
-A process that sets the variables records the values in `ENV_RECORD_VARIABLE`, so that neither a child process nor a
-second run in the same process takes them for values of the user.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -21,9 +17,6 @@ from lt_trainer.config.recipe import engine_options
 from lt_trainer.config.sections import Recipe
 from lt_trainer.errors import RecipeError
 from lt_trainer_neuron.options import SECTION, NeuronOptions
-
-ENV_RECORD_VARIABLE = "LT_NEURON_ENV"
-"""Variable that holds, as JSON, the values set by this module."""
 
 TORCHRUN_VARIABLE = "TORCHELASTIC_RUN_ID"
 """Variable whose existence is what `torch.distributed.is_torchelastic_launched` asks for."""
@@ -58,8 +51,7 @@ class EnvVariable:
 
 def _default_variables(recipe: Recipe, options: NeuronOptions) -> dict[str, tuple[str, str]]:
     """Return value and reason by variable name."""
-    cores = str(options.num_neuroncores)
-    of_cores = f"one rank per NeuronCore ({SECTION}.num_neuroncores)"
+    of_cores = str(options.num_neuroncores), f"one rank per NeuronCore ({SECTION}.num_neuroncores)"
     rows = {
         "MALLOC_ARENA_MAX": (str(options.malloc_arenas), "limits the malloc arenas that glibc keeps per thread"),
         "NEURON_CC_FLAGS": (options.cc_flags, f"flags of the compiler ({SECTION}.cc_flags); part of the cache's key"),
@@ -73,11 +65,9 @@ def _default_variables(recipe: Recipe, options: NeuronOptions) -> dict[str, tupl
             "with 1, torch-xla up to 2.9 may give wrong data where a matrix is split along its second dimension",
         ),
     }
-    rows |= dict.fromkeys(CORE_COUNT_VARIABLES, (cores, of_cores))
-    rows |= _precision_variables(options)
+    rows |= dict.fromkeys(CORE_COUNT_VARIABLES, of_cores) | _precision_variables(options)
     if options.compile_cache:
-        reason = f"cache of compiled graphs ({SECTION}.compile_cache)"
-        rows["NEURON_COMPILE_CACHE_URL"] = (options.compile_cache, reason)
+        rows["NEURON_COMPILE_CACHE_URL"] = options.compile_cache, f"cache of graphs ({SECTION}.compile_cache)"
     if recipe.parallel.n_nodes > 1:
         nodes = f"{recipe.parallel.n_nodes} nodes communicate over EFA (parallel.n_nodes)"
         rows["FI_PROVIDER"] = ("efa", nodes)
@@ -91,20 +81,13 @@ def _precision_variables(options: NeuronOptions) -> dict[str, tuple[str, str]]:
 
     fp32 master weights keep what rounding would lose, so only pure bf16 uses stochastic rounding.
     """
-    setting = f"{SECTION}.precision = {options.precision}"
-    rounding, deprecation = "NEURON_RT_STOCHASTIC_ROUNDING_EN", "deprecated, and read by torch-neuronx up to 2.9"
+    setting, rounding = f"{SECTION}.precision = {options.precision}", "NEURON_RT_STOCHASTIC_ROUNDING_EN"
+    casts = f"{setting}: fp32 tensors are bf16 on the device; deprecated, and read by torch-neuronx up to 2.9"
     if options.precision == "bf16_sr":
-        return {
-            rounding: ("1", f"{setting}: without master weights, bf16 weights take up small updates only on average"),
-            "XLA_USE_BF16": ("1", f"{setting}: fp32 tensors are bf16 on the device; {deprecation}"),
-        }
+        reason = f"{setting}: without master weights, bf16 weights take up small updates only on average"
+        return {rounding: ("1", reason), "XLA_USE_BF16": ("1", casts)}
     rows = {rounding: ("0", f"{setting}: fp32 master weights keep what rounding would lose")}
-    if options.precision == "downcast":
-        rows["XLA_DOWNCAST_BF16"] = (
-            "1",
-            f"{setting}: fp32 tensors are bf16 on the device, fp64 ones fp32; {deprecation}",
-        )
-    return rows
+    return rows | ({"XLA_DOWNCAST_BF16": ("1", f"{casts}; fp64 ones fp32")} if options.precision == "downcast" else {})
 
 
 def list_variables(recipe: Recipe, *, environ: Mapping[str, str]) -> list[EnvVariable]:
@@ -112,31 +95,19 @@ def list_variables(recipe: Recipe, *, environ: Mapping[str, str]) -> list[EnvVar
 
     Args:
         recipe: recipe with or without an `[engine.neuron]` section.
-        environ: current environment; values that are not in its `ENV_RECORD_VARIABLE` take precedence.
+        environ: current environment; its values take precedence.
     """
     options = engine_options(recipe, "neuron", NeuronOptions)
-    if options.backend == "cpu":
-        return []
-    user_env = _user_env(environ)
     return [
-        EnvVariable(name=name, value=user_env.get(name, value), reason=reason, recipe_value=value)
+        EnvVariable(name=name, value=environ.get(name, value), reason=reason, recipe_value=value)
         for name, (value, reason) in sorted(_default_variables(recipe, options).items())
+        if options.backend != "cpu"
     ]
 
 
-def neuron_env(recipe: Recipe, *, environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return values of `list_variables` by name; without `environ`, those of the recipe alone."""
-    return {item.name: item.value for item in list_variables(recipe, environ=environ or {})}
-
-
-def build_env(recipe: Recipe, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables to set for a process and its children, with their record."""
-    found = list_variables(recipe, environ=environ)
-    user_env = _user_env(environ)
-    recorded = {name: environ[name] for name in _read_env_record(environ) if name in environ and name not in user_env}
-    recorded |= {item.name: item.value for item in found if item.name not in user_env}
-    values = {item.name: item.value for item in found}
-    return values | ({ENV_RECORD_VARIABLE: json.dumps(recorded, sort_keys=True)} if recorded else {})
+def neuron_env(recipe: Recipe, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return values of `list_variables` by name."""
+    return {item.name: item.value for item in list_variables(recipe, environ=environ)}
 
 
 def launch_env(environ: Mapping[str, str]) -> dict[str, str]:
@@ -156,35 +127,16 @@ def check_environment(recipe: Recipe, environ: Mapping[str, str]) -> None:
         RecipeError: a variable makes torch-xla use bfloat16 for fp32 tensors, and the recipe does not.
     """
     options = engine_options(recipe, "neuron", NeuronOptions)
-    if options.backend == "cpu":
-        return
-    user_env, precision_variables = _user_env(environ), _precision_variables(options)
-    for name in BF16_VARIABLES:
-        wanted = name in precision_variables
-        if name in user_env and (user_env[name] not in ("", "0")) != wanted:
+    for name in BF16_VARIABLES if options.backend != "cpu" else ():
+        wanted = name in _precision_variables(options)
+        if name in environ and (environ[name] not in ("", "0")) != wanted:
             effect = (
                 "leaves in fp32 what this precision computes in bfloat16"
                 if wanted
                 else "makes every fp32 tensor bfloat16 on the device, also master weights, optimizer state and loss"
             )
             raise RecipeError(
-                f"the environment's {name}={user_env[name]} {effect}",
+                f"the environment's {name}={environ[name]} {effect}",
                 values={f"{SECTION}.precision": options.precision},
                 remedy=f"unset {name}, or choose another precision",
             )
-
-
-def _user_env(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the user's variables: all except those still equal to their recorded value."""
-    recorded = _read_env_record(environ)
-    return {
-        name: value for name, value in environ.items() if name != ENV_RECORD_VARIABLE and recorded.get(name) != value
-    }
-
-
-def _read_env_record(environ: Mapping[str, str]) -> dict[str, str]:
-    try:
-        record = json.loads(environ.get(ENV_RECORD_VARIABLE, "{}"))
-    except ValueError:
-        return {}
-    return record if isinstance(record, dict) else {}

@@ -12,6 +12,7 @@ that anyway, and with a shared cache later nodes find the compiled graphs.
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -24,8 +25,8 @@ from lt_trainer.errors import RecipeError
 from lt_trainer.planning.plan import vocab_size_and_source
 from lt_trainer_neuron.checks import check_model, check_recipe
 from lt_trainer_neuron.compile_cache import CompileCacheError, cache_url, local_cache_folder, scan_cache
-from lt_trainer_neuron.compile_key import build_rank_env, compile_key, keys_folder, write_key
-from lt_trainer_neuron.environment import check_environment
+from lt_trainer_neuron.compile_key import compile_key, keys_folder, write_key
+from lt_trainer_neuron.environment import check_environment, neuron_env
 from lt_trainer_neuron.options import SECTION, NeuronOptions
 from lt_trainer_neuron.sdk import require_installed
 
@@ -80,7 +81,7 @@ def precompile(
             values={"run.engine": recipe.run.engine, f"{SECTION}.backend": neuron.backend},
             remedy="set run.engine to neuron and engine.neuron.backend to nxd",
         )
-    environ = build_rank_env(recipe)
+    environ = os.environ | neuron_env(recipe, os.environ)
     try:
         check_recipe(recipe, World())
         check_environment(recipe, environ)

@@ -23,7 +23,7 @@ from lt_test_helpers.layouts import step_batch
 from lt_trainer.config.recipe import load
 from lt_trainer.engine import StepBatch, World
 from lt_trainer_neuron.engine import NeuronEngine
-from lt_trainer_neuron.environment import build_env
+from lt_trainer_neuron.environment import neuron_env
 from lt_trainer_neuron.nxd.backend import NxdBackend
 from lt_trainer_neuron.nxd.llama import NxdPipelineStage
 from lt_trainer_neuron.spec import SPEC
@@ -89,7 +89,7 @@ def run(sets: list[str], broken: int, seq_len: int, *, told: bool) -> dict[str, 
     recipe = load(base=base, overrides=sets).recipe
     xla = "engine.neuron.backend=xla" in sets
     if told:
-        os.environ.update(build_env(recipe, os.environ))
+        os.environ.update(neuron_env(recipe, os.environ))
     tied = "model.tie_word_embeddings=true" in sets
     config = LlamaConfig(vocab_size=VOCAB, max_position_embeddings=seq_len, tie_word_embeddings=tied, **sizes)
     engine = SPEC.open(recipe, config, World())

@@ -31,7 +31,7 @@ def _scan_cache(recipe: Path | None, cache: str) -> tuple[Path, list[CompileCach
     from lt_trainer_neuron.compile_cache import cache_url, local_cache_folder, scan_cache
     from lt_trainer_neuron.environment import neuron_env
 
-    environ = os.environ | (neuron_env(load(recipe).recipe, environ=os.environ) if recipe else {})
+    environ = os.environ | (neuron_env(load(recipe).recipe, os.environ) if recipe else {})
     folder = local_cache_folder(cache or cache_url(environ))
     return folder, scan_cache(folder)
 

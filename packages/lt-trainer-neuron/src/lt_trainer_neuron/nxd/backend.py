@@ -39,12 +39,7 @@ from lt_trainer.errors import RecipeError
 from lt_trainer.torch import GlooControl, translate_dist_errors, weight_decay_names
 from lt_trainer_neuron.grid import Grid, build_nxd_options
 from lt_trainer_neuron.nxd.attention import eager_attention, flash_attention
-from lt_trainer_neuron.nxd.collectives import (
-    Collectives,
-    NxdCollectives,
-    NxdPipelineP2P,
-    PipelineP2P,
-)
+from lt_trainer_neuron.nxd.collectives import Collectives, NxdCollectives, NxdPipelineP2P, PipelineP2P
 from lt_trainer_neuron.nxd.device import TensorDevice, XlaDevice
 from lt_trainer_neuron.nxd.gloo import GlooCollectives, GlooLayerFactory, GlooPipelineP2P
 from lt_trainer_neuron.nxd.gloo_groups import ProcessGroups, init_process_group
@@ -99,7 +94,6 @@ class NxdBackend:
         self, recipe: Recipe, config: LlamaConfig, world: World, *, dtype_policy: DtypePolicy | None = None
     ) -> None:
         options = engine_options(recipe, "neuron", NeuronOptions)
-        _check_world_size(recipe, config, options, world)
         self._dtype_policy = dtype_policy = dtype_policy or _default_policy(options)
         self.grid = Grid.from_options(recipe.parallel, world.rank, world.size)
         device, collectives, p2p, layers = _open_runtime(recipe, config, options, self.grid, dtype_policy)
@@ -289,19 +283,6 @@ def materialize_stage(stage: NxdPipelineStage, device: torch.device) -> NxdPipel
     return stage
 
 
-def _check_world_size(recipe: Recipe, config: LlamaConfig, options: NeuronOptions, world: World) -> None:
-    """Raise if plain torch-xla is used with several ranks.
-
-    Unsupported pipeline options are rejected earlier (`checks`).
-    """
-    if options.backend == "xla" and world.size > 1:
-        raise RecipeError(
-            "plain torch-xla supports one rank",
-            values={f"{SECTION}.backend": options.backend, "ranks": world.size},
-            remedy="set engine.neuron.backend to nxd, or start one rank",
-        )
-
-
 def _default_policy(options: NeuronOptions) -> DtypePolicy:
     """Return the dtypes of the recipe; on the host masters, norms and loss are fp32 or wider."""
     if options.backend != "cpu":
@@ -327,6 +308,12 @@ def _open_runtime(
         stages = GlooPipelineP2P(groups.pp) if grid.pp > 1 else None
         return TensorDevice(), GlooCollectives(groups), stages, on_gloo
     if options.backend == "xla":
+        if grid.world_size > 1:
+            raise RecipeError(
+                "plain torch-xla supports one rank",
+                values={f"{SECTION}.backend": options.backend, "ranks": grid.world_size},
+                remedy="set engine.neuron.backend to nxd, or start one rank",
+            )
         return XlaDevice(), Collectives(), None, LayerFactory(dtype_policy.compute_dtype)
     on_host = int(os.environ.get("NXD_CPU_MODE", "0")) > 0
     init_process_groups(recipe, on_host=on_host)
