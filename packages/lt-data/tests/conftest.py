@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -46,24 +45,24 @@ def texts() -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def tokenizer(texts: list[str]) -> Tokenizer:
+def tokenizer(texts) -> Tokenizer:
     return Tokenizer.train(texts, vocab_size=300)
 
 
 @pytest.fixture(scope="session")
-def documents(texts: list[str]) -> list[Document]:
+def documents(texts) -> list[Document]:
     return [Document(text=text, source=f"text {i}") for i, text in enumerate(texts)]
 
 
 @pytest.fixture
-def store(tmp_path: Path, documents: list[Document], tokenizer: Tokenizer) -> TokenStore:
+def store(tmp_path, documents, tokenizer) -> TokenStore:
     """The texts as a store of several shards."""
     prepare(documents, tokenizer=tokenizer, out=tmp_path / "store", shard_tokens=2000)
     return TokenStore(tmp_path / "store")
 
 
 @pytest.fixture(scope="session")
-def counting_store(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TokenStore]:
+def counting_store(tmp_path_factory) -> Callable[..., TokenStore]:
     """Makes a store of documents of given lengths in which the token at global offset t is t + 1."""
 
     def make(lengths: Sequence[int], shard_documents: int = 3) -> TokenStore:
@@ -123,7 +122,7 @@ def aws() -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+def moto(tmp_path_factory) -> Iterator[int]:
     """The port of an S3 server in a process of its own, for all tests: a bucket's name is one test's own."""
     pytest.importorskip("moto.server", reason="moto[server] is not installed")
     folder = tmp_path_factory.mktemp("moto")
@@ -147,7 +146,7 @@ def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+def run(monkeypatch, capsys) -> Callable[..., tuple[int, str, str]]:
     """Runs `lt-data` with some arguments, as installed; gives exit code, output and errors."""
 
     def call(*arguments: object) -> tuple[int, str, str]:

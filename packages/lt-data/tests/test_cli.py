@@ -1,24 +1,18 @@
 """The commands, run through the same `main` as the installed program."""
 
-import builtins
 import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from lt_data import TokenStore, open_pack
-from lt_data.display.progress_bars import format_si, progress_bar
-
-Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def corpus(tmp_path: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch) -> Path:
+def corpus(tmp_path, texts, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "corpus").mkdir()
     for i, text in enumerate(texts):
@@ -26,7 +20,7 @@ def corpus(tmp_path: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch) ->
     return tmp_path
 
 
-def test_the_whole_road(corpus: Path, run: Run, texts: list[str]) -> None:
+def test_the_whole_road(corpus, run, texts):
     code, out, err = run("train-tokenizer", "corpus", "--vocab-size", 300, "--out", "tok")
     assert (code, out) == (0, "tokenizer of 300 ids in tok\n")
     assert "read: " in err
@@ -54,7 +48,7 @@ def test_the_whole_road(corpus: Path, run: Run, texts: list[str]) -> None:
     assert (code, out) == (0, f"store: 59 documents, {store.n_tokens} tokens, 2 packs: verified\n")
 
 
-def test_user_errors_exit_with_64_and_one_line(corpus: Path, run: Run) -> None:
+def test_user_errors_exit_with_64_and_one_line(corpus, run):
     for arguments in (
         ("stats", "nowhere"),
         ("train-tokenizer", "corpus", "--vocab-size", 3, "--out", "tok"),
@@ -68,20 +62,13 @@ def test_user_errors_exit_with_64_and_one_line(corpus: Path, run: Run) -> None:
 
 
 @pytest.mark.parametrize("arguments", [("pack",), ("nonsense",), ("pack", "store", "--seq-len", "many")])
-def test_bad_usage_exits_with_64(run: Run, arguments: tuple[str, ...]) -> None:
+def test_bad_usage_exits_with_64(run, arguments):
     code, _, err = run(*arguments)
     assert code == 64
     assert "Usage" in err
 
 
-def test_help_and_no_arguments(run: Run) -> None:
-    code, out, _ = run("--help")
-    assert code == 0
-    for command in ("train-tokenizer", "prepare", "pack", "stats", "verify", "inspect"):
-        assert command in out
-
-
-def test_our_errors_exit_with_70_and_a_traceback(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_errors_exit_with_70_and_a_traceback(run, monkeypatch):
     def broken(*_: object, **options: object) -> None:
         raise ZeroDivisionError("a defect")
 
@@ -98,31 +85,7 @@ def test_our_errors_exit_with_70_and_a_traceback(run: Run, monkeypatch: pytest.M
     assert run("stats", "store")[0] == 70
 
 
-def test_interrupt_exits_with_130(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object, **options: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(TokenStore, "__init__", interrupted)
-    assert run("stats", "store")[0] == 130
-
-
-def test_without_typer(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    real_import = builtins.__import__
-
-    def without_typer(name: str, *arguments: object, **options: object) -> ModuleType:
-        if name == "typer":
-            raise ModuleNotFoundError("No module named 'typer'", name="typer")
-        return real_import(name, *arguments, **options)  # pyright: ignore[reportArgumentType]
-
-    monkeypatch.delitem(sys.modules, "lt_data.cli", raising=False)
-    monkeypatch.setattr(builtins, "__import__", without_typer)
-    code, out, err = run("--help")
-    monkeypatch.undo()
-    assert (code, out) == (64, "")
-    assert err == "lt-data: the command needs typer: pip install 'lt-data[cli]'\n"
-
-
-def test_as_a_module_with_workers(corpus: Path, run: Run) -> None:
+def test_as_a_module_with_workers(corpus, run):
     """Spawned workers import the main module again; that must not run the command again."""
     run("train-tokenizer", "corpus", "--vocab-size", 300, "--out", "tok")
     command = [sys.executable, "-W", "error", "-m", "lt_data", "prepare", "corpus", "--tokenizer", "tok"]
@@ -132,46 +95,3 @@ def test_as_a_module_with_workers(corpus: Path, run: Run) -> None:
     assert done.returncode == 0, done.stderr
     assert run("prepare", "corpus", "--tokenizer", "tok", "--out", "other")[0] == 0
     assert TokenStore("store").manifest == TokenStore("other").manifest
-
-
-def test_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "120")
-    with progress_bar("work") as report:
-        report(5_000_000, 10_000_000, "bytes")
-        report(10_000_000, 10_000_000, "bytes")
-    err = capsys.readouterr().err
-    assert "work" in err
-    assert "10 M of 10 M bytes" in err
-    assert "bytes/s" in err
-
-
-def test_lines_without_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    now = [100.0]
-    monkeypatch.setattr("lt_data.display.progress_bars.time.monotonic", lambda: now[0])
-    with progress_bar("work") as report:
-        for second in range(1, 31):
-            now[0] = 100.0 + second
-            report(second * 1000, 30_000, "bytes")
-    assert capsys.readouterr().err.splitlines() == [
-        "work: 10 k of 30 k bytes, 1 k bytes/s, about 20 s left",
-        "work: 20 k of 30 k bytes, 1 k bytes/s, about 10 s left",
-        "work: 30 k of 30 k bytes, 1 k bytes/s, 30 s",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0, "0"),
-        (999, "999"),
-        (1000, "1 k"),
-        (12_345, "12.3 k"),
-        (999_900, "1 M"),
-        (999_400, "999 k"),
-        (4_560_000, "4.56 M"),
-        (2e12, "2 T"),
-    ],
-)
-def test_scaled(value: float, text: str) -> None:
-    assert format_si(value) == text

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lt_data import SourceOptions, TokenStore
+from lt_data import SourceOptions
 from lt_data.errors import DataError
 from lt_data.exports.export_list import ExportList, read_export_list
 from lt_data.file_names import check_name
@@ -21,7 +21,7 @@ HOSTILE_NAMES = (
 
 
 @pytest.mark.parametrize("name", HOSTILE_NAMES)
-def test_a_name_that_leads_out_of_its_folder_is_refused_with_its_source(name: object) -> None:
+def test_a_name_that_leads_out_of_its_folder_is_refused_with_its_source(name):
     with pytest.raises(DataError) as caught:
         check_name(name, "s3://bucket/manifest.json")
     assert str(caught.value).startswith("s3://bucket/manifest.json: ")
@@ -29,16 +29,8 @@ def test_a_name_that_leads_out_of_its_folder_is_refused_with_its_source(name: ob
 
 
 @pytest.mark.parametrize("name", ["a", "a/b/c.bin", "..a", "a..", ".hidden/...", "größe 1.json", "ab:c", "a b", "~"])
-def test_other_names_are_returned_as_they_are(name: str) -> None:
+def test_other_names_are_returned_as_they_are(name):
     assert check_name(name, "manifest.json") == name
-
-
-def test_the_error_is_of_the_class_that_the_caller_gives() -> None:
-    class OtherError(ValueError):
-        pass
-
-    with pytest.raises(OtherError, match=r"index\.json: file name '\.\./a'"):
-        check_name("../a", "index.json", OtherError)
 
 
 def _export_list(folder: Path, name: str) -> None:
@@ -72,7 +64,7 @@ READERS: dict[str, Callable[[Path, str], object]] = {
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_every_reader_refuses_names_that_lead_out_of_its_folder(reader: str, store: TokenStore, tmp_path: Path) -> None:
+def test_every_reader_refuses_names_that_lead_out_of_its_folder(reader, store, tmp_path):
     assert store.path == tmp_path / "store"
     for name in HOSTILE_NAMES:
         if isinstance(name, str):

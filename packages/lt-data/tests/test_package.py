@@ -1,13 +1,15 @@
 """What importing costs, what is exported, and that the README's program runs."""
 
 import ast
+import doctest
 import json
 import re
 import subprocess
 import sys
-from importlib.metadata import entry_points, requires
+from importlib.metadata import requires
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import lt_data
@@ -32,21 +34,21 @@ def loaded_after(code: str) -> set[str]:
         "import sys; sys.argv = ['lt-data', '--version']; from lt_data.__main__ import main; main()",
     ],
 )
-def test_importing_loads_nothing_heavy(code: str) -> None:
+def test_importing_loads_nothing_heavy(code):
     assert not loaded_after(code) & (HEAVY - {"rich"})
 
 
-def test_help_loads_nothing_heavy() -> None:
+def test_help_loads_nothing_heavy():
     code = "import sys; sys.argv = ['lt-data', '--help']; from lt_data.__main__ import main; main()"
     assert not loaded_after(code) & (HEAVY - {"rich", "concurrent.futures"})
 
 
-def test_nothing_ever_loads_torch() -> None:
+def test_nothing_ever_loads_torch():
     names = ", ".join(lt_data.__all__)
     assert "torch" not in loaded_after(f"from lt_data import {names}")
 
 
-def test_what_the_base_install_brings() -> None:
+def test_what_the_base_install_brings():
     """A reader of a format needs its extra, which its error names; the base is small."""
     needed = [re.split(r"[^\w-]", line)[0] for line in requires("lt-data") or () if "extra ==" not in line]
     assert set(needed) == {"fsspec", "huggingface-hub", "numpy", "tokenizers"}
@@ -54,7 +56,7 @@ def test_what_the_base_install_brings() -> None:
     assert extras == {"cli", "datasets", "fast", "parquet", "pdf", "plot", "ray", "s3", "torch", "zstd"}
 
 
-def test_exports() -> None:
+def test_exports():
     assert len(set(lt_data.__all__)) == len(lt_data.__all__)
     for name in lt_data.__all__:
         value = getattr(lt_data, name)
@@ -65,7 +67,7 @@ def test_exports() -> None:
         _ = lt_data.nonsense  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_exports_for_type_checkers_are_the_same() -> None:
+def test_exports_for_type_checkers_are_the_same():
     tree = ast.parse((ROOT / "src/lt_data/__init__.py").read_text(encoding="utf-8"))
     (guarded,) = [node for node in tree.body if isinstance(node, ast.If)]
     imported = {
@@ -76,24 +78,23 @@ def test_exports_for_type_checkers_are_the_same() -> None:
     assert {name for name, _ in lazy} == set(lt_data.__all__)
 
 
-def test_only_one_module_imports_tokenizers() -> None:
-    importing = [
-        path.name
-        for path in (ROOT / "src/lt_data").rglob("*.py")
-        if re.search(r"^\s*(from|import) tokenizers\b", path.read_text(encoding="utf-8"), re.MULTILINE)
-    ]
-    assert importing == ["tokenizer.py"]
-
-
-def test_entry_point() -> None:
-    (found,) = [entry for entry in entry_points(group="lt.commands") if entry.name == "data"]
-    assert found.value == "lt_data.cli:app"
-
-
-def test_readme_program_runs_in_an_empty_folder(tmp_path: Path) -> None:
+def test_readme_program_runs_in_an_empty_folder(tmp_path):
     program, *_ = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     run = subprocess.run(
         [sys.executable, "-W", "error", "-c", program], cwd=tmp_path, capture_output=True, encoding="utf-8", check=False
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("torch.Size([8, 64]) ") == 3
+
+
+@pytest.mark.parametrize("name", lt_data.__all__)
+def test_the_example_of_each_public_name_runs(name, texts, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lt_data.prepare(iter(texts), tokenizer=tokenizer, out="store")
+    store = lt_data.TokenStore("store")
+    rows = lt_data.RowReader(store, lt_data.pack(store, seq_len=64))
+    known = {"np": np, "Path": Path, "tokenizer": tokenizer, "store": store, "rows": rows}
+    known |= {name: getattr(lt_data, name) for name in lt_data.__all__}
+    (example,) = doctest.DocTestFinder(recurse=False).find(getattr(lt_data, name), name, module=False, globs=known)
+    assert example.examples
+    assert doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example).failed == 0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lt_data import DataError, Document, Tokenizer, TokenStore, pack, prepare
+from lt_data import DataError, pack, prepare
 from lt_data import storage as storage_module
 from lt_data.storage import atomic_folder, write_file
 
@@ -35,13 +35,11 @@ class FailingDisk:
 
 
 @pytest.fixture
-def disk(monkeypatch: pytest.MonkeyPatch) -> FailingDisk:
+def disk(monkeypatch) -> FailingDisk:
     return FailingDisk(monkeypatch)
 
 
-def test_full_disk_at_every_write_sync_and_rename(
-    tmp_path: Path, tokenizer: Tokenizer, documents: list[Document], disk: FailingDisk
-) -> None:
+def test_full_disk_at_every_write_sync_and_rename(tmp_path, tokenizer, documents, disk):
     prepare(documents[:9], tokenizer=tokenizer, out=tmp_path / "trial", shard_tokens=1500)
     assert {"write", "fsync", "rename"} == set(disk.calls)
     for number in range(len(disk.calls)):
@@ -57,7 +55,7 @@ def test_full_disk_at_every_write_sync_and_rename(
             shutil.rmtree(tmp_path / "store")
 
 
-def test_full_disk_while_packing(tmp_path: Path, store: TokenStore, disk: FailingDisk) -> None:
+def test_full_disk_while_packing(tmp_path, store, disk):
     first = pack(store, seq_len=64)
     disk.calls.clear()
     pack(store, seq_len=64, overwrite=True)
@@ -72,9 +70,7 @@ def test_full_disk_while_packing(tmp_path: Path, store: TokenStore, disk: Failin
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc to name what is synced")
-def test_everything_is_synced_before_the_rename_and_the_parent_after(
-    tmp_path: Path, tokenizer: Tokenizer, documents: list[Document], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_everything_is_synced_before_the_rename_and_the_parent_after(tmp_path, tokenizer, documents, monkeypatch):
     events: list[Path] = []
     sizes: dict[Path, int] = {}
     fsync, rename = os.fsync, Path.rename
@@ -104,7 +100,7 @@ def test_everything_is_synced_before_the_rename_and_the_parent_after(
             assert events.index(synced) < last_of_parent < len(events) - 2
 
 
-def test_target_that_appears_meanwhile_is_not_touched(tmp_path: Path) -> None:
+def test_target_that_appears_meanwhile_is_not_touched(tmp_path):
     def overtaken() -> None:
         with atomic_folder(tmp_path / "made"):
             (tmp_path / "made").mkdir()
@@ -117,7 +113,7 @@ def test_target_that_appears_meanwhile_is_not_touched(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc to name what is synced")
-def test_folders_made_on_the_way_are_on_the_disk_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_made_on_the_way_are_on_the_disk_too(tmp_path, monkeypatch):
     """A power cut must not take the folders above a finished one."""
     kept: dict[Path, set[str]] = {}
     fsync = os.fsync

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 
@@ -26,7 +26,7 @@ class Outer:
     inner: Inner | None = None
 
 
-def test_a_dataclass_is_made() -> None:
+def test_a_dataclass_is_made():
     values = {"kind": "b", "items": [{"name": "x", "size": 3}], "pair": [4, "z"], "by_name": {"k": {"name": "w"}}}
     made = Outer(kind="b", items=(Inner(name="x", size=3),), pair=(4, "z"), by_name={"k": Inner(name="w")}, rate=2)
     assert parse(Outer, {**values, "rate": 2, "inner": None}, "file", "r") == made
@@ -44,7 +44,7 @@ def test_a_dataclass_is_made() -> None:
         ({"kind": "a", "by_name": {"k": {}}}, r"no field by_name\['k'\]\.name"),
     ],
 )
-def test_other_values_are_named(values: Any, message: str) -> None:
+def test_other_values_are_named(values, message):
     with pytest.raises(DataError, match=rf"^file: {message}; save it again$"):
         parse(Outer, values, "file", "save it again")
     for content in (b"[" * 100_000, b"\xff{}", b"{} {}", b"[]"):

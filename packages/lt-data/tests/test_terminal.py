@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lt_data import Tokenizer, TokenStore, pack
+from lt_data import TokenStore, pack
 from lt_data.__main__ import main
 from lt_data.display.terminal import escape_controls
 
@@ -19,7 +19,7 @@ def run(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> object:
     return main()
 
 
-def test_escapes() -> None:
+def test_escapes():
     assert escape_controls(EVIL) == SAFE
     assert escape_controls("a\n\tb\\n東京 é\xa0\udcff") == "a\n\tb\\n東京 é\\xa0\\udcff"
     assert escape_controls("a\n\tb", keep="") == r"a\n\tb"
@@ -27,7 +27,7 @@ def test_escapes() -> None:
 
 
 @pytest.fixture
-def evil_tokenizer(tokenizer: Tokenizer, tmp_path: Path) -> Path:
+def evil_tokenizer(tokenizer, tmp_path) -> Path:
     """A tokenizer with a special token that is an escape sequence."""
     model = json.loads(tokenizer.files["tokenizer.json"])
     template = model["added_tokens"][0]
@@ -38,7 +38,7 @@ def evil_tokenizer(tokenizer: Tokenizer, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def evil_store(evil_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def evil_store(evil_tokenizer, tmp_path, monkeypatch) -> Path:
     folder = tmp_path / EVIL
     folder.mkdir()
     (folder / f"{EVIL}.txt").write_text(f"a document {EVIL} with <\x1b[31m\n>", encoding="utf-8")
@@ -50,9 +50,7 @@ def evil_store(evil_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     return out
 
 
-def test_no_command_writes_an_escape(
-    evil_store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_no_command_writes_an_escape(evil_store, monkeypatch, capsys, tmp_path):
     capsys.readouterr()
     for command in (
         ["stats", str(evil_store), "--global-batch-size", "1"],
@@ -60,18 +58,7 @@ def test_no_command_writes_an_escape(
         ["inspect", str(evil_store), "--full-text"],
         ["verify", str(evil_store)],
         ["report", str(evil_store), "--out", str(tmp_path / f"{EVIL}.html")],
-        [
-            "export",
-            str(evil_store),
-            "--to",
-            "smp",
-            "--pad-id",
-            "0",
-            "--out",
-            str(tmp_path / f"export {EVIL}"),
-            "--seq-len",
-            "16",
-        ],
+        ["export", str(evil_store), "--to", "smp", "--out", str(tmp_path / f"export {EVIL}")],
         ["stats", str(tmp_path / f"none {EVIL}")],
     ):
         run(*command, monkeypatch=monkeypatch)
@@ -81,35 +68,3 @@ def test_no_command_writes_an_escape(
         assert "Traceback" not in shown, command
         assert [line for line in shown.replace("\t", "").splitlines() if not line.isprintable()] == [], command
         assert r"\x1b" in shown, command
-
-
-def test_prepare_and_its_errors(
-    evil_store: Path,
-    evil_tokenizer: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:
-    command = ["prepare", str(tmp_path / EVIL), "--tokenizer", str(evil_tokenizer), "--engine", "hf"]
-    bare = ["--on-bad", "skip", "--no-bos", "--no-eos"]
-    assert run(*command, "--out", f"{evil_store}2", *bare, monkeypatch=monkeypatch) == 0
-    first = capsys.readouterr()
-    assert r"special string <\x1b[31m\n> occurs 1 times" in first.out
-    assert r"skipped as not UTF-8: for example" in first.err
-    assert run(*command, "--out", str(tmp_path / "out"), "--no-bos", "--no-eos", monkeypatch=monkeypatch) == 64
-    second = capsys.readouterr()
-    assert rf"error: {tmp_path}/{SAFE}/bad.txt: not UTF-8" in second.err
-    for text in (first.out, first.err, second.out, second.err):
-        assert all(line.isprintable() for line in text.splitlines())
-
-
-def test_a_traceback_is_escaped(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def broken(*arguments: object, **options: object) -> None:
-        raise KeyError(EVIL) from Exception(EVIL)
-
-    monkeypatch.setattr("lt_data.store.token_store.TokenStore.__init__", broken)
-    assert run("verify", "store", monkeypatch=monkeypatch) == 70
-    shown = capsys.readouterr().err
-    assert "Traceback" in shown
-    assert SAFE in shown
-    assert all(line.isprintable() for line in shown.splitlines())

@@ -20,7 +20,12 @@ _REMEDIES = {
 
 
 class DataError(ValueError):
-    """Bad input, bad configuration or a file system error; the message names the cause and the remedy."""
+    """Bad input, bad configuration or a file system error; the message names the cause and the remedy.
+
+    >>> TokenStore("nowhere")
+    Traceback (most recent call last):
+    lt_data.errors.DataError: cannot read the token store's nowhere/manifest.json: ...
+    """
 
     exit_code: int = 64
 

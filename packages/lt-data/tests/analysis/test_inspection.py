@@ -1,7 +1,6 @@
 """Documents of rows, against the streams and stores that hold them, and how the command shows them."""
 
 import json
-from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -9,13 +8,11 @@ from hypothesis import strategies as st
 
 from lt_data import DataError, Document, Mixture, RowReader, Stream, TokenStore, pack, prepare
 from lt_data.analysis.inspection import inspect_batch, inspect_document, inspect_rows
-from lt_data.display.inspection_text import escape, parse_rows, quote_line
-
-Run = Callable[..., tuple[int, str, str]]
+from lt_data.display.inspection_text import escape, quote_line
 
 
 @pytest.mark.parametrize("mode", ["bfd", "concat"])
-def test_each_rank_reads_what_is_inspected(store: TokenStore, mode: str) -> None:
+def test_each_rank_reads_what_is_inspected(store, mode):
     reader = RowReader(store, pack(store, seq_len=32, mode=mode))  # pyright: ignore[reportArgumentType]
     source = Mixture({"a": reader, "b": reader}, {"a": 2, "b": 1})
     tokenizer = store.tokenizer()
@@ -46,7 +43,7 @@ def test_each_rank_reads_what_is_inspected(store: TokenStore, mode: str) -> None
                 assert span.describe() == words.get(edges, "from its middle")
 
 
-def test_rows_of_a_pack_and_single_documents(store: TokenStore) -> None:
+def test_rows_of_a_pack_and_single_documents(store):
     index = pack(store, seq_len=64)
     rows = inspect_rows(store, index, [3, 0])
     assert [(row.row, row.index, row.labels) for row in rows] == [(n, n, int(index.valid[n])) for n in (3, 0)]
@@ -61,7 +58,7 @@ def test_rows_of_a_pack_and_single_documents(store: TokenStore) -> None:
             call()
 
 
-def test_the_command(store: TokenStore, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command(store, run, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     assert "has no pack; make one with: lt data pack" in run("inspect", store.path)[2]
     rows = inspect_rows(store, pack(store, seq_len=64), range(4))
@@ -97,7 +94,7 @@ def test_the_command(store: TokenStore, run: Run, monkeypatch: pytest.MonkeyPatc
         assert message in err
 
 
-def test_text_that_a_border_cuts_inside_a_character(tmp_path, tokenizer) -> None:
+def test_text_that_a_border_cuts_inside_a_character(tmp_path, tokenizer):
     document = Document(text="🦊東京ß" * 40, source="")
     prepare([document], tokenizer=tokenizer, out=tmp_path / "store", bos=False)
     store = TokenStore(tmp_path / "store")
@@ -107,12 +104,8 @@ def test_text_that_a_border_cuts_inside_a_character(tmp_path, tokenizer) -> None
 
 
 @given(st.text(), st.integers(5, 60))
-def test_one_printable_line_of_the_width(text: str, columns: int) -> None:
+def test_one_printable_line_of_the_width(text, columns):
     shown = quote_line(text, columns)
     assert shown.isprintable()
     assert len(shown) <= columns
     assert shown == escape(text) if len(escape(text)) <= columns else shown.endswith("...")
-
-
-def test_rows_that_are_asked_for() -> None:
-    assert [parse_rows(None, None), parse_rows(3, None), parse_rows(None, "2:5")] == [None, range(3, 4), range(2, 5)]

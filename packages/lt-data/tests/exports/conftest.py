@@ -1,7 +1,6 @@
 """Stores whose rows and documents end at awkward places, in both widths of token."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ def wide_tokenizer() -> Tokenizer:
 
 
 @pytest.fixture
-def wide_store(tmp_path: Path, wide_tokenizer: Tokenizer) -> TokenStore:
+def wide_store(tmp_path, wide_tokenizer) -> TokenStore:
     """Forty documents of 1 to 300 ids, some above 65535, in shards of about 900."""
     rng = np.random.default_rng(11)
     lengths = [1, 300, *rng.integers(1, 200, size=38).tolist()]

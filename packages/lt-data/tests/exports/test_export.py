@@ -2,45 +2,17 @@
 
 import gzip
 import json
-import os
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
 import pytest
 
-from lt_data import (
-    DataError,
-    Document,
-    RowReader,
-    SourceOptions,
-    Tokenizer,
-    TokenStore,
-    pack,
-    prepare,
-    storage,
-)
-from lt_data.exports import job, smp
+from lt_data import DataError, Document, RowReader, SourceOptions, Tokenizer, TokenStore, pack, prepare
+from lt_data.exports import smp
 from lt_data.exports.export import export
 from lt_data.exports.options import ExportOptions
-
-SHAPES = pytest.mark.parametrize(
-    "shape",
-    [
-        {"to": "hf"},
-        {"to": "hf", "seq_len": 64},
-        {"to": "megatron"},
-        {"to": "smp"},
-        {"to": "litespark", "seq_len": 64},
-    ],
-    ids=str,
-)
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize(
@@ -61,47 +33,12 @@ def files_of(folder: Path) -> dict[str, bytes]:
         ({"to": "hf", "file_bytes": 0}, "file_bytes = 0: at least 1"),
     ],
 )
-def test_options_that_make_no_sense(options: dict[str, Any], message: str) -> None:
+def test_options_that_make_no_sense(options, message):
     with pytest.raises(DataError, match=message):
         ExportOptions(**options)
 
 
-@SHAPES
-def test_a_folder_is_whole_and_synced_or_not_there(
-    shape: dict[str, Any], store: TokenStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A full disk leaves nothing."""
-    options, out = ExportOptions(**shape, file_bytes=20_000), tmp_path / "out"
-    synced: dict[int, int] = {}
-
-    def watch(descriptor: int) -> None:
-        found = os.fstat(descriptor)
-        assert not out.exists() or found.st_ino == tmp_path.stat().st_ino
-        synced[found.st_ino] = found.st_size
-
-    with monkeypatch.context() as patched:
-        for module in (storage, job):
-            patched.setattr(module, "fsync", watch)
-        report = export(store, out=out, options=options)
-    made = files_of(out)
-    assert (report.files, report.bytes) == (len(made), sum(map(len, made.values())))
-    for path in (tmp_path, out, *out.rglob("*")):
-        assert path.is_dir() or synced[path.stat().st_ino] == path.stat().st_size, path
-        assert path.stat().st_ino in synced, path
-    with pytest.raises(DataError, match="exists and is not an empty folder"):
-        export(store, out=out, options=options)
-    assert files_of(out) == made
-
-    export(store, out=tmp_path / "again", options=options)
-    assert files_of(tmp_path / "again") == made, "the same bytes"
-    before = sorted(tmp_path.iterdir())
-    monkeypatch.setattr(job, "create_file", lambda path: open("/dev/full", "wb"))  # noqa: SIM115 - closed by the writer
-    with pytest.raises(DataError, match=r"cannot write .*: No space left on device; free some space"):
-        export(store, out=tmp_path / "full", options=options)
-    assert sorted(tmp_path.iterdir()) == before
-
-
-def test_padding(store: TokenStore, texts: list[str], tmp_path: Path) -> None:
+def test_padding(store, texts, tmp_path):
     options = {"to": "litespark", "seq_len": 8}
     with pytest.raises(DataError, match=r"pad_id = 300: the ids of this store are 0 to 299"):
         export(store, out=tmp_path / "out", options=ExportOptions(**options, pad_id=300))
@@ -123,7 +60,7 @@ def test_padding(store: TokenStore, texts: list[str], tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def loaded(tmp_path, monkeypatch) -> Any:
     """Exports a store and loads it with `datasets`; gives back the report too."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     datasets.disable_progress_bars()
@@ -137,7 +74,7 @@ def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("name", ["store", "wide_store"])
-def test_hf_documents(name: str, loaded: Any, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_hf_documents(name, loaded, tmp_path, request):
     store: TokenStore = request.getfixturevalue(name)
     report, found = loaded(store, file_bytes=3000, split="test")
     assert found.column_names == ["input_ids"]
@@ -148,7 +85,7 @@ def test_hf_documents(name: str, loaded: Any, tmp_path: Path, request: pytest.Fi
     assert totals == (store.n_documents, store.n_tokens, 0, 0)
 
 
-def test_hf_rows_as_the_neuron_examples_made_them(store: TokenStore, loaded: Any) -> None:
+def test_hf_rows_as_the_neuron_examples_made_them(store, loaded):
     """`group_texts` over all texts at once: consecutive runs, and labels that repeat the ids."""
     report, found = loaded(store, seq_len=100, last_row="drop", labels="copy", file_bytes=20_000)
     n_rows, rest = divmod(store.n_tokens, 100)
@@ -162,9 +99,7 @@ def test_hf_rows_as_the_neuron_examples_made_them(store: TokenStore, loaded: Any
 
 @pytest.mark.parametrize("mode", ["concat", "bfd"])
 @pytest.mark.parametrize("seq_len", [17, 300])
-def test_hf_rows_of_a_reader_that_shifts_predict_what_the_store_does(
-    store: TokenStore, loaded: Any, mode: Any, seq_len: int
-) -> None:
+def test_hf_rows_of_a_reader_that_shifts_predict_what_the_store_does(store, loaded, mode, seq_len):
     """Padding is one more document, so that its positions count from 0 again."""
     report, found = loaded(store, seq_len=seq_len, packing=mode, pad_id=7)
     reader = RowReader(store, pack(store, seq_len=seq_len, mode=mode))
@@ -188,9 +123,7 @@ def test_hf_rows_of_a_reader_that_shifts_predict_what_the_store_does(
 
 @pytest.mark.parametrize("gz", [True, False])
 @pytest.mark.parametrize("seq_len", [None, 77])
-def test_smp(
-    wide_store: TokenStore, tmp_path: Path, gz: bool, seq_len: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_smp(wide_store, tmp_path, gz, seq_len, monkeypatch):
     monkeypatch.setattr(smp, "_CHUNK_IDS", 100)  # long lines are written in parts
     store = wide_store
     options = ExportOptions(to="smp", gz=gz, seq_len=seq_len, file_bytes=5000)
@@ -222,9 +155,7 @@ def test_smp(
 
 
 @pytest.mark.parametrize("shape", [{"to": "hf"}, {"to": "smp"}, {"to": "smp", "seq_len": 50, "gz": False}], ids=str)
-def test_prepare_reads_what_was_exported(
-    shape: dict[str, Any], wide_store: TokenStore, wide_tokenizer: Tokenizer, tmp_path: Path
-) -> None:
+def test_prepare_reads_what_was_exported(shape, wide_store, wide_tokenizer, tmp_path):
     export(wide_store, out=tmp_path / "out", options=ExportOptions(**shape, file_bytes=5000))
     options = SourceOptions(tokens_field="input_ids")
     prepare([tmp_path / "out"], options=options, tokenizer=wide_tokenizer, out=tmp_path / "back", bos=False, eos=False)

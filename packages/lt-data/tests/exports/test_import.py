@@ -29,7 +29,7 @@ def contents(path: Path) -> list[list[int]]:
 
 
 @pytest.fixture
-def load(tmp_path: Path, tokenizer: Tokenizer) -> Any:
+def load(tmp_path, tokenizer) -> Any:
     """Imports to a new folder; gives back the documents and the report."""
 
     def load(path: Path, tokenizer: Tokenizer = tokenizer, **options: Any) -> tuple[list[list[int]], Any]:
@@ -41,7 +41,7 @@ def load(tmp_path: Path, tokenizer: Tokenizer) -> Any:
 
 
 @pytest.fixture
-def refuse(load: Any, tmp_path: Path) -> Any:
+def refuse(load, tmp_path) -> Any:
     def refuse(message: str, path: Path, **more: Any) -> None:
         before = sorted(tmp_path.glob("store*/manifest.json"))
         with pytest.raises(DataError, match=message):
@@ -51,31 +51,12 @@ def refuse(load: Any, tmp_path: Path) -> Any:
     return refuse
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"format": "parquet"}, "format = 'parquet': one of litespark, megatron"),
-        ({"format": "smp"}, "format = 'smp': a source of prepare, with tokens_field"),
-        ({"format": "litespark"}, "boundaries = None: one of bos, eos, rows, files"),
-        ({"format": "litespark", "boundaries": "lines"}, "boundaries = 'lines': one of bos, eos, rows, files"),
-        ({"format": "megatron", "boundaries": "eos"}, "format = megatron: only bos and eos apply"),
-        ({"format": "litespark", "boundaries": "eos", "seq_len": 4}, "seq_len: applies to boundaries = rows"),
-        ({"format": "litespark", "boundaries": "rows", "seq_len": 0}, "seq_len = 0: at least 1"),
-    ],
-)
-def test_options_that_make_no_sense(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        ImportOptions(**options)
-
-
 @pytest.mark.parametrize("to", ["megatron", "litespark"])
 @settings(max_examples=8)
 @given(
     documents=DOCUMENTS, marked=st.booleans(), seq_len=st.integers(1, 60), file_bytes=st.sampled_from([1, 130, None])
 )
-def test_the_store_comes_back(
-    tokenizer: Tokenizer, to: Any, documents: list[list[int]], marked: bool, seq_len: int, file_bytes: int | None
-) -> None:
+def test_the_store_comes_back(tokenizer, to, documents, marked, seq_len, file_bytes):
     """With its fingerprint, and of Litespark also from the folder of its split alone."""
     blocks = to == "litespark"
     marked = marked or blocks  # what has no boundaries needs a mark of them
@@ -99,9 +80,7 @@ def test_the_store_comes_back(
 
 
 @pytest.mark.parametrize("to", ["litespark", "megatron"])
-def test_an_export_is_compared_with_its_list(
-    to: Any, store: TokenStore, tmp_path: Path, wide_tokenizer: Tokenizer, refuse: Any
-) -> None:
+def test_an_export_is_compared_with_its_list(to, store, tmp_path, wide_tokenizer, refuse):
     out, blocks = tmp_path / "out", to == "litespark"
     export(store, out=out, options=ExportOptions(to=to, seq_len=64 if blocks else None))
     right = {"format": to, "boundaries": "eos" if blocks else None}
@@ -135,9 +114,7 @@ def test_an_export_is_compared_with_its_list(
 
 
 @pytest.mark.parametrize(("name", "token_bytes"), [("store", 2), ("wide_store", 4)])
-def test_litespark_is_read_by_numpy(
-    name: str, token_bytes: int, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_litespark_is_read_by_numpy(name, token_bytes, tmp_path, request):
     store: TokenStore = request.getfixturevalue(name)
     options = ExportOptions(to="litespark", seq_len=64, pad_id=3, file_bytes=4000, split="validation")
     report = export(store, out=tmp_path / "out", options=options)
@@ -158,7 +135,7 @@ def test_litespark_is_read_by_numpy(
     assert (report.samples, report.tokens, report.padding) == (rows, store.n_tokens, padding)
 
 
-def test_the_last_row_of_litespark_is_dropped_on_request(store: TokenStore, tmp_path: Path, load: Any) -> None:
+def test_the_last_row_of_litespark_is_dropped_on_request(store, tmp_path, load):
     options = ExportOptions(to="litespark", seq_len=99, last_row="drop", file_bytes=700)
     report = export(store, out=tmp_path / "out", options=options)
     found, _ = load(tmp_path / "out", format="litespark", boundaries="files")
@@ -176,7 +153,7 @@ def foreign_litespark(folder: Path, files: dict[str, list[int]], metadata: dict[
     return folder
 
 
-def test_litespark_of_others(tmp_path: Path, load: Any, refuse: Any) -> None:
+def test_litespark_of_others(tmp_path, load, refuse):
     """BOS 0 and EOS 1: each file for itself, with its remainder, as its documents were cut off at its end."""
     files = {
         "tokens_shard_000001.ds": [0, 8, 1, 0, 9, 9],
@@ -208,7 +185,7 @@ def test_litespark_of_others(tmp_path: Path, load: Any, refuse: Any) -> None:
     refuse(r"no \.ds file", tmp_path, **given, token_bytes=2)
 
 
-def test_documents_of_our_litespark_go_on_across_its_files(store: TokenStore, tmp_path: Path, load: Any) -> None:
+def test_documents_of_our_litespark_go_on_across_its_files(store, tmp_path, load):
     export(store, out=tmp_path / "out", options=ExportOptions(to="litespark", seq_len=7, file_bytes=160))
     assert len([*(tmp_path / "out" / "train").iterdir()]) > 100
     found, _ = load(tmp_path / "out", format="litespark", boundaries="bos")
@@ -218,7 +195,7 @@ def test_documents_of_our_litespark_go_on_across_its_files(store: TokenStore, tm
     assert len(cut) > len(found)
 
 
-def test_totals_of_litespark_are_compared(tmp_path: Path, load: Any, refuse: Any) -> None:
+def test_totals_of_litespark_are_compared(tmp_path, load, refuse):
     """Total sizes of each split, and the tokens of all of them; a split may be copied without the others."""
     stats = {"train": {"files": 2, "total_size_bytes": 12}, "test": {"files": 1, "total_size_bytes": 6}}
     metadata = {"token_size_bytes": 2, "sequence_length": 2, "total_tokens": 9, "subset_stats": stats}
@@ -245,22 +222,6 @@ def test_totals_of_litespark_are_compared(tmp_path: Path, load: Any, refuse: Any
 # Megatron
 
 
-def read_dataset(prefix: Path) -> list[list[int]]:
-    """The steps of Megatron-LM's `_IndexReader` and `IndexedDataset.__getitem__`."""
-    index = Path(f"{prefix}.idx").read_bytes()
-    assert index[:9] == b"MMIDIDX\x00\x00"
-    version, code, n, n_boundaries = struct.unpack_from("<QBQQ", index, 9)
-    assert version == 1
-    lengths = np.frombuffer(index, "<i4", n, 34)
-    pointers = np.frombuffer(index, "<i8", n, 34 + 4 * n)
-    boundaries = np.frombuffer(index, "<i8", n_boundaries, 34 + 12 * n)
-    assert boundaries.tolist() == list(range(n + 1))
-    assert len(index) == 34 + 12 * n + 8 * n_boundaries
-    tokens = Path(f"{prefix}.bin").read_bytes()
-    places = zip(lengths.tolist(), pointers.tolist(), strict=True)
-    return [np.frombuffer(tokens, TYPES[code], *place).tolist() for place in places]
-
-
 def write_dataset(folder: Path, sequences: list[list[int]], boundaries: list[int], code: int, gap: int = 0) -> None:
     """A dataset as Megatron's builder writes it; with `gap` bytes before each sequence."""
     folder.mkdir(exist_ok=True)
@@ -276,23 +237,8 @@ def write_dataset(folder: Path, sequences: list[list[int]], boundaries: list[int
     (folder / "x_text.document.idx").write_bytes(index)
 
 
-@pytest.mark.parametrize(("name", "code"), [("store", 8), ("wide_store", 4)])
-def test_a_store_of_many_shards_is_one_megatron_dataset(
-    name: str, code: int, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    store: TokenStore = request.getfixturevalue(name)
-    assert len(store.manifest.shards) > 3
-    report = export(store, out=tmp_path / "out", options=ExportOptions(to="megatron"))
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["lt-export.json", "tokens.bin", "tokens.idx"]
-    assert read_dataset(tmp_path / "out" / "tokens") == contents(store.path)
-    assert (tmp_path / "out" / "tokens.idx").read_bytes()[17] == code
-    assert (report.samples, report.tokens) == (store.n_documents, store.n_tokens)
-
-
 @pytest.mark.parametrize("code", [4, 5, 8])
-def test_a_megatron_dataset_of_others_is_imported(
-    tmp_path: Path, wide_tokenizer: Tokenizer, code: int, load: Any, refuse: Any
-) -> None:
+def test_a_megatron_dataset_of_others_is_imported(tmp_path, wide_tokenizer, code, load, refuse):
     """Documents of several sequences and of none, a sequence of none, sequences that do not touch."""
     high = 65_000 if code == 8 else 69_000
     write_dataset(tmp_path / "in", [[1, high], [3], [], [4, 5], [6]], [0, 2, 2, 4, 5], code, gap=8)
@@ -327,9 +273,7 @@ def test_a_megatron_dataset_of_others_is_imported(
         (34 + 36 + 8, "<q", 3, "document 1 ends before it begins"),
     ],
 )
-def test_a_megatron_index_that_does_not_fit_is_refused(
-    tmp_path: Path, at: int, kind: str, value: int, message: str, refuse: Any
-) -> None:
+def test_a_megatron_index_that_does_not_fit_is_refused(tmp_path, at, kind, value, message, refuse):
     write_dataset(tmp_path / "in", [[1, 2], [3], [4, 5]], [0, 2, 2, 3], 8)
     path = tmp_path / "in" / "x_text.document.idx"
     content = bytearray(path.read_bytes())

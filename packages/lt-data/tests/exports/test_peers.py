@@ -13,7 +13,7 @@ NOT_INSTALLED = 3
 
 @pytest.mark.slow
 @pytest.mark.parametrize("peer", ["megatron", "hf"])
-def test_the_real_reader_finds_what_was_exported(peer: str) -> None:
+def test_the_real_reader_finds_what_was_exported(peer):
     if shutil.which("uv") is None:
         pytest.skip("uv makes the environments of the readers, and it is not installed")
     done = subprocess.run([sys.executable, str(SCRIPT), peer], capture_output=True, text=True, check=False)

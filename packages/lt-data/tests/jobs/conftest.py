@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 
 import lt_data
-from lt_data import Tokenizer
-from lt_data.store.manifest import Selection, StoreManifest
+from lt_data.store.manifest import Selection
 
 WORDS = ["the", "quick", "brown fox", "a", "1234567", "naïve", "東京", "x**2", "don't", "<|eos|>"]
 
 
 @pytest.fixture(scope="session")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def corpus(tmp_path_factory) -> Path:
     """Nine files: text and JSON lines with repeated, empty and broken lines; the last file is a repeated one."""
     folder = tmp_path_factory.mktemp("corpus")
     rng = np.random.default_rng(11)
@@ -48,7 +47,7 @@ def chosen() -> Selection:
 
 
 @pytest.fixture(scope="session")
-def options(tokenizer: Tokenizer, chosen: Selection) -> dict[str, Any]:
+def options(tokenizer, chosen) -> dict[str, Any]:
     """The options of `prepare` that the tests of this folder share."""
     return {
         "tokenizer": tokenizer,
@@ -69,12 +68,12 @@ def memory() -> Iterator[Path]:
 
 
 @pytest.fixture
-def fast_path(memory: Path) -> Path:
+def fast_path(memory) -> Path:
     return Path(tempfile.mkdtemp(dir=memory))
 
 
 @pytest.fixture
-def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_batches(monkeypatch) -> None:
     monkeypatch.setattr("lt_data.tokenizing.encode._BATCH_BYTES", 300)
 
 
@@ -89,18 +88,8 @@ def contents() -> Callable[[Path], dict[str, bytes]]:
 
 
 @pytest.fixture(scope="session")
-def whole(
-    tmp_path_factory: pytest.TempPathFactory,
-    corpus: Path,
-    options: dict[str, Any],
-    contents: Callable[[Path], dict[str, bytes]],
-) -> dict[str, bytes]:
+def whole(tmp_path_factory, corpus, options, contents) -> dict[str, bytes]:
     """The files of the store that an undisturbed run makes of the corpus."""
     out = tmp_path_factory.mktemp("whole") / "store"
     lt_data.prepare([corpus], out=out, **options)
     return contents(out)
-
-
-@pytest.fixture(scope="session")
-def whole_manifest(whole: dict[str, bytes]) -> StoreManifest:
-    return StoreManifest.from_dict(json.loads(whole["manifest.json"]), "whole")

@@ -13,12 +13,11 @@ import pytest
 from typer.testing import CliRunner
 
 import lt_data
-from lt_data import DataError, RowReader, Stream, Tokenizer, TokenStore
+from lt_data import DataError, RowReader, Stream, TokenStore
 from lt_data.cli import app
 from lt_data.store.generations import generation_file, locate_generation
 from lt_data.store.manifest import Selection, StoreManifest
 
-Contents = Callable[[Path], dict[str, bytes]]
 SEED = int(os.environ.get("LT_SEED", "0"))
 
 
@@ -29,7 +28,7 @@ def write(folder: Path, name: str, texts: list[str]) -> Path:
 
 
 @pytest.fixture
-def base(fast_path: Path, texts: list[str], tokenizer: Tokenizer) -> Path:
+def base(fast_path, texts, tokenizer) -> Path:
     """A store of the first texts, with a limit of their length."""
     source, out = write(fast_path, "first", texts[:20]), fast_path / "store"
     selection = Selection(max_tokens=2000)
@@ -41,7 +40,7 @@ def append(store: Path, source: Path, **options: Any) -> StoreManifest:
     return lt_data.append(store, [source], engine="hf", **options)
 
 
-def test_generations(base: Path, fast_path: Path, texts: list[str], tokenizer: Tokenizer, contents: Contents) -> None:
+def test_generations(base, fast_path, texts, tokenizer, contents):
     first = TokenStore(base)
     lt_data.pack(first, seq_len=64)
     before, manifests = contents(base), [first.manifest]
@@ -71,7 +70,7 @@ def test_generations(base: Path, fast_path: Path, texts: list[str], tokenizer: T
     Stream(reader, global_batch_size=8, dp_rank=0, dp_size=1, seed=1).next()
 
 
-def test_the_same_sources_are_appended_once(base: Path, fast_path: Path, texts: list[str], contents: Contents) -> None:
+def test_the_same_sources_are_appended_once(base, fast_path, texts, contents):
     source = write(fast_path, "more", texts[30:])
     manifest = append(base, source)
     before, notices = contents(base), []
@@ -115,9 +114,7 @@ def without_leftovers(files: dict[str, bytes]) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("kills", [12, pytest.param(0, marks=pytest.mark.slow)])
-def test_a_killed_append_is_finished_by_the_same_command(
-    base: Path, fast_path: Path, texts: list[str], contents: Contents, kills: int
-) -> None:
+def test_a_killed_append_is_finished_by_the_same_command(base, fast_path, texts, contents, kills):
     """At calls that a seed chooses, or at every one."""
     source, kept = write(fast_path, "more", texts[22:]), fast_path / "kept"
     shutil.copytree(base, kept)
@@ -140,7 +137,7 @@ def test_a_killed_append_is_finished_by_the_same_command(
     assert done > 5
 
 
-def test_a_joined_store_can_be_appended_to(base: Path, fast_path: Path, texts: list[str]) -> None:
+def test_a_joined_store_can_be_appended_to(base, fast_path, texts):
     root = fast_path / "root"
     root.mkdir()
     base.rename(root / "a")

@@ -1,35 +1,15 @@
 """`prepare` from the command line: every option arrives, and what was left out is printed."""
 
 import json
-import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-from lt_data import Tokenizer, TokenStore
-from lt_data.__main__ import main
-
-Run = Callable[..., tuple[int, str, str]]
+from lt_data import TokenStore
 
 
 @pytest.fixture
-def run(fast_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+def prepared(fast_path, tokenizer, monkeypatch) -> list[str]:
     monkeypatch.chdir(fast_path)
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["lt-data", *map(str, arguments)])
-        capsys.readouterr()
-        code = main()
-        captured = capsys.readouterr()
-        assert code is None or isinstance(code, int)
-        return code or 0, captured.out, captured.err
-
-    return call
-
-
-@pytest.fixture
-def prepared(fast_path: Path, tokenizer: Tokenizer) -> list[str]:
     tokenizer.save(fast_path / "tok")
     (fast_path / "in").mkdir()
     for number in range(3):
@@ -40,7 +20,7 @@ def prepared(fast_path: Path, tokenizer: Tokenizer) -> list[str]:
     return [*words.split(), "--drop-duplicates", "--min-tokens", "4", "--max-chars", "30", "--shard-tokens", "20"]
 
 
-def test_the_options_arrive_and_what_was_left_out_is_printed(run: Run, prepared: list[str]) -> None:
+def test_the_options_arrive_and_what_was_left_out_is_printed(run, prepared):
     code, out, err = run(*prepared)
     assert code == 0, err
     assert "skipped as broken JSON line: for example in/0.jsonl:5: " in err
@@ -54,17 +34,11 @@ def test_the_options_arrive_and_what_was_left_out_is_printed(run: Run, prepared:
     store = TokenStore("store")
     assert (store.n_documents, store.manifest.special_tokens_as, store.manifest.shard_tokens) == (4, "ids", 20)
     assert run(*prepared)[0] == 0
+    train = ("train-tokenizer", "in", "--vocab-size", 300, "--text-field", "body", "--out", "new")
+    code, out, err = run(*train)
+    assert (code, "in/0.jsonl:5: not a JSON value" in err) == (64, True)
+    code, out, err = run(*train, "--on-bad", "skip")
+    assert (code, "3 skipped: broken JSON line\n" in out) == (0, True)
     code, _, err = run(*prepared, "--no-bos")
     assert code == 64
     assert "bos was True and is False" in err
-
-
-def test_a_job_that_was_cut_off(run: Run, prepared: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("lt_data.store.shards.ShardWriter.finish", interrupted)
-        assert run(*prepared)[0] == 130
-    assert not list(Path().glob("store*"))
-    assert run(*prepared)[0] == 0

@@ -5,7 +5,6 @@ of a file the bytes at its last fsync. It may also leave all entries, with files
 of these states is built in another folder, a sample of them or (slow) all, and the command is run again there.
 """
 
-import errno
 import hashlib
 import os
 import random
@@ -17,10 +16,9 @@ from typing import Any
 
 import pytest
 
-from lt_data import DataError, prepare
+from lt_data import prepare
 from lt_data import storage as storage_module
 
-Contents = Callable[[Path], dict[str, bytes]]
 MODULES = ("storage", "store.shards")  # that write
 
 
@@ -137,14 +135,14 @@ def states_of(
 
 
 @pytest.fixture(params=[2**30, 700], ids=["one unit", "units"])
-def job(corpus: Path, options: dict[str, Any], request: pytest.FixtureRequest) -> Callable[[Path], object]:
+def job(corpus, options, request) -> Callable[[Path], object]:
     """Makes the store of the corpus, as one unit or several without the duplicates of each other."""
     chosen = {**options, "shard_tokens": 600, "unit_bytes": request.param}
     return lambda root: prepare([corpus], out=root / "store", **chosen)
 
 
 @pytest.fixture
-def whole_job(job: Callable[[Path], object], fast_path: Path, contents: Contents) -> dict[str, bytes]:
+def whole_job(job, fast_path, contents) -> dict[str, bytes]:
     """The files below the folder of an undisturbed job."""
     job(fast_path / "whole")
     return contents(fast_path / "whole")
@@ -152,14 +150,7 @@ def whole_job(job: Callable[[Path], object], fast_path: Path, contents: Contents
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc to name what is synced")
 @pytest.mark.parametrize("sample", [40, pytest.param(None, marks=pytest.mark.slow)])
-def test_a_crash_at_any_call(
-    sample: int | None,
-    fast_path: Path,
-    job: Callable[[Path], object],
-    whole_job: dict[str, bytes],
-    contents: Contents,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_crash_at_any_call(sample, fast_path, job, whole_job, contents, monkeypatch):
     root = fast_path / "root"
     root.mkdir()
     states = list(states_of(monkeypatch, root, job).values())
@@ -175,53 +166,3 @@ def test_a_crash_at_any_call(
         assert contents(folder) == whole_job, what
         shutil.rmtree(folder)
     assert 0 < published < len(states)
-
-
-@pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_full_disk_at_any_call(
-    step: int,
-    fast_path: Path,
-    job: Callable[[Path], object],
-    whole_job: dict[str, bytes],
-    contents: Contents,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    number = left = 0
-    names: set[str] = set()
-    real = {name: getattr(os, name) for name in ("fsync", "rename", "mkdir")} | {"write": storage_module.write}
-
-    def failing(name: str) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal left
-            left -= 1
-            if left == 0:
-                names.add(name)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return real[name](*args, **kwargs)
-
-        return call
-
-    while True:
-        number += step
-        folder = fast_path / str(number)
-        folder.mkdir()
-        left = number
-        with monkeypatch.context() as patch:
-            for name in ("fsync", "rename", "mkdir"):
-                patch.setattr(os, name, failing(name))
-            for module in MODULES:
-                patch.setattr(f"lt_data.{module}.write", failing("write"))
-            try:
-                job(folder)
-            except DataError as exc:
-                said = str(exc)
-            else:
-                break
-        assert "No space left on device; free some space" in said, said
-        assert not list(folder.rglob("*work-*"))
-        job(folder)
-        assert contents(folder) == whole_job
-        shutil.rmtree(folder)
-    assert contents(folder) == whole_job
-    assert number > 3 * step
-    assert "write" in names

@@ -1,7 +1,6 @@
 """Exact deduplication: the documents of a Python set, left out by masks, also over units."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lt_data
-from lt_data import DataError, Tokenizer, TokenStore
+from lt_data import DataError, TokenStore
 from lt_data.preparation.deduplication import HASH_DTYPE, find_repeated
 from lt_data.store.manifest import Selection
 
@@ -21,7 +20,7 @@ VALUES = st.sampled_from([bytes([i]) * 16 for i in range(0, 256, 15)]) | st.inte
 
 @pytest.mark.parametrize("n_ranges", [1, 3, 16])
 @given(parts=st.lists(st.lists(VALUES, max_size=9), max_size=8))
-def test_what_is_repeated_is_what_a_set_has(n_ranges: int, parts: list[list[bytes]]) -> None:
+def test_what_is_repeated_is_what_a_set_has(n_ranges, parts):
     seen, expected = set[bytes](), []
     for part in parts:
         expected.append([value in seen or seen.add(value) for value in part])
@@ -29,7 +28,7 @@ def test_what_is_repeated_is_what_a_set_has(n_ranges: int, parts: list[list[byte
     assert [mask.tolist() for mask in found] == [[bool(value) for value in part] for part in expected]
 
 
-def test_duplicates_of_other_units_are_left_out(tmp_path: Path, texts: list[str], tokenizer: Tokenizer) -> None:
+def test_duplicates_of_other_units_are_left_out(tmp_path, texts, tokenizer):
     """The documents and counts of a store of one process, of files of which the last has nothing new."""
     sources = tmp_path / "sources"
     sources.mkdir()

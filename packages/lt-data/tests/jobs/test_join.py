@@ -6,11 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 import lt_data
 from lt_data import DataError, Document, Tokenizer, TokenStore
-from lt_data.cli import app
 
 NAMES = ("a", "b/c", "d")
 
@@ -22,16 +20,14 @@ def make(texts: list[str], tokenizer: Tokenizer, out: Path, **options: object) -
 
 
 @pytest.fixture
-def stores(tmp_path: Path, texts: list[str], tokenizer: Tokenizer) -> Path:
+def stores(tmp_path, texts, tokenizer) -> Path:
     """A folder with the texts in the stores a, b/c and d."""
     for name, part in zip(NAMES, (texts[:20], texts[20:40], texts[40:]), strict=True):
         make(part, tokenizer, tmp_path / "stores" / name)
     return tmp_path / "stores"
 
 
-def test_a_joined_store_is_that_of_all_documents(
-    stores: Path, tmp_path: Path, texts: list[str], tokenizer: Tokenizer
-) -> None:
+def test_a_joined_store_is_that_of_all_documents(stores, tmp_path, texts, tokenizer):
     parts = [TokenStore(stores / name) for name in NAMES]
     inside = lt_data.join(stores, [stores / name for name in NAMES])
     outside = lt_data.join(tmp_path / "outside", [stores / name for name in NAMES])
@@ -51,7 +47,7 @@ def test_a_joined_store_is_that_of_all_documents(
     assert np.array_equal(*(reader.read_tokens(rows) for reader in readers))
 
 
-def test_the_fingerprint_is_a_function_of_the_shards_alone(stores: Path, tmp_path: Path) -> None:
+def test_the_fingerprint_is_a_function_of_the_shards_alone(stores, tmp_path):
     a, b, d = (stores / name for name in NAMES)
     whole = lt_data.join(tmp_path / "whole", [a, b, d])
     lt_data.join(tmp_path / "two", [a, b])
@@ -68,16 +64,7 @@ def test_the_fingerprint_is_a_function_of_the_shards_alone(stores: Path, tmp_pat
         TokenStore(tmp_path / "whole")
 
 
-def test_damage_in_a_part_is_found_by_verify(stores: Path) -> None:
-    lt_data.join(stores, [stores / name for name in NAMES])
-    damaged = stores / "d/shards/00001.bin"
-    content = bytearray(damaged.read_bytes())
-    content[9] ^= 1
-    damaged.write_bytes(content)
-    assert {problem.split(":")[0] for problem in lt_data.verify(TokenStore(stores))} == {str(damaged)}
-
-
-def test_stores_that_do_not_fit_are_refused(stores: Path, texts: list[str], tokenizer: Tokenizer) -> None:
+def test_stores_that_do_not_fit_are_refused(stores, texts, tokenizer):
     make(texts[:9], tokenizer, stores / "no-eos", eos=False)
     make(texts[:9], lt_data.Tokenizer.train(texts, vocab_size=290), stores / "other")
     out = stores / "out"
@@ -94,11 +81,3 @@ def test_stores_that_do_not_fit_are_refused(stores: Path, texts: list[str], toke
         lt_data.join(out, ["s3://bucket/store"])
     with pytest.raises(DataError, match="holds a store already"):
         lt_data.join(stores / "a", [stores / "d"])
-
-
-def test_the_command_joins(stores: Path) -> None:
-    command = ["join", str(stores), *(str(stores / name) for name in NAMES)]
-    result = CliRunner().invoke(app, command, catch_exceptions=False)
-    store = TokenStore(stores)
-    assert result.exit_code == 0
-    assert f"{len(store)} documents, {store.n_tokens} tokens" in result.output

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lt_data
-from lt_data import DataError, Document, SourceOptions, Tokenizer, TokenStore
-from lt_data.cli import app
+from lt_data import DataError, SourceOptions, TokenStore
 from lt_data.sources.reader import DocumentReader
 from lt_data.store.document_columns import make_row, parse_columns
 from lt_data.store.manifest import Selection
@@ -65,14 +64,7 @@ def check_store(folder: Path) -> TokenStore:
     shard_tokens=st.sampled_from([9, 10_000]),
 )
 @settings(max_examples=20)
-def test_columns_are_those_of_the_records(
-    tmp_path_factory: pytest.TempPathFactory,
-    memory: Path,
-    tokenizer: Tokenizer,
-    files: list[list[dict[str, Any]]],
-    drop: bool,
-    shard_tokens: int,
-) -> None:
+def test_columns_are_those_of_the_records(tmp_path_factory, memory, tokenizer, files, drop, shard_tokens):
     folder = memory / tmp_path_factory.mktemp("columns").name
     folder.mkdir()
     files[0][0] = {"text": "there is always one", "url": "u"}
@@ -98,9 +90,7 @@ def test_columns_are_those_of_the_records(
     assert kept(TokenStore(folder / "units")) == kept(store)
 
 
-def test_a_table_gives_its_columns_without_the_others(
-    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_table_gives_its_columns_without_the_others(tmp_path, tokenizer, monkeypatch):
     import datetime
 
     import pyarrow.parquet
@@ -133,34 +123,6 @@ def test_a_table_gives_its_columns_without_the_others(
         store.document_columns(3)
 
 
-def test_columns_of_documents_in_memory(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    documents = [Document(text="one", fields={"url": "a"}), Document(text="two")]
-    lt_data.prepare(documents, tokenizer=tokenizer, out=tmp_path / "documents", keep=["url"])
-    lt_data.prepare(
-        [{"text": "one", "url": "a"}, {"text": "two"}], tokenizer=tokenizer, out=tmp_path / "r", keep=["url"]
-    )
-    for name in ("documents", "r"):
-        assert kept(check_store(tmp_path / name)) == [{"url": "a"}, {"url": None}]
-
-
-@pytest.mark.parametrize(
-    ("keep", "message"),
-    [
-        ("url", "a single name; pass a list"),
-        (["url", "url:int"], "'url:int' has the name of another"),
-        ([""], "'' has no name"),
-        ([":int"], "':int' has no name"),
-        (["url:text"], "type 'text'; choose string, int, float, bool"),
-    ],
-)
-def test_names_are_checked_before_anything_is_written(
-    tmp_path: Path, tokenizer: Tokenizer, keep: Any, message: str
-) -> None:
-    with pytest.raises(DataError, match=message):
-        lt_data.prepare([Document(text="x", source="")], tokenizer=tokenizer, out=tmp_path / "s", keep=keep)
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize(
     ("column", "value", "shown"),
     [
@@ -173,41 +135,21 @@ def test_names_are_checked_before_anything_is_written(
         pytest.param("n:int", 10**5000, "int", id="thousands of digits"),
     ],
 )
-def test_a_value_of_another_type_is_named_with_its_place(column: str, value: Any, shown: str) -> None:
+def test_a_value_of_another_type_is_named_with_its_place(column, value, shown):
     with pytest.raises(
         DataError, match=rf"^x\.jsonl:3: field 'n' holds {shown}, not {column[2:]}; keep it as a string"
     ):
         make_row(parse_columns([column]), {"n": value}, "x.jsonl:3")
 
 
-def test_values_that_json_or_arrow_do_not_have() -> None:
-    columns = parse_columns(["n"])
-    for value, text in (
-        (b"\xff", '"ff"'),
-        ("a\ud800b", "a\ufffdb"),
-        (["\ud800"], '["\ufffd"]'),
-        ({"é": 1}, '{"é": 1}'),
-    ):
-        assert make_row(columns, {"n": value}, "") == (text,)
-    nested: list[Any] = []
-    for _ in range(100_000):
-        nested = [nested]
-    with pytest.raises(DataError, match=r"^x:1: field 'n' has no JSON text \(.*\); leave it out"):
-        make_row(columns, {"n": nested}, "x:1")
-    with pytest.raises(DataError, match="beyond a float"):
-        make_row(parse_columns(["n:float"]), {"n": 10**400}, "")
-
-
 @pytest.fixture
-def small(tmp_path: Path, tokenizer: Tokenizer) -> Path:
+def small(tmp_path, tokenizer) -> Path:
     write_records(tmp_path / "in.jsonl", [{"text": "one", "url": "a"}, {"text": "two", "url": "b"}])
     lt_data.prepare([tmp_path / "in.jsonl"], tokenizer=tokenizer, out=tmp_path / "store", keep=["url"])
     return tmp_path / "store"
 
 
-def test_damaged_columns_are_found_and_are_no_part_of_the_fingerprint(
-    small: Path, tmp_path: Path, tokenizer: Tokenizer
-) -> None:
+def test_damaged_columns_are_found_and_are_no_part_of_the_fingerprint(small, tmp_path, tokenizer):
     plain = lt_data.prepare([tmp_path / "in.jsonl"], tokenizer=tokenizer, out=tmp_path / "plain")
     assert plain.fingerprint == TokenStore(small).manifest.fingerprint
     path = small / "shards/00000.arrow"
@@ -219,25 +161,3 @@ def test_damaged_columns_are_found_and_are_no_part_of_the_fingerprint(
     path.write_bytes(content[:-1])
     with pytest.raises(DataError, match=r"00000\.arrow: \d+ bytes, the manifest says"):
         TokenStore(small)
-
-
-def test_the_command(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    tokenizer.save(Path("tok"))
-    write_records(Path("in.jsonl"), [{"text": "one", "url": "a\x1b", "n": 7}, {"text": "two"}])
-    command = ["prepare", "in.jsonl", "--tokenizer", "tok", "--out", "store", "--keep", "url,n:int"]
-    app(command, standalone_mode=False)
-    assert kept(TokenStore("store")) == [{"url": "a\x1b", "n": 7}, {"url": None, "n": None}]
-
-
-def test_without_pyarrow(small: Path, tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(DataError, match=r'kept columns need the pyarrow package: pip install "lt-data\[parquet\]"'):
-        lt_data.prepare([tmp_path / "in.jsonl"], tokenizer=tokenizer, out=tmp_path / "other", keep=["url"])
-    assert not (tmp_path / "other").exists()
-    store = TokenStore(small)  # the tokens need no pyarrow
-    assert store[0].size
-    with pytest.raises(DataError, match="kept columns need"):
-        store.document_columns(0)

@@ -2,17 +2,12 @@
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from lt_data import DataError, Document, SourceOptions, Tokenizer, TokenStore, prepare
-from lt_data.__main__ import main
-
-Contents = Callable[[Path], dict[str, bytes]]
+from lt_data import DataError, Document, TokenStore, prepare
 
 CODE = """
 from lt_data import LeftOut
@@ -44,7 +39,7 @@ NUMBER = 7
 
 
 @pytest.fixture
-def module(fast_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def module(fast_path, monkeypatch) -> str:
     """A module of the functions above, found in the working directory."""
     monkeypatch.chdir(fast_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -54,7 +49,7 @@ def module(fast_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.fixture
-def rows(fast_path: Path) -> list[dict[str, Any]]:
+def rows(fast_path) -> list[dict[str, Any]]:
     rows = [{"text": f"text {i}" + " bad" * (i % 5 == 0), "score": i % 7, "url": f"u{i}"} for i in range(200)]
     (fast_path / "in").mkdir()
     for first in range(0, 200, 50):
@@ -70,9 +65,7 @@ def texts_of(path: Path) -> list[str]:
 
 
 @pytest.mark.usefixtures("small_batches")
-def test_selects_and_changes_with_any_number_of_workers(
-    fast_path: Path, module: str, rows: list[dict[str, Any]], tokenizer: Tokenizer, contents: Contents
-) -> None:
+def test_selects_and_changes_with_any_number_of_workers(fast_path, module, rows, tokenizer, contents):
     options: dict[str, Any] = {"record_map": f"{module}:select", "map_args": {"least": 3}, "shard_tokens": 300}
     manifest = prepare(["in"], tokenizer=tokenizer, out="store", **options)
     wanted = [row for row in rows if "bad" not in row["text"]]
@@ -95,22 +88,8 @@ def test_selects_and_changes_with_any_number_of_workers(
     assert "map" not in json.loads((fast_path / "plain/manifest.json").read_text())
 
 
-def test_ids_and_documents_in_memory(module: str, tokenizer: Tokenizer) -> None:
-    job: dict[str, Any] = {"tokenizer": tokenizer, "bos": False, "eos": False, "record_map": f"{module}:shorten"}
-    masked = {"input_ids": [0, 5, 6, 7, 0], "attention_mask": [0, 1, 1, 1, 0]}
-    fields = SourceOptions(tokens_field="input_ids")
-    with pytest.raises(DataError, match=r"attention_mask is not a list of 2 values"):
-        prepare([masked], options=fields, out="store", **job)
-    prepare([{"input_ids": [5, 6, 7]}], options=fields, out="records", **job)
-    prepare([Document(ids=np.array([5, 6, 7]))], out="documents", **job)
-    for name in ("records", "documents"):
-        assert TokenStore(name)[0].tolist() == [5, 6]
-
-
 @pytest.mark.usefixtures("rows")
-def test_a_changed_function_never_resumes(
-    fast_path: Path, module: str, tokenizer: Tokenizer, contents: Contents, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_changed_function_never_resumes(fast_path, module, tokenizer, contents, monkeypatch):
     job: dict[str, Any] = {"tokenizer": tokenizer, "record_map": f"{module}:select", "unit_bytes": 3000}
     prepare(["in"], out="whole", **job)
 
@@ -135,9 +114,7 @@ def test_a_changed_function_never_resumes(
     assert contents(fast_path / "store") == contents(fast_path / "whole")
 
 
-def test_the_hash_is_of_the_whole_package(
-    fast_path: Path, module: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_hash_is_of_the_whole_package(fast_path, module, tokenizer, monkeypatch):
     package = fast_path / f"package_{module}"
     package.mkdir()
     (package / "__init__.py").write_text("")
@@ -177,30 +154,8 @@ def test_the_hash_is_of_the_whole_package(
         ("broken:f", {}, "importing it raised ZeroDivisionError"),
     ],
 )
-def test_errors_name_the_function(
-    fast_path: Path, module: str, tokenizer: Tokenizer, function: str, arguments: dict[str, Any], message: str
-) -> None:
+def test_errors_name_the_function(fast_path, module, tokenizer, function, arguments, message):
     Path("broken.py").write_text("1 / 0")
     with pytest.raises(DataError, match=message):
         prepare(["in"], tokenizer=tokenizer, out="store", record_map=function.format(m=module), map_args=arguments)
     assert not list(fast_path.glob("store*"))
-
-
-@pytest.mark.usefixtures("rows")
-def test_on_the_command_line(
-    module: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def run(*arguments: str) -> tuple[Any, str]:
-        command = ["lt-data", "prepare", "in", "--tokenizer", "tok", "--out", "store", *arguments]
-        monkeypatch.setattr(sys, "argv", command)
-        code = main()
-        captured = capsys.readouterr()
-        return code, captured.out + captured.err
-
-    tokenizer.save("tok")
-    assert run("--map-args", "{}") == (64, "error: map_args (--map-args): only with record_map (--map)\n")
-    code, shown = run("--map", f"{module}:select", "--map-args", "[3]")
-    assert (code, "--map-args: holds a list, not an object" in shown) == (64, True)
-    code, shown = run("--map", f"{module}:select", "--map-args", '{"least": 6}')
-    assert code in (0, None)
-    assert "documents left out: map: low score (" in shown

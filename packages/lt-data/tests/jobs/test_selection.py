@@ -80,9 +80,7 @@ def check(store: TokenStore, given: list[str], tokenizer: Tokenizer, selection: 
 
 
 @given(given=texts, selection=selections(), shard_tokens=st.integers(1, 60), batch=st.integers(1, 40))
-def test_any_documents_and_selection(
-    tokenizer: Tokenizer, memory: Path, given: list[str], selection: Selection, shard_tokens: int, batch: int
-) -> None:
+def test_any_documents_and_selection(tokenizer, memory, given, selection, shard_tokens, batch):
     out = Path(tempfile.mkdtemp(dir=memory)) / "store"
     documents = [Document(text=text, source=str(i)) for i, text in enumerate(given)]
     options: dict[str, Any] = {"tokenizer": tokenizer, "engine": "hf", "selection": selection}
@@ -97,9 +95,7 @@ def test_any_documents_and_selection(
 
 
 @given(given=st.lists(texts, max_size=4), selection=selections(), unit_bytes=st.integers(1, 300))
-def test_any_units(
-    tokenizer: Tokenizer, memory: Path, given: list[list[str]], selection: Selection, unit_bytes: int
-) -> None:
+def test_any_units(tokenizer, memory, given, selection, unit_bytes):
     folder = Path(tempfile.mkdtemp(dir=memory))
     (folder / "in").mkdir()
     for number, file in enumerate(given):
@@ -130,35 +126,6 @@ def test_any_units(
         ),
     ],
 )
-def test_selections_that_cannot_be(options: dict[str, int], said: str) -> None:
+def test_selections_that_cannot_be(options, said):
     with pytest.raises(DataError, match=said):
         Selection(**options)
-
-
-def test_limits_are_inclusive_and_count_bos_and_eos(memory: Path, tokenizer: Tokenizer) -> None:
-    given = ["a", "ab 1", "the quick brown fox"]
-    sizes = [ids.size + 2 for ids in tokenizer.encode_batch(given)]
-    documents = [Document(text=text, source="") for text in given]
-    for least, most in ((sizes[1], sizes[1]), (sizes[0], sizes[1])):
-        out = Path(tempfile.mkdtemp(dir=memory)) / "store"
-        selection = Selection(min_tokens=least, max_tokens=most)
-        prepare(documents, tokenizer=tokenizer, engine="hf", out=out, selection=selection)
-        assert TokenStore(out).lengths.tolist() == [size for size in sizes if least <= size <= most]
-
-
-def test_the_first_of_equal_documents_stays(memory: Path, tokenizer: Tokenizer) -> None:
-    given = ["b", "a", "b ", "a", "b", "\u00e9", "e\u0301", "a"]
-    out = Path(tempfile.mkdtemp(dir=memory)) / "store"
-    documents = [Document(text=text, source="") for text in given]
-    prepare(
-        documents,
-        tokenizer=tokenizer,
-        engine="hf",
-        out=out,
-        bos=False,
-        eos=False,
-        selection=Selection(drop_duplicates=True),
-    )
-    store = TokenStore(out)
-    found = [tokenizer.decode(store[i]) for i in range(store.n_documents)]
-    assert found == ["b", "a", "b ", "\u00e9", "e\u0301"]  # byte for byte: nothing is normalized

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import sys
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,10 @@ from typing import Any
 import pytest
 
 from lt_data import DataError, Tokenizer, TokenStore, prepare, split, verify
-from lt_data.__main__ import main
-from lt_data.preparation.split import parse_holdout
 
 
 @pytest.fixture
-def base(fast_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> TokenStore:
+def base(fast_path, tokenizer, monkeypatch) -> TokenStore:
     monkeypatch.chdir(fast_path)
     return make(tokenizer, range(300))
 
@@ -38,7 +35,7 @@ def expected_side(ids: list[int], share: Fraction) -> bool:
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "big") < share * 2**64
 
 
-def test_two_stores_that_are_the_whole(base: TokenStore) -> None:
+def test_two_stores_that_are_the_whole(base):
     train, validation = split(base, holdout="20%", train="train", validation="validation")
     stores = {name: TokenStore(name) for name in ("train", "validation")}
     held = [expected_side(ids[1:-1].tolist(), Fraction(1, 5)) for ids in base]
@@ -66,7 +63,7 @@ def test_two_stores_that_are_the_whole(base: TokenStore) -> None:
     assert verify(TokenStore("folder/train")) == [], "links are relative"
 
 
-def test_a_side_is_split_again(base: TokenStore) -> None:
+def test_a_side_is_split_again(base):
     split(base, holdout="30%", train="train", validation="validation")
     split(TokenStore("train"), holdout="50%", train="inner", validation="outer")
     sides = [texts_of(TokenStore(name)) for name in ("inner", "outer", "validation")]
@@ -74,25 +71,7 @@ def test_a_side_is_split_again(base: TokenStore) -> None:
     assert all(expected_side(ids[1:-1].tolist(), Fraction(1, 2)) for ids in TokenStore("outer"))
 
 
-@pytest.mark.parametrize("options", [{}, {"bos": False, "eos": False}, {"shard_tokens": 50}])
-def test_stable_when_documents_are_added(base: TokenStore, tokenizer: Tokenizer, options: dict[str, Any]) -> None:
-    split(base, holdout=0.1, train="train", validation="validation")
-    more = make(tokenizer, [*range(500, 600), *reversed(range(300)), 7, 7], "more", **options)
-    split(more, holdout=0.1, train="train2", validation="validation2")
-    one, two = ({side: set(texts_of(TokenStore(side + n))) for side in ("train", "validation")} for n in ("", "2"))
-    assert one["train"] < two["train"]
-    assert one["validation"] < two["validation"]
-    assert not two["train"] & two["validation"]
-
-
-@pytest.mark.parametrize("value", ["0", "0%", "100%", "1", "-1%", "a", "1/0", "nan", "inf"])
-def test_shares(value: str) -> None:
-    assert parse_holdout("0.1%") == parse_holdout(0.001) == parse_holdout("1/1000") == Fraction(1, 1000)
-    with pytest.raises(DataError, match="holdout = "):
-        parse_holdout(value)
-
-
-def test_errors(base: TokenStore, tokenizer: Tokenizer) -> None:
+def test_errors(base, tokenizer):
     make(tokenizer, range(3), "other")
     for holdout, validation, message in (
         ("0.00001%", "v", r"none is for validation; give a larger share"),
@@ -108,14 +87,3 @@ def test_errors(base: TokenStore, tokenizer: Tokenizer) -> None:
     with pytest.raises(DataError, match="SHA-256 differs"):
         split(base, holdout="10%", train="t", validation="v2")
     assert not Path("t").exists()
-
-
-def test_on_the_command_line(
-    base: TokenStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = ["lt-data", "split", str(base.path), "--holdout", "10%", "--train", "t", "--validation", "v"]
-    monkeypatch.setattr(sys, "argv", command)
-    assert main() in (0, None)
-    sizes = [TokenStore(name) for name in ("t", "v")]
-    lines = [f"{len(store)} documents, {store.n_tokens} tokens in {store.path}" for store in sizes]
-    assert capsys.readouterr().out.splitlines() == lines

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lt_data import DataError, SourceOptions, Tokenizer, TokenStore, prepare
+from lt_data import DataError, SourceOptions, TokenStore, prepare
 from lt_data.sources.reader import DocumentReader
 from lt_data.store.manifest import Selection
 
@@ -27,7 +27,7 @@ PACKAGE = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Path:
+def folder(tmp_path_factory, tokenizer) -> Path:
     """A tokenizer and twelve files of 1 to 60 kB, one of them larger than a unit; some documents are in several."""
     folder = tmp_path_factory.mktemp("units")
     tokenizer.save(folder / "tok")
@@ -42,13 +42,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Pa
 
 
 @pytest.fixture
-def run(folder: Path, tmp_path: Path) -> dict[str, Any]:
+def run(folder, tmp_path) -> dict[str, Any]:
     """The options of the jobs of these tests."""
     return {"tokenizer": folder / "tok", "out": tmp_path / "store", "unit_bytes": UNIT_BYTES, "engine": "hf"}
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["all", "without duplicates"])
-def undisturbed(folder: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+def undisturbed(folder, tmp_path_factory, request) -> Path:
     """The store of an undisturbed job."""
     out = tmp_path_factory.mktemp("undisturbed") / ("distinct" if request.param else "store")
     subprocess.run(command(folder, out, 1), check=True, capture_output=True)
@@ -63,7 +63,7 @@ def command(folder: Path, out: Path, workers: int, unit_bytes: int = UNIT_BYTES)
     return [sys.executable, "-m", "lt_data", *sources, *options]
 
 
-def test_the_documents_are_those_of_one_unit(folder: Path, undisturbed: Path, run: dict[str, Any]) -> None:
+def test_the_documents_are_those_of_one_unit(folder, undisturbed, run):
     chosen = Selection(drop_duplicates=undisturbed.name == "distinct")
     flat = prepare([folder / "in"], selection=chosen, **{**run, "unit_bytes": 2**30, "workers": 2})
     units, one = TokenStore(undisturbed), TokenStore(run["out"])
@@ -81,8 +81,8 @@ def test_the_documents_are_those_of_one_unit(folder: Path, undisturbed: Path, ru
 
 @pytest.mark.parametrize(("workers", "commands", "unit_bytes"), [(3, 1, UNIT_BYTES), (1, 2, UNIT_BYTES), (1, 3, 2**30)])
 def test_any_number_of_processes_makes_the_same_store(
-    workers: int, commands: int, unit_bytes: int, folder: Path, undisturbed: Path, tmp_path: Path, contents: Contents
-) -> None:
+    workers, commands, unit_bytes, folder, undisturbed, tmp_path, contents
+):
     out, expected = tmp_path / undisturbed.name, undisturbed
     if unit_bytes != UNIT_BYTES:
         expected = tmp_path / "one" / out.name
@@ -122,15 +122,11 @@ def kill_at_random(folder: Path, out: Path, expected: dict[str, bytes], contents
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(KILLS, marks=pytest.mark.slow)])
-def test_kills_of_local_processes(
-    kills: int, folder: Path, undisturbed: Path, tmp_path: Path, contents: Contents
-) -> None:
+def test_kills_of_local_processes(kills, folder, undisturbed, tmp_path, contents):
     kill_at_random(folder, tmp_path / undisturbed.name, contents(undisturbed), contents, kills=kills)
 
 
-def test_a_worker_that_dies_is_an_error_and_the_units_stay(
-    folder: Path, run: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_dies_is_an_error_and_the_units_stay(folder, run, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "lethal.py").write_text(
@@ -152,7 +148,7 @@ def test_a_worker_that_dies_is_an_error_and_the_units_stay(
     assert not list(run["out"].rglob("work-*"))
 
 
-def test_workers_end_with_their_command(folder: Path, tmp_path: Path, wait_for: Callable[..., None]) -> None:
+def test_workers_end_with_their_command(folder, tmp_path, wait_for):
     out = tmp_path / "store"
     job = subprocess.Popen(command(folder, out, 2, 9000), stderr=subprocess.PIPE)
     wait_for(lambda: bool(list(out.glob("units/*-of-*/manifest.json"))) or job.poll() is not None)
@@ -161,27 +157,7 @@ def test_workers_end_with_their_command(folder: Path, tmp_path: Path, wait_for: 
     assert job.returncode == -signal.SIGKILL
 
 
-def test_what_killed_processes_left_is_removed(
-    folder: Path, undisturbed: Path, tmp_path: Path, contents: Contents
-) -> None:
-    out = tmp_path / undisturbed.name
-    shutil.copytree(undisturbed, out)
-    (out / "units" / "00001-of-00009.claim").write_text("process 1\n", encoding="utf-8")
-    (out / "units" / "work-0123456789abcdef").mkdir()
-    (out / "manifest.json.tmp-01234567").write_text("{}", encoding="utf-8")
-    subprocess.run(command(folder, out, 1), check=True, capture_output=True)
-    assert contents(out) == contents(undisturbed)
-    single = tmp_path / "one" / "store"
-    (single.parent / "store.work-0123456789abcdef").mkdir(parents=True)
-    (single.parent / "other.work-0123456789abcdef").mkdir()
-    single.mkdir()  # an empty folder is free
-    subprocess.run(command(folder, single, 1, 2**30), check=True, capture_output=True)
-    assert sorted(path.name for path in single.parent.iterdir()) == ["other.work-0123456789abcdef", "store"]
-
-
-def test_a_unit_that_fails_is_named_and_the_others_finish(
-    folder: Path, run: dict[str, Any], tmp_path: Path, contents: Contents
-) -> None:
+def test_a_unit_that_fails_is_named_and_the_others_finish(folder, run, tmp_path, contents):
     """The next call corrects or leaves out bad input; the units that were finished stay."""
     shutil.copytree(folder / "in", tmp_path / "in")
     bad = tmp_path / "in" / "05.jsonl"
@@ -214,16 +190,8 @@ def test_a_unit_that_fails_is_named_and_the_others_finish(
 SKIP = SourceOptions(on_bad="skip")
 
 
-def test_larger_documents_are_read_by_the_next_call(folder: Path, run: dict[str, Any]) -> None:
-    with pytest.raises(DataError, match=r"units failed.*line of more than 1000 bytes"):
-        prepare([folder / "in"], options=SourceOptions(max_document_bytes=1000), **run)
-    with pytest.raises(DataError, match="max_document_bytes was 1000 and is 900"):
-        prepare([folder / "in"], options=SourceOptions(max_document_bytes=900), **run)
-    assert prepare([folder / "in"], options=SourceOptions(max_document_bytes=3000), **run).documents == 227 + 35
-
-
 @pytest.mark.parametrize("unit_bytes", [5, 2**30])
-def test_units_without_any_document(tmp_path: Path, run: dict[str, Any], unit_bytes: int) -> None:
+def test_units_without_any_document(tmp_path, run, unit_bytes):
     (tmp_path / "in").mkdir()
     for number in range(3):
         (tmp_path / f"in/{number}.jsonl").write_text('{"text": ""}\n', encoding="utf-8")
@@ -235,7 +203,7 @@ def test_units_without_any_document(tmp_path: Path, run: dict[str, Any], unit_by
     assert prepare([tmp_path / "in"], **{**run, "unit_bytes": unit_bytes}).documents == 1
 
 
-def test_another_job_in_the_folder_is_refused(folder: Path, run: dict[str, Any], tmp_path: Path) -> None:
+def test_another_job_in_the_folder_is_refused(folder, run, tmp_path):
     shutil.copytree(folder / "in", tmp_path / "in")
     for unit_bytes in (UNIT_BYTES, 2**30):
         run |= {"unit_bytes": unit_bytes, "out": tmp_path / str(unit_bytes)}
@@ -254,14 +222,8 @@ def test_another_job_in_the_folder_is_refused(folder: Path, run: dict[str, Any],
     assert DocumentReader([tmp_path / "in"]).n_files == 12
 
 
-def test_without_ray(folder: Path, run: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(DataError, match=r"ray is not installed: pip install \"lt-data\[ray\]\""):
-        prepare([folder / "in"], ray="local", **run)
-
-
 @pytest.mark.slow
-def test_kills_of_workers_of_a_ray_cluster(folder: Path, undisturbed: Path, tmp_path: Path, contents: Contents) -> None:
+def test_kills_of_workers_of_a_ray_cluster(folder, undisturbed, tmp_path, contents):
     """Ray is in no environment of ours: uv makes one in a temporary folder."""
     if shutil.which("uv") is None:
         pytest.skip("uv, which makes the environment with ray, is not installed")

@@ -2,12 +2,9 @@
 
 import hashlib
 import json
-import os
 from pathlib import Path
-from typing import Any
 
 import datasets
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -23,7 +20,7 @@ def as_documents(texts: list[str]) -> list[Document]:
     return [Document(text=text, source=str(i)) for i, text in enumerate(texts)]
 
 
-def test_documents_in_memory(tokenizer: Tokenizer, texts: list[str], tmp_path: Path) -> None:
+def test_documents_in_memory(tokenizer, texts, tmp_path):
     """Texts of an iterator, documents and records of a list, a table or a generator make the same store."""
     given = {
         "texts": iter(texts),
@@ -60,9 +57,7 @@ def test_documents_in_memory(tokenizer: Tokenizer, texts: list[str], tmp_path: P
         ([{"body": "a"}], r"document 1: no field 'text' \(found fields 'body'\).*--on-bad skip"),
     ],
 )
-def test_what_is_neither_a_source_nor_a_document(
-    documents: Any, message: str, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_neither_a_source_nor_a_document(documents, message, tokenizer, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match=message) as info:
         prepare(documents, tokenizer=tokenizer, out="out")
@@ -77,14 +72,7 @@ def test_what_is_neither_a_source_nor_a_document(
     eos=st.booleans(),
     shard_tokens=st.integers(1, 100),
 )
-def test_any_texts_policy_and_shard_size(
-    tmp_path_factory: pytest.TempPathFactory,
-    tokenizer: Tokenizer,
-    texts: list[str],
-    bos: bool,
-    eos: bool,
-    shard_tokens: int,
-) -> None:
+def test_any_texts_policy_and_shard_size(tmp_path_factory, tokenizer, texts, bos, eos, shard_tokens):
     out = tmp_path_factory.mktemp("any") / "store"
     prepare(as_documents(texts), tokenizer=tokenizer, out=out, bos=bos, eos=eos, shard_tokens=shard_tokens)
     store = TokenStore(out)
@@ -100,7 +88,7 @@ def test_any_texts_policy_and_shard_size(
         assert shard.tokens <= shard_tokens or shard.documents == 1
 
 
-def test_sources_are_recorded_and_progress_counts_their_bytes(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_sources_are_recorded_and_progress_counts_their_bytes(tmp_path, tokenizer):
     (tmp_path / "in").mkdir()
     (tmp_path / "in/a.txt").write_bytes(b"hello")
     (tmp_path / "in/b.jsonl").write_bytes(b'{"body": "one"}\n{"body": "two"}\n')
@@ -118,16 +106,8 @@ def test_sources_are_recorded_and_progress_counts_their_bytes(tmp_path: Path, to
     assert seen == [(37, 37, "bytes")]
 
 
-def test_special_strings_are_counted(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    texts = ["a<|eos|>b<|eos|>", "<|bos|><|", "none"]
-    manifest = prepare(as_documents(texts), tokenizer=tokenizer, out=tmp_path / "out")
-    assert manifest.special_strings == {"<|bos|>": 1, "<|eos|>": 2}
-    tokens = TokenStore(tmp_path / "out").tokens(0, manifest.tokens).tolist()
-    assert (tokens.count(0), tokens.count(1)) == (3, 3)
-
-
 @pytest.mark.parametrize(("highest", "dtype"), [(65498, "uint16"), (65499, "uint32"), (70000, "uint32")])
-def test_dtype_follows_the_limit_of_megatron(tmp_path: Path, tokenizer: Tokenizer, highest: int, dtype: str) -> None:
+def test_dtype_follows_the_limit_of_megatron(tmp_path, tokenizer, highest, dtype):
     model = json.loads(tokenizer.files["tokenizer.json"])
     del model["model"]["vocab"]["x"]
     model["model"]["vocab"]["x"] = highest
@@ -143,7 +123,7 @@ def test_dtype_follows_the_limit_of_megatron(tmp_path: Path, tokenizer: Tokenize
     assert (tmp_path / "out/shards/00000.idx").read_bytes()[17] == {"uint16": 8, "uint32": 4}[dtype]
 
 
-def test_fingerprint_names_tokens_and_policy_not_paths(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_fingerprint_names_tokens_and_policy_not_paths(tmp_path, tokenizer):
     def fingerprint(name: str, texts: list[str], **options: bool) -> str:
         (tmp_path / name).mkdir()
         for i, text in enumerate(texts):
@@ -159,7 +139,7 @@ def test_fingerprint_names_tokens_and_policy_not_paths(tmp_path: Path, tokenizer
 
 
 @pytest.mark.parametrize("nothing", [[], ["", ""]])
-def test_empty_corpus(tmp_path: Path, tokenizer: Tokenizer, nothing: list[str]) -> None:
+def test_empty_corpus(tmp_path, tokenizer, nothing):
     with pytest.raises(DataError, match=r"no text in the documents given.*check the sources"):
         prepare(as_documents(nothing), tokenizer=tokenizer, out=tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
@@ -171,7 +151,7 @@ def test_empty_corpus(tmp_path: Path, tokenizer: Tokenizer, nothing: list[str]) 
         prepare([tmp_path / "in"], tokenizer=tokenizer, out=tmp_path / "out")
 
 
-def test_options_that_cannot_be(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_options_that_cannot_be(tmp_path, tokenizer):
     bare = Tokenizer.from_bytes({"tokenizer.json": tokenizer.files["tokenizer.json"]}, name="bare")
     for name in ("bos", "eos"):
         with pytest.raises(DataError, match=rf"{name} = True: tokenizer bare has no {name}_token.*--no-{name}"):
@@ -183,7 +163,7 @@ def test_options_that_cannot_be(tmp_path: Path, tokenizer: Tokenizer) -> None:
     assert prepare([{"text": "a"}], tokenizer=bare, out=tmp_path / "out", bos=False, eos=False).tokens == 1
 
 
-def test_out_is_refused_when_it_is_not_ours(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_out_is_refused_when_it_is_not_ours(tmp_path, tokenizer):
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     (foreign / "thesis.tex").write_text("years of work", encoding="utf-8")
@@ -198,19 +178,3 @@ def test_out_is_refused_when_it_is_not_ours(tmp_path: Path, tokenizer: Tokenizer
         "file": b"x",
         "other/manifest.json": b'{"format": "another"}',
     }
-
-
-def test_the_ids_are_little_endian_and_the_modes_those_of_the_umask(
-    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    before = os.umask(0o027)
-    try:
-        prepare([{"text": "x"}], tokenizer=tokenizer, out="out", bos=False)
-    finally:
-        os.umask(before)
-    x = int(tokenizer.encode_batch(["x"])[0][0])
-    path = tmp_path / "out/shards/00000.bin"
-    assert path.read_bytes() == bytes([x % 256, x // 256, 1, 0])
-    assert np.array_equal(TokenStore("out")[0], [x, 1])
-    assert [(each.stat().st_mode & 0o777) for each in (tmp_path / "out", path)] == [0o750, 0o640]

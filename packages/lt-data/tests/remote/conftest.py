@@ -20,7 +20,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import numpy as np
 import pytest
 
-from lt_data import Document, Tokenizer, TokenStore, pack, prepare
+from lt_data import TokenStore, pack, prepare
 from lt_data.remote import s3_folder
 
 PART = 5 * 2**20
@@ -132,7 +132,7 @@ class Server(ThreadingHTTPServer):
 
 
 @pytest.fixture(scope="session")
-def shared_proxy(moto: int) -> Proxy:
+def shared_proxy(moto) -> Proxy:
     proxy = Proxy(server=moto)
     server = Server(("127.0.0.1", 0), type("Bound", (Handler,), {"proxy": proxy}))
     proxy.port = server.server_address[1]
@@ -147,7 +147,7 @@ def clients() -> dict[str, Any]:
 
 
 @pytest.fixture
-def proxy(shared_proxy: Proxy, aws: dict[str, str], monkeypatch: pytest.MonkeyPatch, clients: dict[str, Any]) -> Proxy:
+def proxy(shared_proxy, aws, monkeypatch, clients) -> Proxy:
     """The proxy without a fault or a log; this process's environment points to it, with nothing of the user's own."""
     shared_proxy.log, shared_proxy.fault = [], lambda request: None
     for name in [name for name in os.environ if name.startswith("AWS_")]:
@@ -169,7 +169,7 @@ def proxy(shared_proxy: Proxy, aws: dict[str, str], monkeypatch: pytest.MonkeyPa
 
 
 @pytest.fixture
-def bucket(proxy: Proxy, moto: int, monkeypatch: pytest.MonkeyPatch) -> "Bucket":
+def bucket(proxy, moto, monkeypatch) -> "Bucket":
     """An empty bucket."""
     with monkeypatch.context() as patched:
         patched.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{moto}")  # past the proxy
@@ -213,7 +213,7 @@ class Bucket:
 
 
 @pytest.fixture(scope="session")
-def prepared(tmp_path_factory: pytest.TempPathFactory, documents: list[Document], tokenizer: Tokenizer) -> Path:
+def prepared(tmp_path_factory, documents, tokenizer) -> Path:
     folder = tmp_path_factory.mktemp("prepared") / "store"
     prepare(documents, tokenizer=tokenizer, out=folder, shard_tokens=9_000)
     pack(TokenStore(folder), seq_len=64)
@@ -221,13 +221,13 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, documents: list[Document]
 
 
 @pytest.fixture
-def store(prepared: Path, tmp_path: Path) -> TokenStore:
+def store(prepared, tmp_path) -> TokenStore:
     """The texts as a store of a few shards with a pack of rows of 64."""
     return TokenStore(shutil.copytree(prepared, tmp_path / "store"))
 
 
 @pytest.fixture
-def folder(store: TokenStore) -> Path:
+def folder(store) -> Path:
     """A folder of another kind, with an empty file and one of three parts, so that all kinds of requests are made."""
     (store.path / "manifest.json").write_text('{"format": "of another program"}')
     (store.path / "notes").mkdir()

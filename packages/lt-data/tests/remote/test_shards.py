@@ -2,18 +2,12 @@
 
 import os
 import pickle
-import shutil
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from lt_data import DataError, RowReader, Stream, TokenStore, open_pack, pack
-from lt_data.__main__ import main
-from lt_data.exports.export import export
-from lt_data.exports.options import ExportOptions
+from lt_data import DataError, RowReader, Stream, TokenStore, open_pack
 from lt_data.remote.file_list import DamagedError
 from lt_data.remote.shards import RemoteShards
 from lt_data.remote.upload import upload
@@ -23,7 +17,7 @@ CACHE_BYTES = pytest.mark.parametrize("cache_bytes", [None, 0], ids=["cached", "
 
 
 @pytest.fixture
-def uploaded(store: TokenStore, bucket: Any, proxy: Any) -> TokenStore:
+def uploaded(store, bucket, proxy) -> TokenStore:
     """The store, which lies in the bucket too."""
     upload(store.path, bucket.url)
     proxy.log.clear()
@@ -35,9 +29,7 @@ def requests_for_ids(proxy: Any) -> list[tuple[str, str | None]]:
 
 
 @CACHE_BYTES
-def test_a_stream_from_s3_is_that_from_the_disk(
-    cache_bytes: int | None, uploaded: TokenStore, bucket: Any, proxy: Any, tmp_path: Path
-) -> None:
+def test_a_stream_from_s3_is_that_from_the_disk(cache_bytes, uploaded, bucket, proxy, tmp_path):
     local = RowReader(uploaded, open_pack(uploaded, seq_len=64))
     remote = TokenStore(bucket.url, cache=tmp_path / "cache", cache_bytes=cache_bytes)
     assert remote.manifest == uploaded.manifest
@@ -66,14 +58,7 @@ def test_a_stream_from_s3_is_that_from_the_disk(
 
 
 @CACHE_BYTES
-def test_steps_wait_for_no_data_that_was_fetched_ahead(
-    cache_bytes: int | None,
-    uploaded: TokenStore,
-    bucket: Any,
-    proxy: Any,
-    tmp_path: Path,
-    wait_for: Any,
-) -> None:
+def test_steps_wait_for_no_data_that_was_fetched_ahead(cache_bytes, uploaded, bucket, proxy, tmp_path, wait_for):
     """While a step computes, the rows of the next ones come: they are there though no request is answered any more."""
     local = Stream(RowReader(uploaded, open_pack(uploaded, seq_len=64)), global_batch_size=4, seed=3)
     remote = TokenStore(bucket.url, cache=tmp_path / "cache", cache_bytes=cache_bytes)
@@ -92,9 +77,7 @@ def test_steps_wait_for_no_data_that_was_fetched_ahead(
             assert np.array_equal(next(ahead), local.next().rows.input_ids)
 
 
-def test_ranges_of_a_batch_are_asked_for_together_and_again_where_they_are_cut(
-    uploaded: TokenStore, bucket: Any, proxy: Any, tmp_path: Path
-) -> None:
+def test_ranges_of_a_batch_are_asked_for_together_and_again_where_they_are_cut(uploaded, bucket, proxy, tmp_path):
     shards = RemoteShards(bucket.url, cache=tmp_path / "cache", cache_bytes=0)
     spans = [(0, 5, 10), (0, 6, 3000), (1, 700, 701), (0, 5, 10), (1, 9, 9)]
     cut: list[str] = []
@@ -120,9 +103,7 @@ def test_ranges_of_a_batch_are_asked_for_together_and_again_where_they_are_cut(
         shards.read(0, 5, 11)
 
 
-def test_the_cache_keeps_to_its_limit_over_stores_and_to_what_was_used_last(
-    uploaded: TokenStore, bucket: Any, proxy: Any, tmp_path: Path
-) -> None:
+def test_the_cache_keeps_to_its_limit_over_stores_and_to_what_was_used_last(uploaded, bucket, proxy, tmp_path):
     other_url = f"{bucket.url}-2"
     (uploaded.path / "other list").touch()
     upload(uploaded.path, other_url)
@@ -146,7 +127,7 @@ def test_the_cache_keeps_to_its_limit_over_stores_and_to_what_was_used_last(
     assert not [*(tmp_path / "cache").rglob("*.part")]
 
 
-def test_wrong_bytes_of_a_shard_are_never_given(uploaded: TokenStore, bucket: Any, tmp_path: Path) -> None:
+def test_wrong_bytes_of_a_shard_are_never_given(uploaded, bucket, tmp_path):
     shards = RemoteShards(bucket.url, cache=tmp_path / "cache")
     bucket.spoil("shards/00000.bin")
     with pytest.raises(DamagedError, match=r"00000\.bin: its bytes are not those that were uploaded"):
@@ -156,7 +137,7 @@ def test_wrong_bytes_of_a_shard_are_never_given(uploaded: TokenStore, bucket: An
     assert np.array_equal(shards.read(0, 0, 10), uploaded.read(0, 0, 10))
 
 
-def test_what_is_no_whole_store_is_refused(uploaded: TokenStore, bucket: Any, tmp_path: Path) -> None:
+def test_what_is_no_whole_store_is_refused(uploaded, bucket, tmp_path):
     with pytest.raises(DataError, match=r"there is no lt-files\.json"):
         TokenStore(f"{bucket.url}/elsewhere", cache=tmp_path / "cache")
     upload(uploaded.path / "tokenizer", f"{bucket.url}-2")
@@ -169,31 +150,3 @@ def test_what_is_no_whole_store_is_refused(uploaded: TokenStore, bucket: Any, tm
     bucket.delete("shards/00000.bin")
     with pytest.raises(DamagedError, match=r"missing or cut \(shards/00000\.bin"):
         TokenStore(bucket.url, cache=tmp_path / "cache")
-
-
-def test_a_pack_is_made_here_where_it_is_missing(uploaded: TokenStore, bucket: Any, tmp_path: Path) -> None:
-    remote = TokenStore(bucket.url, cache=tmp_path / "cache")
-    with pytest.raises(DataError, match="has no pack bfd-32"):
-        open_pack(remote, seq_len=32)
-    assert pack(remote, seq_len=32).fingerprint == pack(uploaded, seq_len=32).fingerprint
-
-
-def test_commands_and_exports_take_an_address(
-    uploaded: TokenStore,
-    bucket: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    found: list[tuple[str, dict[str, bytes]]] = []
-    for where in (uploaded.path, bucket.url):
-        monkeypatch.setattr(sys, "argv", ["lt-data", "stats", str(where), "--json"])
-        assert not main()
-        out = tmp_path / "out"
-        export(TokenStore(where), out=out, options=ExportOptions(to="litespark", seq_len=64, file_bytes=20_000))
-        files = {path.name: path.read_bytes() for path in out.rglob("*") if path.is_file()}
-        found.append((capsys.readouterr().out, files))
-        shutil.rmtree(out)
-    assert found[0] == found[1]
-    assert (tmp_path / "home" / "lt-data" / "stores").is_dir()

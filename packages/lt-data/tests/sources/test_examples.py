@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lt_data import Tokenizer, TokenStore
+from lt_data import TokenStore
 
 EXAMPLES = Path(__file__).parents[4] / "examples/data"
 pytestmark = pytest.mark.skipif(not EXAMPLES.is_dir(), reason="examples/data is not part of a package alone")
@@ -23,7 +23,7 @@ Run = Callable[..., str]
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+def run(monkeypatch, capsys, tmp_path) -> Run:
     """Runs a file as a program, in this process, since importing what it needs takes longer than what it does."""
 
     def call(name: str, *arguments: object) -> str:
@@ -36,13 +36,13 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
 
 
 @pytest.fixture
-def saved_tokenizer(tmp_path: Path, tokenizer: Tokenizer) -> Path:
+def saved_tokenizer(tmp_path, tokenizer) -> Path:
     tokenizer.save(tmp_path / "tokenizer")
     return tmp_path / "tokenizer"
 
 
 @pytest.fixture
-def text_parquet(texts: list[str]) -> bytes:
+def text_parquet(texts) -> bytes:
     pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
     import pyarrow.parquet
 
@@ -64,15 +64,7 @@ def in_store(path: Path) -> list[int]:
     return np.concatenate([np.fromfile(shard, dtype) for shard in sorted((path / "shards").glob("*.bin"))]).tolist()
 
 
-def test_litespark(
-    tmp_path: Path,
-    run: Run,
-    s3: Any,
-    saved_tokenizer: Path,
-    text_parquet: bytes,
-    tokenizer: Tokenizer,
-    texts: list[str],
-) -> None:
+def test_litespark(tmp_path, run, s3, saved_tokenizer, text_parquet, tokenizer, texts):
     (tmp_path / "part-0.parquet").write_bytes(text_parquet)
     s3.mkdir("litespark")
     arguments = ("--source", "part-0.parquet", "--tokenizer", saved_tokenizer, "--seq-len", 64, "--workers", 1)
@@ -92,7 +84,7 @@ def test_litespark(
     assert "0 files sent" in again
 
 
-def test_papers(tmp_path: Path, run: Run, saved_tokenizer: Path, make_pdf: Any, tokenizer: Tokenizer) -> None:
+def test_papers(tmp_path, run, saved_tokenizer, make_pdf, tokenizer):
     pytest.importorskip("pypdf", reason="pypdf is not installed")
     (tmp_path / "papers").mkdir()
     for i in range(12):
@@ -113,7 +105,7 @@ def test_papers(tmp_path: Path, run: Run, saved_tokenizer: Path, make_pdf: Any, 
         assert f"Paper {i} page 0" in decoded
 
 
-def test_wikicorpus(tmp_path: Path, run: Run, saved_tokenizer: Path, text_parquet: bytes) -> None:
+def test_wikicorpus(tmp_path, run, saved_tokenizer, text_parquet):
     (tmp_path / "wiki/train").mkdir(parents=True)
     for i in range(2):
         (tmp_path / f"wiki/train/{i:04}.parquet").write_bytes(text_parquet)
@@ -127,13 +119,11 @@ def test_wikicorpus(tmp_path: Path, run: Run, saved_tokenizer: Path, text_parque
     assert len(rows) == len(expected) // 512 > 1
 
 
-def test_slimpajama(
-    tmp_path: Path, run: Run, hub: Any, saved_tokenizer: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slimpajama(tmp_path, run, hub, saved_tokenizer, texts, monkeypatch):
     lines = "".join(json.dumps({"text": text, "meta": {"set": "x"}}) + "\n" for text in texts).encode()
-    hub.files = {"org/slim": {"train/chunk1/a.jsonl": lines}}
+    hub({"org/slim/train/chunk1/a.jsonl": lines})
     arguments = ("--dataset", "org/slim", "--tokenizer", saved_tokenizer, "--seq-len", 64, "--workers", 1)
-    out = hub.run(str(EXAMPLES / "slimpajama.py"), *map(str, arguments), folder=tmp_path)
+    out = run("slimpajama.py", *arguments)
     store = TokenStore(tmp_path / "data/store")
     n_bytes = sum(len(text.encode()) for text in texts[:6])
     assert out.startswith(f"6 documents, {store.n_tokens} tokens of {n_bytes} bytes")
@@ -145,7 +135,7 @@ def test_slimpajama(
     assert in_store(tmp_path / "data/store") == before
 
 
-def test_smp(tmp_path: Path, run: Run, saved_tokenizer: Path, texts: list[str]) -> None:
+def test_smp(tmp_path, run, saved_tokenizer, texts):
     (tmp_path / "text").mkdir()
     for i, text in enumerate(texts[:10]):
         (tmp_path / f"text/{i}.txt").write_bytes(text.encode())

@@ -1,6 +1,5 @@
 """Which files are read, in which order, and what is said of the others."""
 
-import hashlib
 import os
 from pathlib import Path
 
@@ -16,7 +15,7 @@ def write(path: Path, content: str) -> Path:
     return path
 
 
-def test_folders_are_sorted_by_relative_path_and_filtered(tmp_path: Path) -> None:
+def test_folders_are_sorted_by_relative_path_and_filtered(tmp_path):
     names = ["b.txt", "a/z.md", "a/b/c.py", "a.rst", "a-b.txt", "B.TXT", "é.txt", "z.txt"]
     others = ["skip.bin", "a/skip.bin", "b.csv", "Makefile", ".hidden.txt", ".git/x.txt", "a/.git/y.txt"]
     for name in names + others:
@@ -34,7 +33,7 @@ def test_folders_are_sorted_by_relative_path_and_filtered(tmp_path: Path) -> Non
     assert [d.text for d in read_documents([tmp_path / "in"], SourceOptions(suffixes=[".BIN"]))] == others[1::-1]
 
 
-def test_sources_come_in_the_order_given(tmp_path: Path) -> None:
+def test_sources_come_in_the_order_given(tmp_path):
     write(tmp_path / "d/x.txt", "in folder")
     alone = write(tmp_path / "alone.unknown", "any suffix when named")
     lines = write(tmp_path / "d2/l.jsonl", '{"text": "one"}\n{"text": "two"}\n')
@@ -44,7 +43,7 @@ def test_sources_come_in_the_order_given(tmp_path: Path) -> None:
     assert [document.file_index for document in found] == [0, 1, 1, 2]
 
 
-def test_a_file_of_two_sources_is_an_error(tmp_path: Path) -> None:
+def test_a_file_of_two_sources_is_an_error(tmp_path):
     one = write(tmp_path / "in/one.txt", "one")
     write(tmp_path / "in/two.txt", "two")
     (tmp_path / "link.txt").symlink_to(one)
@@ -54,22 +53,7 @@ def test_a_file_of_two_sources_is_an_error(tmp_path: Path) -> None:
             read_documents(sources)
 
 
-def test_counts_and_hashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    paths = [write(tmp_path / "d/a.txt", "ä"), write(tmp_path / "d/b.jsonl", '{"text": "x"}\n\n')]
-    reader = DocumentReader([tmp_path / "d"])
-    assert reader.total_bytes == 2 + 15
-    for _ in range(2):  # a second walk counts anew
-        assert len(list(reader)) == 2
-        sources = reader.source_files()
-        assert (sources.files, sources.bytes, reader.read_bytes) == (2, 17, 17)
-        assert [file.sha256 for file in sources.listed] == [hashlib.sha256(p.read_bytes()).hexdigest() for p in paths]
-        lines = "".join(f"{file.sha256} {file.bytes} {file.path}\n" for file in sources.listed)
-        assert sources.sha256 == hashlib.sha256(lines.encode()).hexdigest()
-    monkeypatch.setattr("lt_data.sources.reader.MAX_LISTED_SOURCES", 1)
-    assert (reader.source_files().listed, reader.source_files().files) == ((), 2)
-
-
-def test_the_fingerprint_tells_listings_and_options_apart(tmp_path: Path) -> None:
+def test_the_fingerprint_tells_listings_and_options_apart(tmp_path):
     write(tmp_path / "a.txt", "one")
     write(tmp_path / "b.jsonl", "{}")
 
@@ -87,18 +71,7 @@ def test_the_fingerprint_tells_listings_and_options_apart(tmp_path: Path) -> Non
     assert len({first, *others}) == 6
 
 
-def test_groups_are_balanced_by_bytes(tmp_path: Path) -> None:
-    for i, size in enumerate([10, 1, 1, 8, 0, 20, 5, 5]):
-        write(tmp_path / f"{i}.txt", "x" * size)
-    reader = DocumentReader([tmp_path])
-    assert [reader.slice(*group).total_bytes for group in reader.group(20)] == [20, 20, 10]
-    for max_bytes in (1, 7, 50):
-        groups = reader.group(max_bytes)
-        assert [file for first, last in groups for file in range(first, last)] == list(range(8))
-        assert all(first < last for first, last in groups)
-
-
-def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_what_cannot_be_read_is_named(tmp_path):
     os.mkfifo(tmp_path / "pipe.txt")
     (tmp_path / "broken.txt").symlink_to("nowhere")
     write(tmp_path / "good.txt", "good")

@@ -1,6 +1,5 @@
 """Stores: places of tokens and documents, with and without masks, and damage to their files."""
 
-import gc
 import json
 import pickle
 import subprocess
@@ -9,7 +8,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +23,6 @@ from lt_data.store.megatron import decode_index, encode_index
 from lt_data.streaming.runs import copy_runs, tokens_at
 
 SEQ_LEN = 8
-Make = Callable[..., TokenStore]
 DOCUMENTS = st.lists(st.tuples(st.sampled_from([1, 2, 3, 7, 60]), st.booleans()), min_size=1, max_size=30)
 
 
@@ -38,9 +35,7 @@ def keep_documents(store: TokenStore, keep: np.ndarray) -> TokenStore:
 
 
 @given(DOCUMENTS, st.integers(1, 6), st.data())
-def test_places_are_those_of_the_kept_documents(
-    counting_store: Make, documents: list[tuple[int, bool]], shard_documents: int, data: st.DataObject
-) -> None:
+def test_places_are_those_of_the_kept_documents(counting_store, documents, shard_documents, data):
     """Tokens, documents, lengths and runs, against a list of the ids; masks of masks too."""
     lengths, keep = np.array([length for length, _ in documents]), np.array([kept for _, kept in documents])
     keep[data.draw(st.integers(0, keep.size - 1))] = True
@@ -69,7 +64,7 @@ def test_places_are_those_of_the_kept_documents(
     assert tokens_at(store, start).tolist() == flat[start].tolist()
 
 
-def test_places_in_a_shard_of_several_blocks_of_documents(counting_store: Make) -> None:
+def test_places_in_a_shard_of_several_blocks_of_documents(counting_store):
     """Blocks of 512 documents, of which one keeps none."""
     rng = np.random.default_rng(0)
     lengths, keep = rng.integers(1, 9, 3000), rng.random(3000) < 0.4
@@ -84,7 +79,7 @@ def test_places_in_a_shard_of_several_blocks_of_documents(counting_store: Make) 
 
 
 @pytest.mark.parametrize(("start", "length"), [(-1, 1), (0, 11), (11, 0), (3, -1)])
-def test_tokens_outside(counting_store: Make, start: int, length: int) -> None:
+def test_tokens_outside(counting_store, start, length):
     store = counting_store([4, 6])
     with pytest.raises(IndexError, match="of 10"):
         store.tokens(start, length)
@@ -95,7 +90,7 @@ def test_tokens_outside(counting_store: Make, start: int, length: int) -> None:
         store[0][0] = 5
 
 
-def test_verify_finds_a_flipped_bit_in_every_file(store: TokenStore) -> None:
+def test_verify_finds_a_flipped_bit_in_every_file(store):
     seen: list[tuple[int, int, str]] = []
     masked = keep_documents(store, np.arange(len(store)) % 3 > 0)
     masked.verify(progress=lambda *report: seen.append(report))
@@ -115,7 +110,7 @@ def test_verify_finds_a_flipped_bit_in_every_file(store: TokenStore) -> None:
 
 
 @pytest.mark.parametrize("name", ["00001.bin", "00001.idx"])
-def test_short_or_missing_shard_is_found_when_opening_and_when_first_read(store: TokenStore, name: str) -> None:
+def test_short_or_missing_shard_is_found_when_opening_and_when_first_read(store, name):
     path = store.folder / "shards" / name
     path.write_bytes(path.read_bytes()[:-1])
     for read in (lambda: TokenStore(store.folder), lambda: (store.read_shard(1), store.shard_lengths(1))):
@@ -126,7 +121,7 @@ def test_short_or_missing_shard_is_found_when_opening_and_when_first_read(store:
         TokenStore(store.folder)
 
 
-def test_an_index_of_other_boundaries(store: TokenStore, counting_store: Make) -> None:
+def test_an_index_of_other_boundaries(store, counting_store):
     """A whole index of as many documents and tokens, which is not the one that was written; and one that is broken."""
     path = store.folder / "shards" / "00000.idx"
     lengths, dtype = decode_index(path.read_bytes(), str(path))
@@ -145,7 +140,7 @@ def test_an_index_of_other_boundaries(store: TokenStore, counting_store: Make) -
         _ = broken.lengths
 
 
-def test_tokenizer_that_was_exchanged(store: TokenStore) -> None:
+def test_tokenizer_that_was_exchanged(store):
     (store.folder / "tokenizer" / "tokenizer_config.json").write_text('{"eos_token": "<|bos|>"}', encoding="utf-8")
     with pytest.raises(DataError, match="not the tokenizer of this store"):
         store.tokenizer()
@@ -190,9 +185,7 @@ SHARD = ("parts", 0, "shards", 0)
         ),
     ],
 )
-def test_a_changed_manifest_is_refused(
-    store: TokenStore, change: Callable[[dict[str, Any]], None], message: str
-) -> None:
+def test_a_changed_manifest_is_refused(store, change, message):
     path = store.folder / "manifest.json"
     values = json.loads(path.read_bytes())
     change(values)
@@ -209,7 +202,7 @@ def test_a_changed_manifest_is_refused(
         (None, "cannot read the token store's .*manifest.json: No such file"),
     ],
 )
-def test_a_manifest_that_is_none(store: TokenStore, content: bytes | None, message: str) -> None:
+def test_a_manifest_that_is_none(store, content, message):
     path = store.folder / "manifest.json"
     values = path.read_bytes()
     path.write_bytes(values.replace(b'"shard_tokens": 2000', b'"shard_tokens": 2001'))
@@ -222,25 +215,13 @@ def test_a_manifest_that_is_none(store: TokenStore, content: bytes | None, messa
         TokenStore(store.folder)
 
 
-def test_opening_reads_no_index(store: TokenStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_opening_reads_no_index(store, monkeypatch):
     pack(store, seq_len=64)
     monkeypatch.setattr(token_store, "map_file", None)
     assert len(TokenStore(store.folder)) == len(store)
 
 
-def test_a_map_lives_as_long_as_what_refers_to_it(counting_store: Make) -> None:
-    store = counting_store([9] * 5, 1)
-    folder, ids, first = store.folder, store.read_shard(4), store.read_shard(0)[:3]
-    assert Path("/proc/self/maps").read_text().count(f"{folder}/") == 2
-    del store
-    gc.collect()
-    assert (ids.tolist(), first.tolist()) == ([*range(37, 46)], [1, 2, 3])
-    del ids, first
-    gc.collect()
-    assert Path("/proc/self/maps").read_text().count(f"{folder}/") == 0
-
-
-def test_threads_read_while_maps_are_released(counting_store: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_read_while_maps_are_released(counting_store, monkeypatch):
     monkeypatch.setattr(token_store, "_MAX_MAPS", 40)
     store = counting_store([21] * 100, 1)
     wrong: list[object] = []
@@ -258,7 +239,7 @@ def test_threads_read_while_maps_are_released(counting_store: Make, monkeypatch:
     assert not wrong
 
 
-def test_many_shards_are_read_under_few_descriptors(counting_store: Make) -> None:
+def test_many_shards_are_read_under_few_descriptors(counting_store):
     store = counting_store([8] * 600, 1)
     again = pickle.loads(pickle.dumps(store))
     assert again.tokens(0, 4800).tolist() == [*range(1, 4801)]

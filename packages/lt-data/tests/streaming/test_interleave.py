@@ -18,7 +18,7 @@ def quantize(weights: list) -> tuple[int, ...]:
 
 
 @given(SHARES)
-def test_no_count_is_ever_off_by_one(weights: list[int]) -> None:
+def test_no_count_is_ever_off_by_one(weights):
     shares = quantize(weights)
     turns = build_schedule(shares)
     period = sum(shares)
@@ -32,7 +32,7 @@ def test_no_count_is_ever_off_by_one(weights: list[int]) -> None:
 
 
 @given(SHARES, st.lists(st.integers(0, 10**15), min_size=1, max_size=8))
-def test_any_turn_alone_is_that_of_the_whole(weights: list[int], asked: list[int]) -> None:
+def test_any_turn_alone_is_that_of_the_whole(weights, asked):
     shares = quantize(weights)
     turns = build_schedule(shares)
     source, number = turns.lookup(np.array(asked))
@@ -43,7 +43,7 @@ def test_any_turn_alone_is_that_of_the_whole(weights: list[int], asked: list[int
         assert sum(after) == turn + 1
 
 
-def test_fixed_turns() -> None:
+def test_fixed_turns():
     """The mixtures of every run depend on these: they must never change."""
     assert build_schedule((7, 2, 1)).source.tolist() == [0, 0, 0, 1, 0, 0, 1, 0, 0, 2]
     assert build_schedule((1, 1, 1)).source.tolist() == [0, 1, 2]
@@ -62,12 +62,12 @@ def test_fixed_turns() -> None:
         ([5], (1,)),
     ],
 )
-def test_weights_with_few_decimals_are_exact(weights: list, shares: tuple[int, ...]) -> None:
+def test_weights_with_few_decimals_are_exact(weights, shares):
     assert quantize(weights) == shares
 
 
 @given(st.lists(st.floats(0.01, 1), min_size=1, max_size=6))
-def test_fine_weights_are_rounded_to_ten_thousandths(weights: list[float]) -> None:
+def test_fine_weights_are_rounded_to_ten_thousandths(weights):
     shares = quantize(weights)
     assert sum(shares) <= MAX_PERIOD
     for share, weight in zip(shares, weights, strict=True):
@@ -86,6 +86,6 @@ def test_fine_weights_are_rounded_to_ten_thousandths(weights: list[float]) -> No
         ([1, 1e-9], "weight of s1: 1e-09 of the sum, less than 1/10000"),
     ],
 )
-def test_wrong_weights(weights: list, message: str) -> None:
+def test_wrong_weights(weights, message):
     with pytest.raises(DataError, match=message):
         quantize(weights)

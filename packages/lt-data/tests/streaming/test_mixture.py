@@ -12,13 +12,12 @@ from lt_data import DataError, Mixture, Phase, RowReader, Stream, TokenStore
 from lt_data.packing.pack_index import build_index
 from lt_data.store.manifest import encode_manifest
 from lt_data.streaming.permutation import shuffle_positions
-from lt_data.streaming.stream import StreamState
 
 SEQ_LEN = 4
 
 
 @pytest.fixture(scope="session")
-def make(counting_store: Callable[..., TokenStore]) -> Callable[..., RowReader]:
+def make(counting_store) -> Callable[..., RowReader]:
     cache: dict[tuple, RowReader] = {}
 
     def make(n_rows: int, *, seq_len: int = SEQ_LEN, mode: str = "bfd", document_mask: bool = True) -> RowReader:
@@ -50,9 +49,7 @@ def mixture_of(make: Callable[..., RowReader], sizes: list[int], phases: list[tu
 
 @settings(max_examples=60)
 @given(SIZES, PHASES, st.integers(0, 2**40), st.booleans())
-def test_each_source_gives_its_own_sequence_and_exact_counts(
-    make: Callable[..., RowReader], sizes: list[int], phases: list, seed: int, shuffle: bool
-) -> None:
+def test_each_source_gives_its_own_sequence_and_exact_counts(make, sizes, phases, seed, shuffle):
     mixture = mixture_of(make, sizes, phases)
     rows = mixture.rows_at(0, 150, seed=seed, shuffle=shuffle)
     names = np.array([mixture.locate(row)[0] for row in rows.tolist()])
@@ -78,70 +75,8 @@ def test_each_source_gives_its_own_sequence_and_exact_counts(
             assert (np.abs(given_rows - ideal) < 1).all()
 
 
-@settings(max_examples=60)
-@given(SIZES, PHASES, st.integers(0, 200), st.integers(0, 60), st.integers(0, 60))
-def test_any_part_alone_is_that_of_the_whole(
-    make: Callable[..., RowReader], sizes: list[int], phases: list, position: int, first: int, second: int
-) -> None:
-    mixture = mixture_of(make, sizes, phases)
-    whole = mixture.rows_at(position, first + second, seed=1, shuffle=True).tolist()
-    parts = [
-        *mixture.rows_at(position, first, seed=1, shuffle=True).tolist(),
-        *mixture.rows_at(position + first, second, seed=1, shuffle=True).tolist(),
-    ]
-    assert parts == whole
-
-
-def test_a_start_far_away_is_that_of_the_whole(make: Callable[..., RowReader]) -> None:
-    mixture = Mixture({"a": make(7), "b": make(5)}, {"a": 0.7, "b": 0.3})
-    position = 10**15 + 3
-    counts = mixture.counts(position)
-    assert counts == {"a": 7 * 10**14 + 2, "b": 3 * 10**14 + 1}
-    row = int(mixture.rows_at(position, 1, seed=9, shuffle=True)[0])
-    name, _, _ = mixture.locate(row)
-    number = np.array([counts[name]])
-    expected = shuffle_positions(number, mixture.sources[name].n_rows, f"9/{name}")
-    assert row == int(expected[0]) + (7 if name == "b" else 0)
-
-
-@settings(max_examples=40)
-@given(st.lists(st.tuples(st.sampled_from([1, 2, 3]), st.integers(1, 3), st.integers(1, 3)), min_size=1, max_size=5))
-def test_any_ranks_batches_and_stops_give_one_sequence(
-    make: Callable[..., RowReader], runs: list[tuple[int, int, int]]
-) -> None:
-    mixture = Mixture(
-        {"web": make(11), "code": make(6), "math": make(3)},
-        [
-            Phase(weights={"web": 0.7, "code": 0.3}),
-            Phase(weights={"web": 1, "code": 1, "math": 1}, from_row=13),
-            Phase(weights={"math": 1}, from_row=31),
-        ],
-    )
-    state: StreamState | None = None
-    seen: list[int] = []
-    for dp_size, per_rank, steps in runs:
-        for _ in range(steps):
-            batches = [
-                Stream(
-                    mixture, global_batch_size=dp_size * per_rank, dp_rank=r, dp_size=dp_size, seed=5, state=state
-                ).next()
-                for r in range(dp_size)
-            ]
-            ids = np.concatenate([batch.row_ids for batch in batches])
-            expected = mixture.read_rows(ids)
-            for name in ("input_ids", "labels", "position_ids", "doc_ids"):
-                assert np.array_equal(
-                    np.concatenate([getattr(batch.rows, name) for batch in batches]), getattr(expected, name)
-                )
-            assert {batch.valid_tokens for batch in batches} == {int(expected.loss_mask.sum())}
-            seen += ids.tolist()
-            assert len({batch.state for batch in batches}) == 1
-            state = StreamState.from_dict(batches[0].state.to_dict())
-    assert mixture.rows_at(0, len(seen), seed=5, shuffle=True).tolist() == seen
-
-
 @given(st.lists(st.integers(0, 19), max_size=12))
-def test_gathered_rows_are_those_of_the_sources(make: Callable[..., RowReader], chosen: list[int]) -> None:
+def test_gathered_rows_are_those_of_the_sources(make, chosen):
     mixture = Mixture({"a": make(11), "b": make(6, mode="concat"), "c": make(3)}, {"a": 1, "b": 1, "c": 1})
     rows = mixture.read_rows(np.array(chosen, np.int64))
     for i, row in enumerate(chosen):
@@ -152,31 +87,7 @@ def test_gathered_rows_are_those_of_the_sources(make: Callable[..., RowReader], 
     assert mixture.count_labels(np.array(chosen, np.int64)) == int(rows.loss_mask.sum())
 
 
-def test_many_documents_in_many_rows_stay_in_their_order(counting_store: Callable[..., TokenStore]) -> None:
-    rng = np.random.default_rng(5)
-    readers: dict[str, RowReader] = {}
-    for name in "abc":
-        store = counting_store(rng.integers(1, 5, size=300).tolist())
-        index = build_index(store.lengths, seq_len=16, mode="bfd", store_fingerprint=store.manifest.fingerprint)
-        readers[name] = RowReader(store, index)
-    mixture = Mixture(readers, {"a": 3, "b": 2, "c": 1})
-    chosen = rng.permutation(mixture.n_rows)[:90]
-    found = mixture.read_rows(chosen)
-    assert found.doc_ids.max() > 5
-    for place, row in enumerate(chosen.tolist()):
-        _, reader, number = mixture.locate(row)
-        alone = reader.read_rows(np.array([number]))
-        for name in ("input_ids", "labels", "position_ids", "doc_ids"):
-            assert np.array_equal(getattr(found, name)[place], getattr(alone, name)[0]), (name, place)
-
-
-def test_unlike_sources_of_one_size_have_unlike_orders(make: Callable[..., RowReader]) -> None:
-    mixture = Mixture({"a": make(12), "b": make(12)}, {"a": 1, "b": 1})
-    rows = mixture.rows_at(0, 24, seed=0, shuffle=True)
-    assert rows[rows < 12].tolist() != (rows[rows >= 12] - 12).tolist()
-
-
-def test_weights_ahead_may_change_and_those_behind_may_not(make: Callable[..., RowReader]) -> None:
+def test_weights_ahead_may_change_and_those_behind_may_not(make):
     sources = {"a": make(11), "b": make(6)}
 
     def mixture(second: Mapping[str, float], first: float = 1, more: Mapping[str, RowReader] | None = None) -> Mixture:
@@ -199,13 +110,7 @@ def test_weights_ahead_may_change_and_those_behind_may_not(make: Callable[..., R
     Stream(mixture({"a": 1}), global_batch_size=6, dp_rank=2, dp_size=3, seed=2, state=states[2])
 
 
-def test_a_source_without_weight_is_not_part_of_the_sequence(make: Callable[..., RowReader]) -> None:
-    state = Stream(Mixture({"a": make(11), "b": make(6)}, {"a": 1}), global_batch_size=4).next().state
-    Stream(Mixture({"a": make(11)}, {"a": 1}), global_batch_size=4, state=state)
-    assert [name for name in state.fingerprint if name.endswith(".store")] == ["a.store"]
-
-
-def test_a_source_that_is_exhausted_says_so_at_its_last_row(make: Callable[..., RowReader]) -> None:
+def test_a_source_that_is_exhausted_says_so_at_its_last_row(make):
     mixture = Mixture({"a": make(11), "b": make(3)}, {"a": 1, "b": 1}, max_epochs={"b": 2})
     first_too_many = next(p for p in range(100) if mixture.counts(p + 1)["b"] == 7)
     assert mixture.rows_at(0, first_too_many, seed=0, shuffle=True).size == first_too_many
@@ -237,16 +142,12 @@ def test_a_source_that_is_exhausted_says_so_at_its_last_row(make: Callable[..., 
         ({"a": 3}, [Phase(weights={"a": 1}), Phase(weights={"a": 1})], {}, r"phases begin at rows \[0, 0\]"),
     ],
 )
-def test_wrong_mixtures(
-    make: Callable[..., RowReader], sizes: dict[str, int], weights: dict | list, options: dict, message: str
-) -> None:
+def test_wrong_mixtures(make, sizes, weights, options, message):
     with pytest.raises(DataError, match=message):
         Mixture({name: make(size) for name, size in sizes.items()}, weights, **options)
 
 
-def test_sources_that_do_not_fit_together(
-    make: Callable[..., RowReader], counting_store: Callable[..., TokenStore]
-) -> None:
+def test_sources_that_do_not_fit_together(make, counting_store):
     with pytest.raises(DataError, match=r"sources a and b: different row length \(4 and 5\)"):
         Mixture({"a": make(3), "b": make(3, seq_len=5)}, {"a": 1})
     with pytest.raises(DataError, match=r"different document_mask"):
@@ -261,7 +162,7 @@ def test_sources_that_do_not_fit_together(
 
 
 @pytest.mark.parametrize("mask", [True, False])
-def test_each_batch_has_the_bound_of_all_sources(counting_store: Callable[..., TokenStore], mask: bool) -> None:
+def test_each_batch_has_the_bound_of_all_sources(counting_store, mask):
     """Also one with rows of a single source, or of none: shapes must not change from batch to batch."""
     readers: dict[str, RowReader] = {}
     for name, lengths in (("few", [16, 16, 15]), ("many", [2] * 24), ("some", [5, 5, 5] * 3)):

@@ -1,14 +1,11 @@
 """Rows against a plain rebuilding from the index, on stores in which the token at offset t is t + 1."""
 
-import pickle
-from collections.abc import Callable, Iterable
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lt_data import DataError, RowReader, TokenStore, pack
+from lt_data import DataError, RowReader, TokenStore
 from lt_data.packing.pack_index import build_index
 from lt_data.streaming.rows import IGNORE_INDEX, Rows
 
@@ -22,14 +19,7 @@ def reader_of(store: TokenStore, seq_len: int, mode: str, document_mask: bool = 
 
 @pytest.mark.parametrize("mode", ["bfd", "concat"])
 @given(LENGTHS, st.integers(1, 12), st.integers(1, 5), st.integers(1, 21))
-def test_all_rows_together(
-    counting_store: Callable[..., TokenStore],
-    mode: str,
-    lengths: list[int],
-    seq_len: int,
-    shard_documents: int,
-    per_group: int,
-) -> None:
+def test_all_rows_together(counting_store, mode, lengths, seq_len, shard_documents, per_group):
     store = counting_store(lengths, shard_documents)
     options = {"seq_len": seq_len, "mode": mode, "store_fingerprint": store.manifest.fingerprint}
     reader = RowReader(store, build_index(store.lengths, documents_per_group=per_group, **options))
@@ -55,9 +45,7 @@ def test_all_rows_together(
 
 @pytest.mark.parametrize("mode", ["bfd", "concat"])
 @given(LENGTHS, st.integers(1, 12))
-def test_documents_are_numbered_and_positions_restart(
-    counting_store: Callable[..., TokenStore], mode: str, lengths: list[int], seq_len: int
-) -> None:
+def test_documents_are_numbered_and_positions_restart(counting_store, mode, lengths, seq_len):
     store = counting_store(lengths)
     reader = reader_of(store, seq_len, mode)
     owner = np.repeat(np.arange(len(lengths)), lengths)
@@ -78,9 +66,7 @@ def test_documents_are_numbered_and_positions_restart(
 
 @pytest.mark.parametrize("mode", ["bfd", "concat"])
 @given(LENGTHS, st.integers(1, 12))
-def test_without_document_mask(
-    counting_store: Callable[..., TokenStore], mode: str, lengths: list[int], seq_len: int
-) -> None:
+def test_without_document_mask(counting_store, mode, lengths, seq_len):
     store = counting_store(lengths)
     masked, plain = (reader_of(store, seq_len, mode, mask) for mask in (True, False))
     order = np.arange(masked.n_rows)
@@ -91,19 +77,7 @@ def test_without_document_mask(
     assert masked.fingerprint != plain.fingerprint
 
 
-@given(LENGTHS, st.integers(1, 12), st.data())
-def test_any_rows_in_any_order(
-    counting_store: Callable[..., TokenStore], lengths: list[int], seq_len: int, data: st.DataObject
-) -> None:
-    reader = reader_of(counting_store(lengths), seq_len, "bfd")
-    whole = reader.read_rows(np.arange(reader.n_rows))
-    chosen = np.array(data.draw(st.lists(st.integers(0, reader.n_rows - 1), max_size=10)), np.int64)
-    some = reader.read_rows(chosen)
-    for name in ("input_ids", "labels", "position_ids", "doc_ids"):
-        assert np.array_equal(getattr(some, name), getattr(whole, name)[chosen])
-
-
-def test_exact_rows(counting_store: Callable[..., TokenStore]) -> None:
+def test_exact_rows(counting_store):
     x = IGNORE_INDEX
     store = counting_store([3, 11, 2, 5], shard_documents=1)
     assert as_lists(reader_of(store, 8, "bfd").read_rows(np.array([2, 0, 1]))) == (
@@ -126,25 +100,13 @@ def as_lists(rows: Rows) -> tuple[list, list, list, list]:
     return tuple(array.tolist() for array in arrays)  # pyright: ignore[reportReturnType]
 
 
-def test_text_comes_back_from_rows(store: TokenStore, texts: list[str]) -> None:
-    reader = RowReader(store, pack(store, seq_len=4096))
-    rows = reader.read_rows(np.arange(reader.n_rows))
-    tokenizer = store.tokenizer()
-    found = [
-        tokenizer.decode(ids[documents == n], skip_special_tokens=True)
-        for ids, documents in zip(rows.input_ids, rows.doc_ids, strict=True)
-        for n in range(documents.max() + 1)
-    ]
-    assert sorted(found) == sorted(text for text in texts if text)
-
-
 @pytest.mark.parametrize("rows", [[-1], [3], [[0]]])
-def test_rows_outside(counting_store: Callable[..., TokenStore], rows: list) -> None:
+def test_rows_outside(counting_store, rows):
     with pytest.raises(IndexError, match=r"in 0\.\.2"):
         reader_of(counting_store([8, 8, 8]), 8, "bfd").read_rows(np.array(rows))
 
 
-def test_pack_of_another_store(store: TokenStore, counting_store: Callable[..., TokenStore]) -> None:
+def test_pack_of_another_store(store, counting_store):
     other = counting_store([3, 4])
     index = build_index(other.lengths, seq_len=8, mode="bfd", store_fingerprint=other.manifest.fingerprint)
     with pytest.raises(DataError, match=f"made for another store than {store.path}; make it again with lt data pack"):
@@ -153,15 +115,7 @@ def test_pack_of_another_store(store: TokenStore, counting_store: Callable[..., 
 
 @pytest.mark.parametrize("mode", ["bfd", "concat"])
 @given(LENGTHS, st.integers(1, 12), st.integers(1, 5), st.booleans(), st.data())
-def test_rows_as_the_store_holds_them(
-    counting_store: Callable[..., TokenStore],
-    mode: str,
-    lengths: list[int],
-    seq_len: int,
-    shard_documents: int,
-    document_mask: bool,
-    data: st.DataObject,
-) -> None:
+def test_rows_as_the_store_holds_them(counting_store, mode, lengths, seq_len, shard_documents, document_mask, data):
     store = counting_store(lengths, shard_documents)
     reader = reader_of(store, seq_len, mode, document_mask)
     rows = np.array(data.draw(st.lists(st.integers(0, reader.n_rows - 1), max_size=8)), np.int64)
@@ -183,60 +137,3 @@ def test_rows_as_the_store_holds_them(
     assert compact.cu_seqlens(size=len(boundaries)).tolist() == boundaries
     with pytest.raises(DataError, match=f"size = {len(boundaries) - 1}: these rows have {len(boundaries)} boundaries"):
         compact.cu_seqlens(size=len(boundaries) - 1)
-
-
-def test_two_bytes_stay_two_bytes(store: TokenStore) -> None:
-    reader = RowReader(store, pack(store, seq_len=100))
-    compact = reader.read_token_rows(np.arange(reader.n_rows))
-    assert store.dtype == compact.input_ids.dtype == compact.next_ids.dtype == np.uint16
-
-
-class Elsewhere:
-    """Reads a store's shards as a remote store does: only what is asked for, as copies."""
-
-    def __init__(self, store: TokenStore) -> None:
-        self.store = store
-        self.asked: list[tuple[int, int, int]] = []
-
-    def read(self, shard: int, begin: int, end: int) -> np.ndarray:
-        self.asked.append((shard, begin, end))
-        assert 0 <= begin < end <= self.store.manifest.shards[shard].tokens
-        return self.store.read_shard(shard)[begin:end].copy()
-
-    def prefetch(self, spans: Iterable[tuple[int, int, int]]) -> None:
-        for shard, begin, end in spans:
-            assert 0 <= begin < end <= self.store.manifest.shards[shard].tokens
-
-    def bring(self, name: str) -> None:
-        assert (self.store.path / name).exists()
-
-
-@pytest.mark.parametrize("mode", ["bfd", "concat"])
-@given(LENGTHS, st.integers(1, 12), st.integers(1, 3))
-def test_shards_that_are_not_local(
-    counting_store: Callable[..., TokenStore], mode: str, lengths: list[int], seq_len: int, shard_documents: int
-) -> None:
-    store = counting_store(lengths, shard_documents)
-    contents = Elsewhere(store)
-    remote = TokenStore(store.path)
-    remote.shard_reader = contents  # pyright: ignore[reportAttributeAccessIssue]
-    local, far = (reader_of(one, seq_len, mode) for one in (store, remote))
-    rows = np.arange(local.n_rows)
-    assert as_lists(local.read_rows(rows)) == as_lists(far.read_rows(rows))
-    assert contents.asked
-    contents.asked.clear()
-    row = np.array([0])
-    far.read_tokens(row)
-    assert sum(end - begin for _, begin, end in contents.asked) == int((local.read_token_rows(row).slice_length).sum())
-
-
-def test_a_reader_goes_to_another_process_without_its_tokens(store: TokenStore) -> None:
-    reader = RowReader(store, pack(store, seq_len=64))
-    wanted = as_lists(reader.read_rows(np.arange(4)))
-    content = pickle.dumps(reader)
-    assert len(content) < 20_000 < store.n_tokens * 2
-    again = pickle.loads(content)
-    assert again.fingerprint == reader.fingerprint
-    assert as_lists(again.read_rows(np.arange(4))) == wanted
-    index = build_index(store.lengths, seq_len=32, mode="bfd", store_fingerprint=store.manifest.fingerprint)
-    assert pickle.loads(pickle.dumps(index)).fingerprint == index.fingerprint

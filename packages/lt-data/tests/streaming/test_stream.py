@@ -4,24 +4,20 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
-from pathlib import Path
-from typing import Any, cast
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lt_data import DataError, Document, RowReader, Stream, Tokenizer, TokenStore, pack, prepare
+from lt_data import DataError, Document, RowReader, Stream, TokenStore, pack, prepare
 from lt_data.packing.pack_index import build_index
 from lt_data.streaming.permutation import permute
-from lt_data.streaming.ramp import BatchRamp
-from lt_data.streaming.rows import IGNORE_INDEX
 from lt_data.streaming.stream import StreamState
 
 
 @pytest.fixture(scope="session")
-def make_reader(counting_store: Callable[..., TokenStore]) -> Callable[..., RowReader]:
+def make_reader(counting_store) -> Callable[..., RowReader]:
     cache: dict[tuple, RowReader] = {}
 
     def make(n_rows: int, mode: str = "bfd", document_mask: bool = True, seq_len: int = 4) -> RowReader:
@@ -38,54 +34,8 @@ def make_reader(counting_store: Callable[..., TokenStore]) -> Callable[..., RowR
     return make
 
 
-def global_batch_size(reader: RowReader, state: StreamState | None, batch: int, dp_size: int, **options: int) -> tuple:
-    """The rows that all ranks together get in one step, the valid tokens and the state after it."""
-    streams = [
-        Stream(reader, global_batch_size=batch, dp_rank=rank, dp_size=dp_size, state=state, **options)
-        for rank in range(dp_size)
-    ]
-    batches = [stream.next() for stream in streams]
-    assert len({batch.state for batch in batches}) == 1
-    assert len({batch.valid_tokens for batch in batches}) == 1
-    ids = np.concatenate([batch.row_ids for batch in batches])
-    expected = reader.read_rows(ids)
-    for name in ("input_ids", "labels", "position_ids", "doc_ids"):
-        together = np.concatenate([getattr(batch.rows, name) for batch in batches])
-        assert np.array_equal(together, getattr(expected, name))
-    assert batches[0].valid_tokens == int((expected.labels != IGNORE_INDEX).sum())
-    return ids, batches[0].state
-
-
-@settings(max_examples=40)
-@given(
-    n_rows=st.integers(3, 30),
-    seed=st.integers(0, 2**63),
-    runs=st.lists(st.tuples(st.sampled_from([1, 2, 4, 8]), st.integers(1, 3), st.integers(0, 4)), max_size=6),
-)
-def test_any_ranks_batches_and_stops_give_one_sequence(
-    make_reader: Callable[..., RowReader], n_rows: int, seed: int, runs: list[tuple[int, int, int]]
-) -> None:
-    """Runs of some steps each with other dp_size and global batch, each going on from the saved state of the last."""
-    reader = make_reader(n_rows)
-    state: StreamState | None = None
-    seen: list[int] = []
-    steps = 0
-    for dp_size, per_rank, n_steps in [(4, 1, 1), *runs, (2, 3, 1), (1, 2, 2), (8, 1, 3)]:
-        for _ in range(n_steps):
-            ids, state = global_batch_size(reader, state, dp_size * per_rank, dp_size, seed=seed)
-            seen += ids.tolist()
-            steps += 1
-            state = StreamState.from_dict(json.loads(json.dumps(state.to_dict())))
-    assert state is not None
-    assert (state.step, state.row) == (steps, len(seen))
-    fresh = Stream(reader, global_batch_size=1, seed=seed)
-    assert fresh.global_rows(fresh.state, len(seen)).tolist() == seen
-    for epoch in range(len(seen) // n_rows):
-        assert sorted(seen[epoch * n_rows : (epoch + 1) * n_rows]) == list(range(n_rows))
-
-
 @pytest.fixture(scope="session")
-def mixed_reader(counting_store: Callable[..., TokenStore]) -> RowReader:
+def mixed_reader(counting_store) -> RowReader:
     """Rows with several documents, cut ones and padding: 13 rows of 16 positions from 6 shards."""
     store = counting_store([5, 40, 1, 16, 7, 7, 30, 2, 3, 11, 16, 9, 25, 6, 1, 15])
     index = build_index(store.lengths, seq_len=16, mode="bfd", store_fingerprint=store.manifest.fingerprint)
@@ -104,14 +54,7 @@ ARRAYS = ("input_ids", "labels", "position_ids", "doc_ids")
     batches=st.lists(st.sampled_from([8, 16, 24]), min_size=4, max_size=4),
     seed=st.integers(0, 2**63),
 )
-def test_ranks_come_and_go_and_the_sequence_is_that_of_one_rank(
-    mixed_reader: RowReader,
-    dp_sizes: list[int],
-    steps: list[int],
-    skips: list[int],
-    batches: list[int],
-    seed: int,
-) -> None:
+def test_ranks_come_and_go_and_the_sequence_is_that_of_one_rank(mixed_reader, dp_sizes, steps, skips, batches, seed):
     """Four parts of a run, each with other ranks, from the saved state of the part before; one rank does the same."""
     reader, n_rows = mixed_reader, mixed_reader.n_rows
     state: StreamState | None = None
@@ -160,7 +103,7 @@ def test_ranks_come_and_go_and_the_sequence_is_that_of_one_rank(
         assert sorted(got + left_out) == list(range(n_rows)), "each row once in an epoch"
 
 
-def test_the_order_is_the_one_that_is_documented(make_reader: Callable[..., RowReader]) -> None:
+def test_the_order_is_the_one_that_is_documented(make_reader):
     stream = Stream(make_reader(7), global_batch_size=10, seed=3)
     first, second = (permute(np.arange(7), 7, f"3/{epoch}".encode()).tolist() for epoch in (0, 1))
     assert stream.next().row_ids.tolist() == [*first, *second[:3]]
@@ -168,21 +111,12 @@ def test_the_order_is_the_one_that_is_documented(make_reader: Callable[..., RowR
     assert Stream(make_reader(7), global_batch_size=7, seed=4).next().row_ids.tolist() != first
 
 
-def test_ranks_take_consecutive_parts(make_reader: Callable[..., RowReader]) -> None:
-    reader = make_reader(12)
-    whole = Stream(reader, global_batch_size=6).next().row_ids
-    for rank in range(3):
-        part = Stream(reader, global_batch_size=6, dp_rank=rank, dp_size=3).next()
-        assert part.row_ids.tolist() == whole[2 * rank : 2 * rank + 2].tolist()
-        assert part.rows.input_ids.shape == (2, 4)
-
-
-def test_without_shuffle(make_reader: Callable[..., RowReader]) -> None:
+def test_without_shuffle(make_reader):
     stream = Stream(make_reader(5), global_batch_size=3, shuffle=False)
     assert [stream.next().row_ids.tolist() for _ in range(4)] == [[0, 1, 2], [3, 4, 0], [1, 2, 3], [4, 0, 1]]
 
 
-def test_steps_states_and_valid_tokens(make_reader: Callable[..., RowReader]) -> None:
+def test_steps_states_and_valid_tokens(make_reader):
     stream = Stream(make_reader(5), global_batch_size=2, shuffle=False)
     assert (stream.steps_per_epoch, stream.epoch_remainder) == (2, 1)
     assert stream.state == StreamState(step=0, row=0, seed=0, fingerprint=stream.state.fingerprint)
@@ -194,58 +128,6 @@ def test_steps_states_and_valid_tokens(make_reader: Callable[..., RowReader]) ->
     assert stream.state == batches[-1].state
 
 
-def test_looking_ahead_changes_nothing(make_reader: Callable[..., RowReader]) -> None:
-    stream = Stream(make_reader(9), global_batch_size=4)
-    stream.next()
-    ahead = stream.global_rows(stream.state, 8).tolist()
-    assert [*stream.next().row_ids.tolist(), *stream.next().row_ids.tolist()] == ahead
-    assert stream.global_rows(stream.state, 0).tolist() == []
-
-
-def test_batch_larger_than_the_pack(make_reader: Callable[..., RowReader]) -> None:
-    ids = Stream(make_reader(3), global_batch_size=8).next().row_ids.tolist()
-    assert sorted(ids[:3]) == sorted(ids[3:6]) == [0, 1, 2]
-
-
-def test_skipping_is_noted_and_leaves_the_sequence_as_it_is(make_reader: Callable[..., RowReader]) -> None:
-    reader = make_reader(10)
-    plain = Stream(reader, global_batch_size=1)
-    sequence = plain.global_rows(plain.state, 20).tolist()
-    stream = Stream(reader, global_batch_size=2)
-    first = stream.next().row_ids.tolist()
-    stream.skip(3)
-    stream.skip(0)
-    stream.skip(2)
-    resumed = Stream(reader, global_batch_size=2, state=StreamState.from_dict(stream.state.to_dict()))
-    second = resumed.next().row_ids.tolist()
-    resumed.skip(1)
-    assert (first, second) == (sequence[:2], sequence[7:9])
-    assert resumed.state.skipped == ((2, 7), (9, 10))
-    one = Stream(resumed.reader, global_batch_size=1)
-    for skip in (1, 2):
-        one.skip(skip)
-        one.next()
-    assert one.state.skipped == ((0, 1), (2, 4)), "the row between the two was read"
-    assert (resumed.state.step, resumed.state.row) == (2, 10)
-    with pytest.raises(DataError, match="n_rows = -1"):
-        stream.skip(-1)
-
-
-def test_state_of_other_data_is_refused_and_what_differs_is_named(make_reader: Callable[..., RowReader]) -> None:
-    state = Stream(make_reader(10), global_batch_size=2, seed=1).next().state
-    cases = [
-        ({"reader": make_reader(11), "seed": 1}, r"store: \w+ before, \w+ now; pack: bfd-4:\w+ before"),
-        ({"reader": make_reader(10, mode="concat"), "seed": 1}, r"pack: bfd-4:\w+ before, concat-4:\w+ now"),
-        ({"reader": make_reader(10, document_mask=False), "seed": 1}, "document_mask: on before, off now"),
-        ({"reader": make_reader(10), "seed": 2}, "seed: 1 before, 2 now"),
-        ({"reader": make_reader(10), "seed": 1, "shuffle": False}, "order: shuffled-1 before, pack now"),
-    ]
-    for options, message in cases:
-        with pytest.raises(DataError, match=message):
-            Stream(global_batch_size=2, state=state, **options)
-    Stream(make_reader(10), global_batch_size=6, dp_rank=2, dp_size=3, seed=1, state=state)
-
-
 def parts_named(error: DataError) -> set[str]:
     """What an error about a state says has changed."""
     listed = str(error).partition("(")[2].partition("): ")[0]
@@ -253,9 +135,7 @@ def parts_named(error: DataError) -> set[str]:
     return {part.partition(":")[0] for part in listed.split("; ")}
 
 
-def test_each_change_of_a_real_store_is_refused_by_its_name(
-    tmp_path: Path, documents: list[Document], tokenizer: Tokenizer
-) -> None:
+def test_each_change_of_a_real_store_is_refused_by_its_name(tmp_path, documents, tokenizer):
     def reader(name: str, texts: list[Document], seq_len: int = 64, mode: str = "bfd", **options: bool) -> RowReader:
         if not (tmp_path / name).exists():
             prepare(texts, tokenizer=tokenizer, out=tmp_path / name, **options)
@@ -285,20 +165,6 @@ def test_each_change_of_a_real_store_is_refused_by_its_name(
         assert parts_named(caught.value) == names
 
 
-def test_one_token_of_the_same_length_is_another_store(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """Nothing but the tokens themselves differs: lengths, slices and rows are those of the store before."""
-    readers: list[RowReader] = []
-    for name, text in (("one", "~^~"), ("two", "~~~")):
-        prepare([Document(text=text, source="")], tokenizer=tokenizer, out=tmp_path / name)
-        store = TokenStore(tmp_path / name)
-        readers.append(RowReader(store, pack(store, seq_len=4)))
-    one, two = readers
-    assert one.store.lengths.tolist() == two.store.lengths.tolist()
-    assert one.pack.start.tolist() == two.pack.start.tolist()
-    with pytest.raises(DataError, match=r"store: \w+ before"):
-        Stream(two, global_batch_size=1, state=Stream(one, global_batch_size=1).state)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -308,7 +174,7 @@ def test_one_token_of_the_same_length_is_another_store(tmp_path: Path, tokenizer
         ({"global_batch_size": 4, "dp_size": 2, "dp_rank": -1}, "dp_rank = -1"),
     ],
 )
-def test_bad_division(make_reader: Callable[..., RowReader], options: dict[str, int], message: str) -> None:
+def test_bad_division(make_reader, options, message):
     with pytest.raises(DataError, match=message):
         Stream(make_reader(3), **options)
 
@@ -331,42 +197,14 @@ def test_bad_division(make_reader: Callable[..., RowReader], options: dict[str, 
         {"fingerprint": {"store": 1}},
     ],
 )
-def test_broken_state(change: dict[str, object]) -> None:
+def test_broken_state(change):
     values = StreamState(step=1, row=2, seed=3, fingerprint={"store": "x"}, skipped=((0, 1),)).to_dict()
     assert StreamState.from_dict(values).to_dict() == values
     with pytest.raises(DataError, match="not the state of a stream"):
         StreamState.from_dict({**values, **change})
 
 
-@pytest.mark.parametrize("other", [{"step": 1}, {}, [], 3, "x", {3: 4}])
-def test_no_state(make_reader: Callable[..., RowReader], other: Any) -> None:
-    with pytest.raises(DataError, match="not the state of a stream"):
-        StreamState.from_dict(other)
-    with pytest.raises(DataError, match="not the state of a stream"):
-        Stream(make_reader(3), global_batch_size=1, state=other)
-
-
-def test_integers_of_numpy_make_a_state_that_json_holds(make_reader: Callable[..., RowReader]) -> None:
-    def make(integer: Any) -> Stream:
-        ramp = BatchRamp(start=integer(2), final=integer(4), increment=integer(2), steps=integer(3))
-        options = {"global_batch_size": integer(4), "dp_rank": integer(1), "dp_size": integer(2), "seed": integer(5)}
-        stream = Stream(make_reader(11), ramp=ramp, **options)
-        stream.next()
-        stream.skip(integer(3))
-        stream.state = stream.state_after(integer(2))
-        return stream
-
-    one, other = make(int), make(np.int64)
-    assert json.dumps(other.state.to_dict()) == json.dumps(one.state.to_dict())
-    assert one.next().row_ids.tolist() == other.next().row_ids.tolist()
-    for name in ("global_batch_size", "dp_rank", "dp_size", "seed"):
-        with pytest.raises(DataError, match=rf"{name} = 1\.5: give an integer"):
-            Stream(make_reader(3), **{"global_batch_size": 1, name: cast(Any, 1.5)})
-    with pytest.raises(DataError, match=r"n_rows = 1\.0: give an integer"):
-        one.skip(cast(Any, 1.0))
-
-
-def test_a_stream_iterates(make_reader: Callable[..., RowReader]) -> None:
+def test_a_stream_iterates(make_reader):
     one, other = (Stream(make_reader(5), global_batch_size=2, seed=3) for _ in range(2))
     found = [batch.row_ids.tolist() for batch in islice(one, 4)]
     assert found == [other.next().row_ids.tolist() for _ in range(4)]

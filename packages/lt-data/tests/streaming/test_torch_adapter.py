@@ -1,10 +1,9 @@
 """The adapter gives torch what the stream gives numpy, from any number of workers, with a state that resumes."""
 
 import json
-import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
@@ -15,12 +14,11 @@ from hypothesis import strategies as st
 
 from lt_data import DataError, Mixture, RowReader, Stream, TokenStore, pack
 from lt_data.packing.pack_index import build_index
-from lt_data.streaming.prefetch import Prefetcher
 
 torch = pytest.importorskip("torch")
 from torch.utils.data import DataLoader  # noqa: E402
 
-from lt_data.torch import StreamLoader, to_cpu_tensors, to_tensors  # noqa: E402
+from lt_data.torch import StreamLoader, to_tensors  # noqa: E402
 
 
 def reader_of(store: TokenStore, seq_len: int, mode: str = "bfd", document_mask: bool = True) -> RowReader:
@@ -43,29 +41,20 @@ def assert_same(found: dict[str, Any], reader: RowReader, rows: np.ndarray) -> N
     st.booleans(),
     st.data(),
 )
-def test_tensors_are_the_widened_rows(
-    counting_store: Callable[..., TokenStore], lengths: list[int], seq_len: int, mode: str, mask: bool, data: Any
-) -> None:
+def test_tensors_are_the_widened_rows(counting_store, lengths, seq_len, mode, mask, data):
     reader = reader_of(counting_store(lengths), seq_len, mode, mask)
     rows = np.array(data.draw(st.lists(st.integers(0, reader.n_rows - 1), min_size=1, max_size=6)))
     assert_same(to_tensors(reader.read_token_rows(rows)), reader, rows)
 
 
-def test_two_byte_ids_and_types(store: TokenStore) -> None:
+def test_two_byte_ids_and_types(store):
     reader = RowReader(store, pack(store, seq_len=64))
     compact = reader.read_token_rows(np.arange(5))
     assert compact.input_ids.dtype == np.uint16
     found = to_tensors(compact, dtype=torch.int32)
     assert_same(found, reader, np.arange(5))
-    types = {name: tensor.dtype for name, tensor in found.items()}
-    assert types == {
-        "input_ids": torch.int32,
-        "labels": torch.int32,
-        "position_ids": torch.int32,
-        "doc_ids": torch.int32,
-        "cu_seqlens": torch.int32,
-        "loss_mask": torch.bool,
-    }
+    assert found["loss_mask"].dtype == torch.bool
+    assert {tensor.dtype for name, tensor in found.items() if name != "loss_mask"} == {torch.int32}
     assert to_tensors(compact)["labels"].dtype == torch.int64
 
 
@@ -76,7 +65,7 @@ def first(batches: Any, n: int) -> list[list[list[int]]]:
 
 
 @pytest.fixture
-def mixture(counting_store: Callable[..., TokenStore]) -> Mixture:
+def mixture(counting_store) -> Mixture:
     sources = {"a": reader_of(counting_store([5, 3] * 11), 8), "b": reader_of(counting_store([40, 4]), 8)}
     return Mixture(sources, {"a": 2, "b": 1})
 
@@ -88,7 +77,7 @@ def loader_of(source: Any, workers: int = 0, rank: int = 0, ranks: int = 1, **op
 
 @pytest.mark.parametrize("workers", [0, 2, 3])
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")  # where there are fewer cores
-def test_any_number_of_workers_gives_the_sequence_of_the_stream(mixture: Mixture, workers: int) -> None:
+def test_any_number_of_workers_gives_the_sequence_of_the_stream(mixture, workers):
     stream = Stream(mixture, global_batch_size=6, dp_rank=1, dp_size=2, seed=4)
     expected = [stream.next() for _ in range(9)]
     ids = [batch.rows.input_ids.tolist() for batch in expected]
@@ -106,7 +95,7 @@ def test_any_number_of_workers_gives_the_sequence_of_the_stream(mixture: Mixture
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # torch's half-made iterator
-def test_workers_of_others_are_refused(mixture: Mixture) -> None:
+def test_workers_of_others_are_refused(mixture):
     """They would move copies of the stream, and its state would stay at the beginning."""
     loader: Any = loader_of(mixture)
     for dataset in (loader, iter(loader), loader.stream):
@@ -114,7 +103,7 @@ def test_workers_of_others_are_refused(mixture: Mixture) -> None:
             next(iter(DataLoader(dataset, batch_size=None, num_workers=2)))
 
 
-def test_a_walk_ends_where_the_stream_was_moved(mixture: Mixture) -> None:
+def test_a_walk_ends_where_the_stream_was_moved(mixture):
     """It would repeat rows, or the state would not be that of the batches."""
     loader = loader_of(mixture)
     saved = loader.state_dict()
@@ -126,20 +115,7 @@ def test_a_walk_ends_where_the_stream_was_moved(mixture: Mixture) -> None:
             next(walk)
 
 
-def test_going_on_with_other_ranks(mixture: Mixture) -> None:
-    whole = Stream(mixture, global_batch_size=6, seed=4)
-    ids = [whole.next().rows.input_ids.tolist() for _ in range(4)]
-    loader = loader_of(mixture)
-    first(loader, 2)
-    parts = []
-    for rank in range(3):
-        part = loader_of(mixture, 0, rank, 3)
-        part.load_state_dict(loader.state_dict())
-        parts.append(first(part, 2))
-    assert [[row for part in parts for row in part[i]] for i in range(2)] == ids[2:]
-
-
-def test_a_state_of_other_data_is_refused_and_the_old_one_stays(mixture: Mixture) -> None:
+def test_a_state_of_other_data_is_refused_and_the_old_one_stays(mixture):
     loader = loader_of(mixture)
     other = Stream(mixture, global_batch_size=6, seed=5).state
     with pytest.raises(DataError, match="seed: 5 before, 4 now"):
@@ -150,35 +126,18 @@ def test_a_state_of_other_data_is_refused_and_the_old_one_stays(mixture: Mixture
 
 
 @pytest.mark.parametrize("options", [{"persistent_workers": True}, {"in_order": False}], ids=str)
-def test_options_that_repeat_or_mix_up_batches_are_refused(mixture: Mixture, options: dict[str, bool]) -> None:
+def test_options_that_repeat_or_mix_up_batches_are_refused(mixture, options):
     with pytest.raises(DataError, match=f"{next(iter(options))}=.*leave it out"):
         loader_of(mixture, 2, **options)
 
 
-def test_with_a_prefetcher(mixture: Mixture) -> None:
-    stream = Stream(mixture, global_batch_size=6, seed=4)
-    with Prefetcher(Stream(mixture, global_batch_size=6, seed=4), to_cpu_tensors) as ahead:
-        for _ in range(3):
-            expected, found = stream.next(), ahead.next()
-            assert found["labels"].tolist() == expected.rows.labels.tolist()
-
-
-def test_a_stream_goes_to_another_process_without_its_tokens(store: TokenStore) -> None:
-    reader = RowReader(store, pack(store, seq_len=64))
-    reader.read_rows(np.arange(3))
-    stream = Stream(reader, global_batch_size=2, seed=1)
-    content = pickle.dumps(stream)
-    assert len(content) < 20_000 < store.n_tokens * 2
-    assert first(StreamLoader(pickle.loads(content)), 3) == first(StreamLoader(stream), 3)
-
-
-def test_without_torch_the_error_names_the_extra() -> None:
+def test_without_torch_the_error_names_the_extra():
     program = "import sys; sys.modules['torch'] = None; import lt_data.torch"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, encoding="utf-8", check=False)
     assert 'lt_data.torch needs torch: pip install "lt-data[torch]"' in run.stderr
 
 
-def test_rows_need_a_batch_size_and_a_stream_has_its_own(mixture: Mixture) -> None:
+def test_rows_need_a_batch_size_and_a_stream_has_its_own(mixture):
     loader = StreamLoader(mixture, batch_size=6, seed=4)
     assert first(loader, 2) == first(loader_of(mixture), 2)
     assert len(loader) == mixture.n_rows // 6

@@ -1,9 +1,5 @@
 import json
 import pickle
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,33 +18,14 @@ def edited(tokenizer: Tokenizer, **changes: object) -> dict[str, bytes]:
     return {**tokenizer.files, "tokenizer.json": json.dumps(model).encode()}
 
 
-def test_trained_one(tokenizer: Tokenizer) -> None:
-    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (0, 1, None)
-    assert tokenizer.vocab_size == 300
-    assert tokenizer.special_strings == ("<|bos|>", "<|eos|>")
-    assert tokenizer.decode([0, *tokenizer.encode_batch(["fox"])[0], 1]) == "<|bos|>fox<|eos|>"
-    assert tokenizer.decode(np.array([0, 1], np.uint16), skip_special_tokens=True) == ""
-
-
 @given(st.lists(st.text(), max_size=5))
-def test_every_text_comes_back(tokenizer: Tokenizer, texts: list[str]) -> None:
+def test_every_text_comes_back(tokenizer, texts):
     encoded = tokenizer.encode_batch(texts)
     assert [ids.dtype for ids in encoded] == [np.uint32] * len(texts)
     assert [tokenizer.decode(ids) for ids in encoded] == texts
 
 
-def test_special_strings_in_text_are_text(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode_batch(["a<|eos|>b<|bos|>"])[0]
-    assert not {0, 1} & set(ids.tolist())
-    assert tokenizer.decode(ids) == "a<|eos|>b<|bos|>"
-
-
-def test_digits_are_split_by_three() -> None:
-    tokenizer = Tokenizer.train(["1234567"] * 100, vocab_size=280)
-    assert [tokenizer.decode([i]) for i in tokenizer.encode_batch(["1234567"])[0]] == ["123", "456", "7"]
-
-
-def test_truncation_padding_and_templates_of_the_file_have_no_effect(tokenizer: Tokenizer, texts: list[str]) -> None:
+def test_truncation_padding_and_templates_of_the_file_have_no_effect(tokenizer, texts):
     changed = tokenizers.Tokenizer.from_buffer(tokenizer.files["tokenizer.json"])
     changed.enable_truncation(4)
     changed.enable_padding(length=8)
@@ -60,27 +37,7 @@ def test_truncation_padding_and_templates_of_the_file_have_no_effect(tokenizer: 
         assert ours.tolist() == plain.tolist()
 
 
-def test_training_is_the_same_in_another_process(tokenizer: Tokenizer, texts: list[str], tmp_path: Path) -> None:
-    (tmp_path / "texts.json").write_text(json.dumps(texts), encoding="utf-8")
-    code = (
-        "import json, lt_data; texts = json.load(open('texts.json')); "
-        "print(lt_data.Tokenizer.train(texts, vocab_size=300).sha256)"
-    )
-    environment = {"PYTHONHASHSEED": "77", "TOKENIZERS_PARALLELISM": "true"}
-    run = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, encoding="utf-8", check=True
-    )
-    assert run.stdout.strip() == tokenizer.sha256
-
-
-def test_what_cannot_be_trained() -> None:
-    with pytest.raises(DataError, match=r"vocab_size = 257: at least 258"):
-        Tokenizer.train(["a"], vocab_size=257)
-    with pytest.raises(DataError, match="no text"):
-        Tokenizer.train(["", ""], vocab_size=300)
-
-
-def test_save_and_load(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_save_and_load(tokenizer, tmp_path):
     tokenizer.save(tmp_path / "tok")
     for path in (tmp_path / "tok", tmp_path / "tok" / "tokenizer.json"):
         loaded = Tokenizer.load(path)
@@ -93,16 +50,7 @@ def test_save_and_load(tokenizer: Tokenizer, tmp_path: Path) -> None:
     assert alone.sha256 != tokenizer.sha256
 
 
-def test_save_touches_nothing_that_is_there(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    (tmp_path / "mine").write_text("x", encoding="utf-8")
-    with pytest.raises(DataError, match="not an empty folder"):
-        tokenizer.save(tmp_path)
-    with pytest.raises(DataError, match="not an empty folder"):
-        tokenizer.save(tmp_path / "mine")
-    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
-
-
-def test_names_of_special_tokens(tokenizer: Tokenizer) -> None:
+def test_names_of_special_tokens(tokenizer):
     model = tokenizer.files["tokenizer.json"]
     old = {"tokenizer.json": model, "special_tokens_map.json": b'{"eos_token": {"content": "<|eos|>"}}'}
     assert (Tokenizer.from_bytes(old).bos_id, Tokenizer.from_bytes(old).eos_id) == (None, 1)
@@ -117,7 +65,7 @@ def test_names_of_special_tokens(tokenizer: Tokenizer) -> None:
             Tokenizer.from_bytes(both)
 
 
-def test_what_is_no_tokenizer(tmp_path: Path) -> None:
+def test_what_is_no_tokenizer(tmp_path):
     with pytest.raises(DataError, match=f"no tokenizer at {tmp_path}"):
         Tokenizer.load(tmp_path)
     with pytest.raises(DataError, match=r"no tokenizer at .*nowhere"):
@@ -130,31 +78,7 @@ def test_what_is_no_tokenizer(tmp_path: Path) -> None:
         Tokenizer.from_bytes({"vocab.txt": b""})
 
 
-def test_transformers_loads_the_same_tokenizer(tokenizer: Tokenizer, texts: list[str], tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    tokenizer.save(tmp_path / "tok")
-    (tmp_path / "texts.json").write_text(json.dumps(texts), encoding="utf-8")
-    code = """
-import json
-from transformers import AutoTokenizer
-tokenizer = AutoTokenizer.from_pretrained("tok", local_files_only=True)
-texts = json.load(open("texts.json"))
-ids = [tokenizer(text, add_special_tokens=True)["input_ids"] for text in texts]
-decoded = [tokenizer.decode(row) for row in ids]
-print(json.dumps([ids, decoded, tokenizer.bos_token_id, tokenizer.eos_token_id]))
-"""
-    environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "USE_TORCH": "0"}
-    run = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, encoding="utf-8", check=False
-    )
-    assert run.returncode == 0, run.stderr
-    ids, decoded, bos, eos = json.loads(run.stdout)
-    assert ids == [row.tolist() for row in tokenizer.encode_batch(texts)]
-    assert decoded == texts
-    assert (bos, eos) == (0, 1)
-
-
-def test_tokenizers_of_other_libraries(tokenizer: Tokenizer, texts: list[str]) -> None:
+def test_tokenizers_of_other_libraries(tokenizer, texts):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     theirs = tokenizers.Tokenizer.from_buffer(tokenizer.files["tokenizer.json"])
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=theirs, bos_token="<|bos|>", eos_token="<|eos|>")
@@ -169,7 +93,7 @@ def test_tokenizers_of_other_libraries(tokenizer: Tokenizer, texts: list[str]) -
         Tokenizer.load(3)
 
 
-def test_a_regular_expression_that_backtracks_without_end_is_an_error(tokenizer: Tokenizer, capfd: Any) -> None:
+def test_a_regular_expression_that_backtracks_without_end_is_an_error(tokenizer, capfd):
     """The library panics: an exception of pyo3 that is no Exception."""
     split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
     model = json.loads(tokenizer.files["tokenizer.json"])

@@ -14,7 +14,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 @pytest.fixture
-def hub(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Path:
+def hub(tmp_path, tokenizer, monkeypatch) -> Path:
     """What the functions of huggingface_hub see: `org/tok`, whose list has the hashes of the trained tokenizer."""
     tokenizer.save(tmp_path / "cache")
     lists = []
@@ -38,7 +38,7 @@ def hub(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("address", ["org/tok", "hf://org/tok", "org/tok@v1", f"hf://org/tok@{COMMIT}"])
-def test_from_the_hub(hub: Path, tokenizer: Tokenizer, address: str) -> None:
+def test_from_the_hub(hub, tokenizer, address):
     loaded = Tokenizer.load(address)
     assert (loaded.files, loaded.name) == (tokenizer.files, f"org/tok@{COMMIT[:12]}")
     for file in hub.iterdir():
@@ -49,7 +49,7 @@ def test_from_the_hub(hub: Path, tokenizer: Tokenizer, address: str) -> None:
         file.write_bytes(content)
 
 
-def test_what_the_hub_has_not(hub: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_hub_has_not(hub, tokenizer, monkeypatch):
     assert hub.is_dir()
     for address in ("org/other", "org/tok@v9", "hf://other"):
         with pytest.raises(
@@ -65,9 +65,7 @@ def test_what_the_hub_has_not(hub: Path, tokenizer: Tokenizer, monkeypatch: pyte
     assert Tokenizer.load("org/tok").files == tokenizer.files
 
 
-def test_a_folder_here_goes_before_the_hub(
-    hub: Path, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_here_goes_before_the_hub(hub, tokenizer, tmp_path, monkeypatch):
     assert hub.is_dir()
     monkeypatch.chdir(tmp_path)
     tokenizer.save(tmp_path / "org/tok")
@@ -78,7 +76,7 @@ def test_a_folder_here_goes_before_the_hub(
         Tokenizer.load("org/empty")
 
 
-def test_from_urls(tokenizer: Tokenizer) -> None:
+def test_from_urls(tokenizer):
     import fsspec
 
     memory = fsspec.filesystem("memory")

@@ -47,6 +47,9 @@ class StoreLengths:
 def pack(store: TokenStore, *, seq_len: int, mode: PackMode = "bfd", overwrite: bool = False) -> PackIndex:
     """Make the pack of a store, or open it if it exists.
 
+        >>> pack(store, seq_len=128, mode="concat").n_rows == -(-store.n_tokens // 128)
+        True
+
     Args:
         store: the token store; the pack is written to its `pack_folder`.
         seq_len: tokens in a row.
@@ -83,6 +86,9 @@ def pack(store: TokenStore, *, seq_len: int, mode: PackMode = "bfd", overwrite: 
 
 def open_pack(store: TokenStore, *, seq_len: int, mode: PackMode = "bfd") -> PackIndex:
     """Open an existing pack; the arguments are those of `pack`.
+
+        >>> open_pack(store, seq_len=64).mode
+        'bfd'
 
     Raises:
         DataError: no such pack, or it belongs to another store; the message names the command that makes it.

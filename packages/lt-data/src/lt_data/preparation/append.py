@@ -40,6 +40,10 @@ def append(
 ) -> StoreManifest:
     """Append documents to a store as a new generation; the same call resumes an interrupted one.
 
+        >>> _ = Path("more.txt").write_text("One more text.")
+        >>> append("store", ["more.txt"]).documents
+        60
+
     Tokenizer, BOS and EOS, selection, map and kept columns are those of the store.
 
     Args:

@@ -30,6 +30,10 @@ T = TypeVar("T")
 def join(out: str | Path, stores: Sequence[str | Path]) -> StoreManifest:
     """Make a store of the documents of other stores, which stay where they are.
 
+        >>> _ = prepare([{"text": "One more text."}], tokenizer=tokenizer, out="more")
+        >>> join("both", ["store", "more"]).documents
+        60
+
     Args:
         out: folder of the joined store: a new one, or one that contains the stores.
         stores: folders of the stores, in the order of their documents.

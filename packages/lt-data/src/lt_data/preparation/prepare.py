@@ -58,8 +58,11 @@ def prepare(
 ) -> StoreManifest:
     """Encode text and write a token store.
 
-        prepare(["corpus.jsonl", "s3://bucket/more"], tokenizer="tokenizer", out="store")
-        prepare(({"text": text} for text in texts), tokenizer="tokenizer", out="store")
+        >>> _ = Path("corpus.txt").write_text("A text.")
+        >>> prepare(["corpus.txt"], tokenizer=tokenizer, out="of-files").documents
+        1
+        >>> prepare(({"text": text} for text in ["One.", "Two."]), tokenizer=tokenizer, out="of-texts").documents
+        2
 
     The same call resumes an interrupted job of sources: finished units stay. Any number of processes and machines may
     make it at once, on one folder; the store is the same.

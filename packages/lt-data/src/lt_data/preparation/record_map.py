@@ -32,7 +32,13 @@ _imported: dict[str, str] = {}  # module -> hash of its code at its first use in
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Result of a map that leaves a record out, counted as `map: REASON` in the manifest."""
+    """Result of a map that leaves a record out, counted as `map: REASON` in the manifest.
+
+    >>> def select(record, *, least):
+    ...     return record if record["score"] >= least else LeftOut("low score")
+    >>> select({"text": "A text.", "score": 1}, least=3)
+    LeftOut(reason='low score')
+    """
 
     reason: str
 

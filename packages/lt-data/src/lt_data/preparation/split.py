@@ -52,6 +52,10 @@ def split(
 ) -> tuple[StoreManifest, StoreManifest]:
     """Make two stores of the held-out documents of a store and of the others, which name its shards.
 
+        >>> train, validation = split(store, holdout="10%", train="train", validation="validation")
+        >>> train.documents + validation.documents == len(store)
+        True
+
     Args:
         store: the store, which is not changed, and must stay where it is.
         holdout: expected share of documents to hold out: "0.1%" or 0.001.

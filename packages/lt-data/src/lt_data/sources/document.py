@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 class Document:
     """Document: its text or its ids (exactly one of them), and its source.
 
-        Document(text="A text.")
+        >>> Document(text="A text.").source
+        'a document in memory'
 
     Attributes:
         text: the document as text.

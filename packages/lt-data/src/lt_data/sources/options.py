@@ -20,7 +20,9 @@ SUFFIXES = (*_COMPRESSED, ".md", ".rst", ".py", ".parquet", ".arrow", ".pdf")
 class SourceOptions:
     """Options of reading sources.
 
-        prepare(["corpus.jsonl"], tokenizer="tokenizer", out="store", options=SourceOptions(text_field="content"))
+        >>> options = SourceOptions(text_field="body")
+        >>> prepare([{"body": "A text."}], tokenizer=tokenizer, out="bodies", options=options).documents
+        1
 
     Attributes:
         suffixes: suffixes of the files to read in a folder, case-insensitive; a file given by name is always read.

@@ -49,8 +49,9 @@ _REMEDY = "copy it again or prepare it again"
 class TokenStore:
     """Token store that is open for reading; a map-style dataset of its documents.
 
-        store = TokenStore("store")
-        ids = store[0]  # of the first of len(store) documents
+        >>> store = TokenStore("store")
+        >>> len(store), store[0][:1].tolist(), tokenizer.bos_id  # documents, and the ids of the first one
+        (59, [0], 0)
 
     Args:
         path: its folder, the manifest of one of its generations (`store/manifest-00000.json`), or `s3://bucket/folder`,

@@ -104,6 +104,10 @@ def build_schedule(shares: tuple[int, ...]) -> InterleaveSchedule:
 class Phase:
     """Weights of the sources from a row of the global sequence on.
 
+        >>> phases = [Phase(weights={"web": 1}), Phase(weights={"web": 1, "code": 1}, from_row=80)]
+        >>> Mixture({"web": rows, "code": rows}, phases).counts(100)
+        {'web': 90, 'code': 10}
+
     Attributes:
         weights: weight by source; 0 for sources that are not named.
         from_row: position of the first row; S * B for step S of batches of B rows.

@@ -177,6 +177,10 @@ def join_rows(parts: Sequence[TokenRows], places: Sequence[np.ndarray]) -> Token
 class RowReader:
     """Reader of the rows of one pack.
 
+        >>> rows = RowReader(store, pack(store, seq_len=64))
+        >>> rows.read_rows(np.arange(8)).input_ids.shape
+        (8, 64)
+
     Args:
         store: the token store.
         pack: its pack.

@@ -119,6 +119,12 @@ class StreamBatch:
 class Stream:
     """Batches of one data-parallel rank. Tensor, pipeline and context-parallel peers use the same rank.
 
+        >>> stream = Stream(rows, global_batch_size=8, dp_rank=0, dp_size=2, seed=1)
+        >>> stream.next().rows.input_ids.shape
+        (4, 64)
+        >>> Stream(rows, global_batch_size=16, seed=1, state=stream.state).state.row  # goes on there
+        8
+
     Args:
         reader: the rows: one pack or a mixture.
         global_batch_size: rows per step over all ranks.

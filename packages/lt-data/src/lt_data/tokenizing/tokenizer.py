@@ -43,8 +43,9 @@ class TokenizerFailure(DataError):
 class Tokenizer:
     """Tokenizer and its files.
 
-        tokenizer = Tokenizer.train(["A text.", "Another one."], vocab_size=260)
-        tokenizer.decode(tokenizer.encode("A text."))
+        >>> tokenizer = Tokenizer.train(["A text.", "Another one."], vocab_size=260)
+        >>> tokenizer.decode(tokenizer.encode("A text."))
+        'A text.'
 
     Attributes:
         files: file name -> content: everything needed to load the same tokenizer.
