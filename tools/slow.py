@@ -2,8 +2,7 @@
 
 Tests run one after another and print their output: most of them start several ranks, which parallel tests would only
 slow down. Arguments are passed on to pytest, so `tools/slow.py tests/test_kill.py` narrows it. LT_KILLS and LT_SEED set
-number and choice of the kills in `tests/test_kill.py` and lt-ckpt's own; LT_FUZZ sets how many mutated files the tests
-of hostile input try, each `test_hostile*.py` per format or command; LT_SEED chooses them.
+number and choice of the kills in `tests/test_kill.py`, lt-data's and lt-ckpt's own.
 """
 
 from __future__ import annotations

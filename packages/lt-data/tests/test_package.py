@@ -29,7 +29,7 @@ def loaded_after(code: str) -> set[str]:
     "code",
     [
         "import lt_data",
-        "import lt_data; dir(lt_data); lt_data.DataError; lt_data.LeftOut",
+        "import lt_data; dir(lt_data); lt_data.DataError; lt_data.SourceOptions",
         "import lt_data.cli",
         "import sys; sys.argv = ['lt-data', '--version']; from lt_data.__main__ import main; main()",
     ],
