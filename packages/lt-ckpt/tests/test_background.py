@@ -1,6 +1,5 @@
 """Saves in the background: the state of the moment, no failure lost, one at a time, and nothing lost when killed."""
 
-import errno
 import os
 import random
 import signal
@@ -165,39 +164,6 @@ def test_a_save_can_be_given_up_while_its_part_is_written(fast_path, toy, monkey
     start(saver, fast_path, toy, 2)  # which says nothing about the next one
     saver.wait()
     toy.check(Checkpoint.open(fast_path / "step-00000002"))
-
-
-def test_a_save_can_be_given_up_while_it_waits_for_other_ranks(fast_path, toy):
-    saver = AsyncRankSaver()
-    tmp = start(saver, fast_path, toy, 1, world=2)
-    assert saver.wait_until_written(SOON_S)
-    assert not saver.wait(0.05)
-    saver.cancel()
-    with pytest.raises(SaveCancelledError, match="cancelled before all ranks had written"):
-        saver.wait(SOON_S)
-    discard_save(tmp)
-
-
-def test_an_os_error_at_any_call_leaves_the_last_checkpoint_and_is_told(fast_path, toy, calls, monkeypatch):
-    saver = AsyncRankSaver()
-    tmp = begin_save(fast_path / "dry", step=2, world_size=1)
-    with calls.recording(monkeypatch):
-        start(saver, None, toy, 2, tmp=tmp)
-        saver.wait()
-    for index in range(0, len(calls.log), 7):
-        root = fast_path / f"{index}"
-        toy.save(root, 1)
-        tmp = begin_save(root, step=2, world_size=1)
-        with calls.recording(monkeypatch, fail_at=index, error=errno.ENOSPC):
-            start(saver, None, toy, 2, tmp=tmp)
-            with pytest.raises(CheckpointError, match="No space left on device"):
-                saver.wait()
-        calls.fail_at = -1
-        found, rejected = find_latest_valid(root)
-        assert found is not None
-        assert rejected == []
-        toy.check(found)
-        assert (found.step == 2) == (not tmp.exists())
 
 
 SAVER = """

@@ -1,7 +1,7 @@
 """Conversions whose disk fails, or that are killed or lose their power: the output is complete, or not there.
 
 Threads read and write, so calls come in no fixed order; but each kind of call on the output's side comes a fixed number
-of times, and the n-th of it is the one that fails. Every kind of output is tried, that of `reshard_optimizer` too.
+of times, and the n-th of it is the one that fails. Every kind of output is tried.
 """
 
 import errno
@@ -22,12 +22,11 @@ import pytest
 
 from lt_ckpt import CheckpointError, conversion, files, find_latest_valid
 from lt_ckpt.comparison import compare
-from lt_ckpt.formats import ConvertOptions, convert_checkpoint, open_source, read_config
+from lt_ckpt.formats import ConvertOptions, convert_checkpoint, open_source
 from lt_ckpt.nxd.options import NxdOptions
-from lt_ckpt.nxd.zero1_reshard import reshard_optimizer
 
 ZERO = Path(__file__).parent / "data" / "nxd" / "llama2-mha-tp2-dp2-zero1"
-KINDS = ["hf", "hf in shards", "lt", "dcp", "pt", "nxd gqa", "nxd v1", "nxd xser", "reshard", "state"]
+KINDS = ["hf", "hf in shards", "lt", "dcp", "pt", "nxd gqa", "nxd v1", "nxd xser", "state"]
 CALLS = ("open", "write", "pwrite", "fsync", "rename", "mkdir")
 EACH = 3
 """Failures per kind of call in the test command: the first, the last, and one between; the slow test takes all."""
@@ -40,8 +39,6 @@ def model(memory, models):
 
 def make(kind: str, model: Path, out: Path, models: Any) -> Path:
     """Make an output in one call; return what it is called."""
-    if kind == "reshard":
-        return reshard_optimizer(ZERO / "nxd-plain", out, dp=3, config=read_config(ZERO / "hf-start"))
     if kind == "state":
         source = open_source(ZERO / "nxd-plain", config=ZERO / "hf-start", optimizer=True)
         options = ConvertOptions(format="nxd", nxd=NxdOptions(tp=2), dp=3, allow_replica_mismatch=True)
@@ -50,9 +47,6 @@ def make(kind: str, model: Path, out: Path, models: Any) -> Path:
 
 
 def require_whole(kind: str, model: Path, made: Path) -> None:
-    if kind == "reshard":
-        assert len(list((made / "optim").glob("*.pt"))) == 6
-        return
     if kind == "state":
         source, again = (
             open_source(path, config=ZERO / "hf-start", optimizer=True) for path in (ZERO / "nxd-plain", made)

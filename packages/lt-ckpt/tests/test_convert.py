@@ -249,7 +249,6 @@ def test_compare_says_what_differs_and_how_much(tmp_path: Path) -> None:
     one = found["model.layers.1.mlp.down_proj.weight"]
     assert (one.n_different, one.n_elements) == (1, 32 * 80)
     assert one.max_abs_diff == pytest.approx(0.5)
-    assert one.relative_diff == pytest.approx(0.5 / float(weights["model.layers.1.mlp.down_proj.weight"].abs().max()))
     assert np.isnan(found["model.norm.weight"].max_abs_diff)
 
 

@@ -1,6 +1,5 @@
 import json
 import os
-import stat
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from lt_ckpt import (
     CheckpointError,
     CheckpointMetadata,
     Shard,
-    TensorSpec,
     begin_save,
     commit_save,
     laid_out_files,
@@ -136,43 +134,6 @@ def test_transformers_loads_exactly_our_weights(tmp_path, tied, max_shard_bytes,
             assert len(held) == 1 or sum(tensor.nbytes for tensor in held.values()) <= max_shard_bytes
 
 
-def test_a_cast_is_torchs_and_is_written_down(tmp_path):
-    checkpoint, weights = save_model(tmp_path / "ck", config())
-    out = export_hf(checkpoint, tmp_path / "hf", dtype="BF16")
-    for name, tensor in load_file(out / "model.safetensors").items():
-        assert tensor.dtype == torch.bfloat16
-        assert torch.equal(tensor, torch.from_numpy(weights[name]).to(torch.bfloat16))
-    written = json.loads((out / "config.json").read_text(encoding="utf-8"))
-    assert written.get("dtype", written.get("torch_dtype")) == "bfloat16"
-
-
-def test_bf16_weights_stay_bit_for_bit(tmp_path):
-    checkpoint, weights = save_model(tmp_path / "ck", config(), dtype="BF16")
-    folder = open_source(export_hf(checkpoint, tmp_path / "hf", max_shard_bytes=9000))
-    assert set(folder.weights.specs) == set(weights)
-    for name, value in weights.items():
-        assert folder.weights.specs[name] == TensorSpec("BF16", value.shape)
-        assert folder.read(name).tobytes() == value.tobytes()
-    part = folder.read("lm_head.weight", ((3, 4), (5, 6))).view("<u2").reshape(5, 6)
-    assert (part == weights["lm_head.weight"][3:8, 4:10]).all()
-    assert config_from_hf(folder.config) == config()
-    assert TOKENIZER.items() <= folder.aux_files.items()
-
-
-@pytest.mark.parametrize(
-    ("umask", "file_mode", "folder_mode"), [(0o022, 0o644, 0o755), (0o027, 0o640, 0o750), (0o077, 0o600, 0o700)]
-)
-def test_exported_files_follow_the_umask(tmp_path, umask, file_mode, folder_mode):
-    checkpoint, _ = save_model(tmp_path / "ck", config())
-    old = os.umask(umask)
-    try:
-        out = export_hf(checkpoint, tmp_path / "hf", max_shard_bytes=20_000)
-    finally:
-        os.umask(old)
-    assert stat.S_IMODE(out.stat().st_mode) == folder_mode
-    assert {stat.S_IMODE(path.stat().st_mode) for path in out.iterdir()} == {file_mode}
-
-
 def test_the_output_must_be_new_or_empty(tmp_path):
     checkpoint, _ = save_model(tmp_path / "ck", config())
     (tmp_path / "empty").mkdir()
@@ -198,7 +159,7 @@ def test_what_cannot_be_right_is_refused_before_a_byte_is_written(tmp_path):
         export_hf(good, tmp_path / "hf", max_shard_bytes=0)
     lost = {**TOKENIZER, "tokenizer_config.json": b'{"bos_token": "<nowhere>"}'}
     odd, _ = save_model(tmp_path / "c", config(), tokenizer=lost)
-    with pytest.raises(CheckpointError, match="bos_token is '<nowhere>', but its vocabulary has no such token"):
+    with pytest.raises(CheckpointError, match=r"bos_token: .*<nowhere>"):
         export_hf(odd, tmp_path / "hf")
     tmp = begin_save(tmp_path / "d", step=0, world_size=1)
     write_rank_files(tmp, rank=0, shards=[])

@@ -35,12 +35,6 @@ def test_all_bytes_are_written_though_the_system_takes_them_in_parts(tmp_path, c
     assert sum(name == "write" for name, _ in calls.log) == 9
 
 
-def test_nothing_is_written_over(tmp_path):
-    (tmp_path / "x").write_bytes(b"theirs")
-    with pytest.raises(FileExistsError):
-        files.create_file(tmp_path / "x")
-
-
 def test_new_folders_are_on_the_disk_too(tmp_path, calls, monkeypatch):
     with calls.recording(monkeypatch):
         files.make_folders(tmp_path / "a" / "b")

@@ -8,11 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lt_ckpt import CheckpointError
-from lt_ckpt.layout import shard_box
-from lt_ckpt.meta_llama.format import meta_layout, open_meta
+from lt_ckpt.meta_llama.format import open_meta
 from lt_ckpt.meta_llama.names import dialect_key, unpermute_rows
 from lt_ckpt.stored_slices import StoredSlice, read_box
-from lt_model import LlamaConfig, ModelError, config_from_hf, config_to_hf, param_specs, preset
+from lt_model import LlamaConfig, config_from_hf, config_to_hf, param_specs, preset
 
 CONFIG = LlamaConfig(
     vocab_size=48,
@@ -41,11 +40,6 @@ def meta_of(name, tensor, config):
     n_heads = config.n_heads if "q_proj" in name else config.n_kv_heads
     rows, columns = tensor.shape
     return tensor.view(n_heads, 2, rows // n_heads // 2, columns).transpose(1, 2).reshape(rows, columns)
-
-
-def permute(w, n_heads, dim1, dim2):
-    """The formula of that script, in the direction in which it is used."""
-    return w.view(n_heads, dim1 // n_heads // 2, 2, dim2).transpose(1, 2).reshape(dim1, dim2)
 
 
 def save(folder, config, n_files, *, embedding_dim=0, params=None, dtype=torch.bfloat16, more=None):
@@ -81,14 +75,6 @@ def check(source, tensors):
         assert found.tobytes() == tensor.contiguous().view(torch.uint8).numpy().tobytes(), name
 
 
-def test_the_reference_formula_undoes_what_the_test_makes():
-    for name, tensor in weights(CONFIG).items():
-        if name.endswith(("q_proj.weight", "k_proj.weight")):
-            n_heads = CONFIG.n_heads if "q_proj" in name else CONFIG.n_kv_heads
-            assert torch.equal(permute(meta_of(name, tensor, CONFIG), n_heads, *tensor.shape), tensor)
-            assert not torch.equal(meta_of(name, tensor, CONFIG), tensor)
-
-
 @pytest.mark.parametrize(("n_files", "embedding_dim"), [(1, 0), (2, 0), (2, 1)])
 def test_every_tensor_comes_back_in_the_order_of_hugging_face(tmp_path, n_files, embedding_dim):
     tensors = save(tmp_path, CONFIG, n_files, embedding_dim=embedding_dim)
@@ -102,17 +88,6 @@ def test_every_tensor_comes_back_in_the_order_of_hugging_face(tmp_path, n_files,
     assert (source.format, source.path, source.root) == ("meta", tmp_path, tmp_path)
     norm = source.weights.replicas.get("model.norm.weight", ())
     assert [stored.file for stored in norm] == [f"consolidated.{i:02d}.pth" for i in range(1, n_files)]
-
-
-def test_any_rows_of_a_turned_matrix_can_be_read(tmp_path):
-    tensors = save(tmp_path, CONFIG, 2)
-    source = open_meta(tmp_path)
-    name = "model.layers.1.self_attn.q_proj.weight"
-    wanted = tensors[name].view(torch.int16).numpy()
-    for first, last in ((0, 1), (3, 4), (5, 27), (31, 32), (15, 17)):
-        for left, right in ((0, 32), (7, 9)):
-            found = source.read(name, ((first, left), (last - first, right - left)))
-            assert found.tobytes() == wanted[first:last, left:right].tobytes()
 
 
 def test_a_given_configuration_is_compared(tmp_path):
@@ -186,30 +161,6 @@ def test_other_tensors_are_refused_by_name(tmp_path):
     torch.save({"a": torch.ones(1)}, tmp_path / "consolidated.00.pth")
     with pytest.raises(CheckpointError, match="tok_embeddings"):
         open_meta(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("name", "n_files"), [("llama2-7b", 1), ("llama2-13b", 2), ("llama2-70b", 8), ("llama3-70b", 8)]
-)
-def test_the_layouts_of_real_models(name, n_files):
-    config = replace(preset(name), n_layers=1)
-    layout = meta_layout(config, n_files, embedding_dim=0 if name.startswith("llama3") else 1)
-    layout.check({p.name: p.shape for p in param_specs(config)})
-    assert [file.path for file in layout.files] == [f"consolidated.{i:02d}.pth" for i in range(n_files)]
-    assert sum(1 for _ in layout) == n_files * 12
-    shapes = {tensor.key: tensor.shape for tensor in layout.files[-1].tensors}
-    assert shapes["layers.0.attention.wk.weight"] == (
-        config.n_kv_heads * config.head_dim // n_files,
-        config.hidden_size,
-    )
-    assert shapes["layers.0.attention.wo.weight"] == (config.hidden_size, config.hidden_size // n_files)
-
-
-def test_models_that_cannot_be_cut_are_refused():
-    with pytest.raises(CheckpointError, match="8 key/value heads cannot be split into 16 files"):
-        meta_layout(preset("llama3-70b"), 16)
-    with pytest.raises((CheckpointError, ModelError)):
-        shard_box((5, 4), 0, 0, 2, "x")
 
 
 @settings(max_examples=100, deadline=None)

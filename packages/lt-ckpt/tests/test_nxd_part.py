@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from nxd_trees import everything, load, same
 
 from lt_ckpt import (
     Checkpoint,
@@ -22,13 +22,11 @@ from lt_ckpt import (
     begin_save,
     commit_save,
     comparison,
-    files,
     find_latest_valid,
     prune_checkpoints,
     verify,
     write_rank_files,
 )
-from lt_ckpt.async_save import AsyncRankSaver
 from lt_ckpt.comparison import compare
 from lt_ckpt.dtypes import cast
 from lt_ckpt.formats import ConvertOptions, convert_checkpoint, detect_format, open_source, read_config
@@ -51,49 +49,6 @@ SETTINGS = tuple(
 )
 State = dict[str, dict[str, tuple[str, np.ndarray]]]
 """Group → tensor of the model → dtype and its bytes by row."""
-
-
-class Reference:
-    """What torch_xla's class is when only torch is there."""
-
-
-def load(path: Path) -> Any:
-    import torch
-
-    with torch.serialization.safe_globals([(Reference, "torch_xla.utils.serialization.TensorReference")]):
-        return follow(torch.load(path, weights_only=True), path)
-
-
-def follow(tree: Any, path: Path) -> Any:
-    if isinstance(tree, dict):
-        return {key: follow(value, path) for key, value in tree.items()}
-    if isinstance(tree, list):
-        return [follow(value, path) for value in tree]
-    if isinstance(tree, Reference):
-        return load(Path(f"{path}.tensors/tensor_{vars(tree)['tid']}.pt"))
-    return tree
-
-
-def same(ours: Any, theirs: Any, where: str = "") -> None:
-    """Equal trees: keys in order, values, dtypes, shapes, bits."""
-    if isinstance(theirs, dict):
-        assert list(ours) == list(theirs), where
-        for key in theirs:
-            same(ours[key], theirs[key], f"{where}.{key}")
-    elif hasattr(theirs, "dtype"):
-        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape), where
-        assert ours.equal(theirs), where
-    else:
-        assert ours == theirs, where
-
-
-def everything(source: Source) -> dict[tuple[str, str], tuple[str, bytes]]:
-    """Kind and tensor → dtype and bytes; a tied head that is only seen in the embedding is left out."""
-    return {
-        (kind, name): (group.specs[name].dtype, source.read(name, group=kind).tobytes())
-        for kind, group in source.groups.items()
-        for name in group.specs
-    }
 
 
 def grid(options: NxdOptions, dp: int) -> Iterator[tuple[int, int, int]]:
@@ -374,28 +329,6 @@ def test_copies_that_have_drifted_apart_are_found_when_they_are_made_one(tmp_pat
     assert not (tmp_path / "hf").exists()
 
 
-def test_a_commit_holds_no_more_than_a_block_of_a_file(tmp_path, models, monkeypatch):
-    """Files of NxD are hashed whole: rank 0 compares them when it commits, and they may be larger than its memory."""
-    config = config_from_hf(dict(open_source(models.make(tmp_path / "model")).config or {}))
-    parts = parts_of(config, NxdOptions(tp=2), 1)
-    state = random_state(config, tied_head=False, masters=False)
-    monkeypatch.setattr(files, "BLOCK_BYTES", 1000)
-    read, buffers = files.read_exactly, {}
-
-    def note(descriptor: int, position: int, buffer: memoryview, path: Path) -> None:
-        buffers.setdefault(path.name, []).append((position, len(buffer)))
-        read(descriptor, position, buffer, path)
-
-    monkeypatch.setattr(files, "read_exactly", note)
-    made = save(tmp_path / "run", parts, state)
-    looked_at = {name: places for name, places in buffers.items() if name.startswith("dp_rank")}
-    assert looked_at
-    for name, places in looked_at.items():
-        assert max(n_bytes for _, n_bytes in places) == 1000
-        sizes = {path.stat().st_size for path in made.rglob(name)}
-        assert max(begin + n_bytes for begin, n_bytes in places) == max(sizes), "to its end"
-
-
 @pytest.fixture(scope="module")
 def saved(memory, models):
     """A small checkpoint to be damaged: one rank of two, xser."""
@@ -459,73 +392,6 @@ def test_what_does_not_fit_is_refused_before_a_tensor_is_written(tmp_path, model
         replace(part, param_group_keys=(part.param_group_keys[0], part.param_group_keys[1][1:]))
     with pytest.raises(CheckpointError, match="layout v2"):
         replace(part, options=NxdOptions(layout="v1"))
-
-
-def test_a_background_save_writes_what_the_tensors_were_when_it_began(tmp_path, models):
-    config = config_from_hf(dict(open_source(models.make(tmp_path / "model")).config or {}))
-    state = random_state(config, tied_head=False, masters=True)
-    (part,) = parts_of(config, NxdOptions(xser=True), 1)
-    before = wanted(state)
-    saver = AsyncRankSaver()
-    gate = threading.Event()
-    tmp = begin_save(tmp_path / "run", step=1, world_size=1)
-    meta = CheckpointMetadata(step=1, model=config.to_dict())
-    layout = Gated(part, gate)
-
-    def then(_: object) -> None:
-        commit_save(tmp, world_size=1, metadata=meta)
-
-    saver.start(tmp, rank=0, shards=shards_of(part, state), writer=layout, on_written=then)
-    for tensors in state.values():
-        for _, array in tensors.values():
-            array[:] = 0
-    gate.set()
-    assert saver.wait(60)
-    made = tmp_path / "run" / "step-00000001"
-    assert verify(made).is_ok
-    assert by_nxds_names(everything(open_source(made))) == before
-
-
-class Gated:
-    """Writes as another layout does, when it may."""
-
-    def __init__(self, layout: NxdRankWriter, gate: threading.Event) -> None:
-        self._layout, self._gate = layout, gate
-
-    def write(self, folder: Path, shards: Any) -> Any:
-        assert self._gate.wait(60)
-        return self._layout.write(folder, shards)
-
-
-def test_a_killed_save_is_swept_with_its_folders(tmp_path, models, monkeypatch):
-    config = config_from_hf(dict(open_source(models.make(tmp_path / "model")).config or {}))
-    state = random_state(config, tied_head=False, masters=True)
-    (part,) = parts_of(config, NxdOptions(xser=True), 1)
-    tmp = begin_save(tmp_path / "run", step=1, world_size=1)
-    write_rank_files(tmp, rank=0, shards=shards_of(part, state), writer=part)
-    assert len(list(tmp.rglob("tensor_*.pt"))) > 50
-    monkeypatch.setattr("lt_ckpt.folders.time.time", lambda: 1e12)
-    begin_save(tmp_path / "run", step=2, world_size=1)
-    assert [name for name in os.listdir(tmp_path / "run") if "00000001" in name or "trash" in name] == []
-
-
-def test_checkpoint_reads_any_slice(tmp_path, models):
-    """What an engine does on another mesh: boxes that no rank has stored."""
-    config = config_from_hf(dict(open_source(models.make(tmp_path / "model")).config or {}))
-    state = random_state(config, tied_head=False, masters=True)
-    options = NxdOptions(tp=4, pp=2, kv_size_multiplier=2, qkv="gqa")
-    made = Checkpoint.open(save(tmp_path / "run", parts_of(config, options, 3), state))
-    assert set(made.groups) == {"weights", "exp_avg", "exp_avg_sq", "cast_weights"}
-    names = {"weights": "master", "cast_weights": "weights"}
-    for group, name, offset, shape in [
-        ("weights", "model.layers.4.self_attn.k_proj.weight", (3, 2), (5, 7)),
-        ("exp_avg", "model.layers.0.self_attn.q_proj.weight", (1, 0), (14, 16)),
-        ("exp_avg_sq", "lm_head.weight", (7, 1), (20, 3)),
-        ("cast_weights", "model.layers.2.mlp.down_proj.weight", (0, 5), (16, 9)),
-    ]:
-        _, array = state[names.get(group, group)][name]
-        box = tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
-        assert made.read(group, name, offset=offset, shape=shape).tobytes() == array[box].tobytes()
 
 
 def forged(path: Path, change: Callable[[dict[str, Any]], object]) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from nxd_trees import everything, load, same
 from safetensors.torch import save_file
 
 from lt_ckpt import CheckpointError
@@ -17,52 +18,6 @@ DATA = Path(__file__).parent / "data" / "nxd"
 STEPS = DATA / "llama2-mha-tp2-dp2-zero1-steps"
 CONFIG = STEPS / "hf-start" / "config.json"
 CUT = NxdOptions(tp=2, tag="step_3")
-
-
-class Reference:
-    """What torch_xla's class is when only torch is there."""
-
-
-def load(path):
-    with torch.serialization.safe_globals([(Reference, "torch_xla.utils.serialization.TensorReference")]):
-        return follow(torch.load(path, weights_only=True), path)
-
-
-def follow(tree, path):
-    if isinstance(tree, dict):
-        return {key: follow(value, path) for key, value in tree.items()}
-    if isinstance(tree, list):
-        return [follow(value, path) for value in tree]
-    if isinstance(tree, Reference):
-        return torch.load(f"{path}.tensors/tensor_{tree.tid}.pt", weights_only=True)
-    return tree
-
-
-def same(ours, theirs, where=""):
-    """Equal trees: types, keys in order, values, dtypes, shapes, bits."""
-    assert type(ours) is type(theirs), where
-    if isinstance(theirs, dict):
-        assert list(ours) == list(theirs), where
-        for key in theirs:
-            same(ours[key], theirs[key], f"{where}.{key}")
-    elif isinstance(theirs, list):
-        assert len(ours) == len(theirs), where
-        for i, value in enumerate(theirs):
-            same(ours[i], value, f"{where}.{i}")
-    elif isinstance(theirs, torch.Tensor):
-        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape), where
-        assert torch.equal(ours, theirs), where
-    else:
-        assert ours == theirs, where
-
-
-def everything(source):
-    """Kind and tensor → its bytes."""
-    return {
-        (kind, name): source.read(name, group=kind).tobytes()
-        for kind, group in source.groups.items()
-        for name in group.specs
-    }
 
 
 @pytest.mark.parametrize("xser", [False, True], ids=["plain", "xser"])
@@ -151,7 +106,7 @@ def test_grouped_heads_tied_heads_and_one_group(cut, tied, settings, tmp_path):
     assert {kind for kind, _ in found} == {"weights", "exp_avg", "exp_avg_sq", "master"}
     for (_, name), data in found.items():
         key = "model.embed_tokens.weight" if tied and name == "lm_head.weight" else name
-        assert data == weights[key].numpy().tobytes(), name
+        assert data == ("F32", weights[key].numpy().tobytes()), name
 
 
 def test_fp32_weights_are_their_own_masters(tmp_path):

@@ -111,26 +111,6 @@ def test_slices_must_hold_each_element_exactly_once(tmp_path, ranks, message):
     assert find_latest_valid(tmp_path)[0] is None
 
 
-def test_a_rank_may_hold_several_slices_of_a_tensor(tmp_path):
-    tmp = begin_save(tmp_path, step=1, world_size=2)
-    write_rank_files(tmp, rank=0, shards=[one(0, 1, fill=1), one(2, 1, fill=3)])
-    write_rank_files(tmp, rank=1, shards=[one(3, 1, fill=4), one(1, 1, fill=2)])
-    path = commit_save(tmp, world_size=2, metadata=CheckpointMetadata(step=1))
-    assert Checkpoint.open(path).read("weights", "a").tolist() == [1, 2, 3, 4]
-    assert verify(path).is_ok
-    with safe_open(path / "weights-00000.safetensors", "np") as opened:
-        assert set(opened.keys()) == {"a", "a#1"}
-
-
-def test_empty_slices_are_left_out(tmp_path):
-    tmp = begin_save(tmp_path, step=1, world_size=2)
-    write_rank_files(tmp, rank=0, shards=[one(0, 4), one(0, 0, 0, name="none")])
-    write_rank_files(tmp, rank=1, shards=[one(4, 0), one(0, 0, 0, name="none")])
-    checkpoint = Checkpoint.open(commit_save(tmp, world_size=2, metadata=CheckpointMetadata(step=1)))
-    assert len(checkpoint.manifest.tensors["weights"]["a"].slices) == 1
-    assert checkpoint.read("weights", "none").size == 0
-
-
 def test_what_was_expected_must_be_there(tmp_path, toy):
     specs = {"weights": {"a.weight": TensorSpec("F32", (6, 5)), "norm": TensorSpec("F32", (3,))}}
     message = r"unexpected: weights/b\.weight$"

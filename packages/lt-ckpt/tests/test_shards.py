@@ -85,11 +85,6 @@ def shard(**changes):
     return Shard(**{**fields, **changes})
 
 
-def test_a_shard_knows_its_bytes():
-    assert shard().n_bytes == 16
-    assert shard(data=lambda: np.ones(16, np.uint8)).bytes().sum() == 16
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -111,8 +106,3 @@ def test_a_shard_knows_its_bytes():
 def test_a_wrong_shard_is_refused(changes, message):
     with pytest.raises(CheckpointError, match=message):
         shard(**changes)
-
-
-def test_data_from_a_function_is_checked_when_it_comes():
-    with pytest.raises(CheckpointError, match="must be 16 contiguous bytes"):
-        shard(data=lambda: np.zeros(3, np.uint8)).bytes()

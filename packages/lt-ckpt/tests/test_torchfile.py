@@ -5,7 +5,6 @@ These pin what is half private in torch: they run with 2.9 and with the newest.
 
 import os
 import pickle
-import subprocess
 import sys
 from collections import OrderedDict
 from pathlib import Path
@@ -214,15 +213,3 @@ for path in (out / "x.pt", out / "nxd", out / "dcp"):
         raise AssertionError(path)
 assert not any(name.startswith("torch.") for name in sys.modules)
 """
-
-
-def test_our_format_and_hugging_faces_need_no_torch(tmp_path, models):
-    source = models.make(tmp_path / "src")
-    (tmp_path / "nxd" / "model").mkdir(parents=True)
-    (tmp_path / "nxd" / "model" / "dp_rank_00_tp_rank_00_pp_rank_00.pt").touch()
-    (tmp_path / "dcp").mkdir()
-    (tmp_path / "dcp" / ".metadata").touch()
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH, source, tmp_path], capture_output=True, encoding="utf-8", check=False
-    )
-    assert done.returncode == 0, done.stderr

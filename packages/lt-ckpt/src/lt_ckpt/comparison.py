@@ -6,13 +6,14 @@ a value and its exact equivalent in another dtype are equal, as after a lossless
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 
 from lt_ckpt.byte_counter import ByteCounter
 from lt_ckpt.dtypes import cast, item_bytes
 from lt_ckpt.files import ProgressCallback
-from lt_ckpt.shards import Box, split_rows
+from lt_ckpt.shards import split_rows
 from lt_ckpt.source import Source, TensorGroup
 from lt_model import config_from_hf
 
@@ -31,7 +32,6 @@ class TensorComparison:
         n_elements: Elements of the tensor.
         n_different: Elements that differ.
         max_abs_diff: Largest difference; nan where only one of the two is not a number.
-        relative_diff: `max_abs_diff` over the largest absolute value of the first.
     """
 
     name: str
@@ -41,7 +41,6 @@ class TensorComparison:
     n_elements: int = 0
     n_different: int = 0
     max_abs_diff: float = 0.0
-    relative_diff: float = 0.0
 
 
 def compare(a: Source, b: Source, *, progress: ProgressCallback | None = None) -> Iterator[TensorComparison]:
@@ -70,19 +69,12 @@ def _compare(kind: str, name: str, a: Source, b: Source, count_bytes: ByteCounte
         return TensorComparison(
             name=full_name, is_equal=False, problem=f"shapes {list(spec_a.shape)} and {list(spec_b.shape)}"
         )
-    n_different, max_abs, largest, n_elements = 0, 0.0, 0.0, 0
-    equal: list[Box] = []
-
-    def read(box: Box) -> tuple[Box, np.ndarray, np.ndarray, bool]:
-        left, right = (source.read(name, box, group=kind) for source in (a, b))
-        return box, left, right, spec_a.dtype == spec_b.dtype and _bytes_equal(left, right)
-
+    n_different, max_abs = 0, 0.0
     width = max(item_bytes(spec_a.dtype), item_bytes(spec_b.dtype))
-    for box, left, right, same in map(read, split_rows(spec_a.shape, BLOCK_BYTES // width)):
-        n_elements += left.size // item_bytes(spec_a.dtype)
+    for box in split_rows(spec_a.shape, BLOCK_BYTES // width):
+        left, right = (source.read(name, box, group=kind) for source in (a, b))
         count_bytes(left.size)
-        if same:
-            equal.append(box)
+        if spec_a.dtype == spec_b.dtype and np.array_equal(left, right):
             continue
         x, y = (cast(raw, dtype, "F64").view("<f8") for raw, dtype in ((left, spec_a.dtype), (right, spec_b.dtype)))
         if spec_a.dtype == spec_b.dtype:
@@ -93,29 +85,14 @@ def _compare(kind: str, name: str, a: Source, b: Source, count_bytes: ByteCounte
         if different.any():
             with np.errstate(invalid="ignore"):
                 max_abs = float(np.maximum(max_abs, np.abs(x - y)[different].max()))
-        largest = max(largest, _max_abs(x))
-    for box in equal if n_different else ():  # their magnitude is only needed if something differs
-        largest = max(largest, _max_abs(cast(a.read(name, box, group=kind), spec_a.dtype, "F64").view("<f8")))
     return TensorComparison(
         name=full_name,
         is_equal=n_different == 0,
         dtypes=(spec_a.dtype, spec_b.dtype),
-        n_elements=n_elements,
+        n_elements=prod(spec_a.shape),
         n_different=n_different,
         max_abs_diff=max_abs,
-        relative_diff=max_abs / largest if largest else max_abs,
     )
-
-
-def _bytes_equal(left: np.ndarray, right: np.ndarray) -> bool:
-    """Compare bytes, eight at a time."""
-    n = left.size // 8 * 8
-    return bool((left[:n].view("<u8") == right[:n].view("<u8")).all() and (left[n:] == right[n:]).all())
-
-
-def _max_abs(values: np.ndarray) -> float:
-    finite = np.abs(values[np.isfinite(values)])
-    return float(finite.max()) if finite.size else 0.0
 
 
 def config_differences(a: Source, b: Source) -> Iterator[str]:

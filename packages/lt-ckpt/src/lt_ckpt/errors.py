@@ -6,7 +6,7 @@ exception that escapes from this package is a bug.
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,32 +15,6 @@ class CheckpointError(ValueError):
     """User error: a damaged checkpoint, a wrong argument, a full disk."""
 
     exit_code: int = 64
-
-
-class OptionError(CheckpointError):
-    """Options that are wrong or do not fit together.
-
-    Args:
-        problem: Problem, as half a sentence; here and in the remedy `{name}` stands for the option of that name.
-        values: Values of the options that are shown in front, by name.
-        remedy: Remedy.
-    """
-
-    def __init__(self, problem: str, *, values: Mapping[str, object] | None = None, remedy: str = "") -> None:
-        self.problem, self.values, self.remedy = problem, dict(values or {}), remedy
-        super().__init__(self.message({}))
-
-    def message(self, names: Mapping[str, str]) -> str:
-        """Return the message with other names for some options, such as flags."""
-        known = _Names(names)
-        shown = ", ".join(f"{known[name]} = {value!r}" for name, value in self.values.items())
-        text = "; ".join(part.format_map(known) for part in (self.problem, self.remedy) if part)
-        return f"{shown}: {text}" if shown else text
-
-
-class _Names(dict[str, str]):
-    def __missing__(self, name: str) -> str:
-        return name
 
 
 class AlreadySavedError(CheckpointError):

@@ -16,15 +16,8 @@ def hash_file(path: Path, hashed_bytes: int | None = None) -> FileRecord:
         path: The file.
         hashed_bytes: Leading bytes to hash; None: all.
     """
-    descriptor = files.open_for_reading(path)
-    try:
-        size = os.fstat(descriptor).st_size
-        hashed, digest = size if hashed_bytes is None else min(hashed_bytes, size), xxhash.xxh3_128()
-        block = memoryview(bytearray(min(hashed, files.BLOCK_BYTES)))
-        for begin in range(0, hashed, files.BLOCK_BYTES):  # an NxD file is hashed whole, and may be very large
-            part = block[: min(len(block), hashed - begin)]
-            files.read_exactly(descriptor, begin, part, path)
-            digest.update(part)
-    finally:
-        os.close(descriptor)
+    size, digest = os.stat(path).st_size, xxhash.xxh3_128()
+    hashed = size if hashed_bytes is None else min(hashed_bytes, size)
+    for block in files.iter_blocks(path, 0, hashed):
+        digest.update(block)
     return FileRecord(n_bytes=size, hashed_bytes=hashed, xxh3_128=digest.hexdigest())

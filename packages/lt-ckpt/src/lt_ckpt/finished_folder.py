@@ -4,22 +4,14 @@ Cost: one listing.
 """
 
 import os
-import re
 from pathlib import Path
 
 from lt_ckpt.confined_files import resolve_confined
 from lt_ckpt.discovery import list_steps
 from lt_ckpt.errors import CheckpointError, translate_os_errors
+from lt_ckpt.file_names import check_name
 from lt_ckpt.folders import COMMIT, MANIFEST, STEP_FOLDER
 from lt_ckpt.hash_list import read_hash_list
-
-_NAME = re.compile(r"(?:[A-Za-z0-9_.][A-Za-z0-9_.\-]{0,200}/){0,8}[A-Za-z0-9_.][A-Za-z0-9_.\-]{0,200}")
-
-
-def is_valid_name(name: str) -> bool:
-    """Return True for a file name allowed in folder and bucket: plain, inside the folder, not ours."""
-    plain = _NAME.fullmatch(name) is not None
-    return plain and not {".", ".."} & set(name.split("/")) and name != COMMIT
 
 
 def verify_hash_list(folder: Path) -> None:
@@ -53,10 +45,7 @@ def list_finished_files(folder: Path) -> list[str]:
                 relative = path.relative_to(folder).as_posix()
                 if relative == COMMIT:
                     continue
-                if not is_valid_name(relative):
-                    raise CheckpointError(
-                        f"{path}: a file of that name cannot be uploaded: rename it, or choose another folder"
-                    )
+                check_name(relative, folder)
                 if (name in folders and path.is_symlink()) or not (path.is_dir() or path.is_file()):
                     raise CheckpointError(f"{path}: neither a file nor a folder: remove it, or choose another folder")
                 if name in names:

@@ -14,7 +14,7 @@ from typing import Any, cast, get_args
 
 from lt_ckpt import files
 from lt_ckpt.confined_files import resolve_confined
-from lt_ckpt.errors import CheckpointError, OptionError, translate_os_errors
+from lt_ckpt.errors import CheckpointError, translate_os_errors
 from lt_ckpt.hash_list import HashList, read_hash_list
 from lt_ckpt.hf.folder import (
     BIN_FILE,
@@ -61,8 +61,7 @@ class ConvertOptions:
 
     def __post_init__(self) -> None:
         if type(self.max_shard_bytes) is not int or self.max_shard_bytes < 1:
-            values = {"max_shard_bytes": self.max_shard_bytes}
-            raise OptionError("must be a whole number of at least 1", values=values)
+            raise CheckpointError(f"max_shard_bytes = {self.max_shard_bytes}: must be a whole number of at least 1")
 
 
 def detect_format(path: Path) -> str:

@@ -18,8 +18,7 @@ from lt_ckpt import files
 from lt_ckpt.checkpoint import READER_THREADS, read_manifest
 from lt_ckpt.errors import CheckpointError, translate_os_errors
 from lt_ckpt.folders import COMMIT, MANIFEST, iter_files
-from lt_ckpt.manifest import CheckpointManifest
-from lt_ckpt.records import FileRecord
+from lt_ckpt.manifest import Segment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +67,7 @@ def verify(path: str | os.PathLike[str], *, progress: files.ProgressCallback | N
             extra = tuple(sorted({*iter_files(folder)} - {*manifest.files, MANIFEST, COMMIT}))
     except CheckpointError as exc:
         return VerificationReport(path=folder, problems=(str(exc),), extra_files=(), n_files=0, n_bytes=0)
-    slices = _slices_by_file(manifest)
+    segments = manifest.segments()
     lock, done = threading.Lock(), 0
 
     def count_bytes(n_bytes: int) -> None:
@@ -80,7 +79,7 @@ def verify(path: str | os.PathLike[str], *, progress: files.ProgressCallback | N
 
     def check(name: str) -> list[str]:
         try:
-            return _check_file(folder / name, manifest.files[name], slices.get(name, []), count_bytes)
+            return _check_file(folder / name, manifest.files[name].n_bytes, segments[name], count_bytes)
         except CheckpointError as exc:
             return [str(exc)]
 
@@ -95,41 +94,25 @@ def verify(path: str | os.PathLike[str], *, progress: files.ProgressCallback | N
     )
 
 
-def _slices_by_file(manifest: CheckpointManifest) -> dict[str, list[tuple[str, int, int, str]]]:
-    """Return file → key, byte offset, bytes and hash of each slice, without files that are hashed as a whole."""
-    found: dict[str, list[tuple[str, int, int, str]]] = {}
-    for members in manifest.tensors.values():
-        for record in members.values():
-            for piece in record.slices:
-                if piece.xxh3_128:
-                    stored = piece.key, piece.byte_offset, record.slice_bytes(piece), piece.xxh3_128
-                    found.setdefault(piece.file, []).append(stored)
-    return found
-
-
-def _check_file(
-    path: Path,
-    record: FileRecord,
-    slices: list[tuple[str, int, int, str]],
-    count_bytes: Callable[[int], None],
-) -> list[str]:
+def _check_file(path: Path, n_bytes: int, segments: list[Segment], count_bytes: Callable[[int], None]) -> list[str]:
     """Return the problems of one file."""
 
-    def has_changed(position: int, n_bytes: int, expected: str) -> bool:
+    def has_changed(part: Segment) -> bool:
         digest = xxhash.xxh3_128()
-        for block in files.iter_blocks(path, position, n_bytes):
+        for block in files.iter_blocks(path, part.byte_offset, part.n_bytes):
             digest.update(block)
             count_bytes(len(block))
-        return digest.hexdigest() != expected
+        return digest.hexdigest() != part.xxh3_128
 
     with translate_os_errors("verifying", path):
         size = os.stat(path).st_size
-        if size != record.n_bytes:
-            return [f"{path}: has {size} bytes, {record.n_bytes} were written"]
-        if has_changed(0, record.hashed_bytes, record.xxh3_128):
+        if size != n_bytes:
+            return [f"{path}: has {size} bytes, {n_bytes} were written"]
+        first, *slices = segments
+        if has_changed(first):
             return [f"{path}: its {'header has' if slices else 'bytes have'} changed since it was written"]
         return [
-            f"{path}: the bytes of tensor {key} have changed since they were written"
-            for key, position, n_bytes, expected in slices
-            if has_changed(position, n_bytes, expected)
+            f"{path}: the bytes of tensor {part.key} have changed since they were written"
+            for part in slices
+            if has_changed(part)
         ]

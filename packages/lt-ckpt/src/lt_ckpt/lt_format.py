@@ -8,7 +8,6 @@ in memory; it holds what the source holds, so one converted from a Hugging Face 
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from lt_ckpt.manifest import CheckpointMetadata
 from lt_ckpt.model_files import with_architecture
 from lt_ckpt.records import SliceRecord
 from lt_ckpt.save import begin_save, commit_save, discard_save, write_rank_files
-from lt_ckpt.shards import Shard, split_rows
+from lt_ckpt.shards import Box, Shard, split_rows
 from lt_ckpt.source import Source, TensorGroup
 from lt_ckpt.stored_slices import StoredSlice
 from lt_ckpt.tensorfile import TensorSpec
@@ -84,8 +83,7 @@ def _model_files(checkpoint: Checkpoint, model: LlamaConfig, dtype: str) -> tupl
         config = with_architecture(json_objects.loads(saved.pop(CONFIG), where), model)
         config.pop("dtype", None)
         return {**config, "torch_dtype": dtype}, {**tokenizer, **saved}
-    parsed = {name: json_objects.loads(data, name) for name, data in tokenizer.items() if name.endswith(".json")}
-    ids = {f"{kind}_token_id": _token_id(f"{kind}_token", parsed) for kind in ("bos", "eos", "pad")}
+    ids = {f"{kind}_token_id": _token_id(f"{kind}_token", tokenizer) for kind in ("bos", "eos", "pad")}
     known = {name: value for name, value in ids.items() if value is not None}
     config = config_to_hf(model, bos_token_id=ids["bos_token_id"], eos_token_id=ids["eos_token_id"], dtype=dtype)
     generation = json_objects.dumps(known, GENERATION_CONFIG, indent=2)
@@ -123,25 +121,16 @@ def _stored_slices(slices: Sequence[SliceRecord]) -> tuple[StoredSlice, ...]:
     return tuple(StoredSlice(file=s.file, byte_offset=s.byte_offset, offset=s.offset, shape=s.shape) for s in slices)
 
 
-def _token_id(name: str, tokenizer: Mapping[str, dict[str, Any]]) -> int | None:
+def _token_id(name: str, files_by_name: Mapping[str, bytes]) -> int | None:
     """Return the id of a special token in the tokenizer's files, e.g. `bos_token`; None without one."""
-    for file in ("tokenizer_config.json", "special_tokens_map.json"):
-        token = tokenizer.get(file, {}).get(name)
-        text = token.get("content") if isinstance(token, dict) else token
-        if isinstance(text, str):
-            break
-    else:
-        return None
-    table = tokenizer.get("tokenizer.json", {})
-    added = table.get("added_tokens")
-    tokens = [token for token in added if isinstance(token, dict)] if isinstance(added, list) else []
-    model = table.get("model")
-    vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    known = vocabulary.get(text) if isinstance(vocabulary, dict) else None
-    found = next((token.get("id") for token in tokens if token.get("content") == text), known)
-    if type(found) is not int or found < 0:
-        raise CheckpointError(f"the tokenizer's {name} is {text!r}, but its vocabulary has no such token")
-    return found
+    with json_objects.translate_format_errors(f"the tokenizer's {name}"):
+        about = json_objects.loads(files_by_name.get("tokenizer_config.json", b"{}"), "tokenizer_config.json")
+        token = about.get(name)
+        text = token["content"] if isinstance(token, dict) else token
+        if text is None:
+            return None
+        table = json_objects.loads(files_by_name["tokenizer.json"], "tokenizer.json")
+        return {**table["model"]["vocab"], **{t["content"]: t["id"] for t in table.get("added_tokens", ())}}[text]
 
 
 def hf_model_files(source: Source) -> dict[str, bytes]:
@@ -205,15 +194,24 @@ def _describe_shards(
     progress: files.ProgressCallback | None,
 ) -> list[Shard]:
     """Return the shards to write, in file order; each is read when it is written."""
+    n_bytes = 0
+
+    def read(kind: str, name: str, box: Box, target: str) -> np.ndarray:
+        data = read_cast(source, name, box, target, group=kind, allow_overflow=allow_overflow)
+        count_bytes(data.nbytes)
+        return data.reshape(-1).view(np.uint8)
+
     shards: list[Shard] = []
     for kind, group in source.groups.items():
+        members: list[Shard] = []
         for name, spec in group.specs.items():
             if name == HEAD and model.tie_word_embeddings:
                 continue
             target = dtype if dtype and kind == "weights" else spec.dtype
             check_castable(spec.dtype, target)
+            n_bytes += TensorSpec(target, spec.shape).n_bytes
             width = max(item_bytes(target), item_bytes(spec.dtype))
-            shards += [
+            members += [
                 Shard(
                     group=kind,
                     name=name,
@@ -221,18 +219,10 @@ def _describe_shards(
                     global_shape=spec.shape,
                     offset=offset,
                     shape=shape,
-                    data=lambda: np.empty(0, np.uint8),
+                    data=partial(read, kind, name, (offset, shape), target),
                 )
                 for offset, shape in split_rows(spec.shape, SLICE_BYTES // width)
             ]
-    kinds = list(source.groups)
-    shards.sort(key=lambda shard: (kinds.index(shard.group), -item_bytes(shard.dtype)))
-    count_bytes = ByteCounter(sum(shard.n_bytes for shard in shards), progress)
-
-    def read(shard: Shard) -> np.ndarray:
-        box = shard.offset, shard.shape
-        data = read_cast(source, shard.name, box, shard.dtype, group=shard.group, allow_overflow=allow_overflow)
-        count_bytes(data.nbytes)
-        return data.reshape(-1).view(np.uint8)
-
-    return [replace(shard, data=partial(read, shard)) for shard in shards]
+        shards += sorted(members, key=lambda shard: -item_bytes(shard.dtype))
+    count_bytes = ByteCounter(n_bytes, progress)
+    return shards

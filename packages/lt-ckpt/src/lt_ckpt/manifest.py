@@ -8,7 +8,7 @@ COMMIT is complete, and each byte in it can be verified. No pickle: a checkpoint
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -65,6 +65,15 @@ class CheckpointMetadata:
             check_name(name, "metadata: a file of the tokenizer or the model")
 
 
+class Segment(NamedTuple):
+    """Range of a file that has a hash: a slice by its key, or what stands in front of the slices."""
+
+    key: str
+    byte_offset: int
+    n_bytes: int
+    xxh3_128: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class CheckpointManifest:
     """Content of `manifest.json`.
@@ -99,6 +108,17 @@ class CheckpointManifest:
     def n_bytes(self) -> int:
         """Bytes of all listed files."""
         return sum(record.n_bytes for record in self.files.values())
+
+    def segments(self) -> dict[str, list[Segment]]:
+        """Return file → the ranges that have a hash, in order: its header, or all of it, then its slices."""
+        found = {name: [Segment("", 0, file.hashed_bytes, file.xxh3_128)] for name, file in self.files.items()}
+        for members in self.tensors.values():
+            for record in members.values():
+                for piece in record.slices:
+                    n_bytes = record.slice_bytes(piece)
+                    if n_bytes and piece.xxh3_128:  # otherwise the file is one segment
+                        found[piece.file].append(Segment(piece.key, piece.byte_offset, n_bytes, piece.xxh3_128))
+        return {name: sorted(parts, key=lambda part: part.byte_offset) for name, parts in found.items()}
 
     def to_bytes(self) -> bytes:
         """Return the content of manifest.json."""

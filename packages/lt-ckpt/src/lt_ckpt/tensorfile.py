@@ -48,17 +48,10 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
+class StoredTensor(TensorSpec):
     """Tensor in a file: its type and shape, and the position of its bytes."""
 
-    dtype: str
-    shape: Ints
     byte_offset: int
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of the tensor."""
-        return prod(self.shape) * item_bytes(self.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,20 +59,16 @@ class SafetensorsHeader:
     """Header of a safetensors file.
 
     Attributes:
-        path: The file.
         n_bytes: Size of the file.
         header_bytes: Bytes before the first tensor (the length field and the padded header).
         header_hash: xxh3_128 of those bytes, as hex.
         tensors: Name → type, shape, position; in file order.
-        metadata: The text fields under `__metadata__`.
     """
 
-    path: Path
     n_bytes: int
     header_bytes: int
     header_hash: str
     tensors: dict[str, StoredTensor]
-    metadata: dict[str, str]
 
 
 def file_order(entries: Mapping[str, TensorSpec]) -> tuple[str, ...]:
@@ -128,12 +117,10 @@ class HashingSafetensorsWriter:
         raw, placed = make_header(entries, metadata)
         self._waiting = list(reversed(file_order(entries)))
         self.header = SafetensorsHeader(
-            path=path,
             n_bytes=len(raw) + sum(spec.n_bytes for spec in entries.values()),
             header_bytes=len(raw),
             header_hash=xxhash.xxh3_128_hexdigest(raw),
             tensors=placed,
-            metadata=dict(metadata),
         )
         self._position = self._written_back = 0
         self._descriptor = files.create_file(path)
@@ -202,12 +189,11 @@ def read_header(path: Path) -> SafetensorsHeader:
         raw = prefix + file.read(header_bytes - 8)
     header = json_objects.loads(raw[8:], str(path))
     with json_objects.translate_format_errors(str(path)):
+        header.pop("__metadata__", None)
         return SafetensorsHeader(
-            path=path,
             n_bytes=n_bytes,
             header_bytes=header_bytes,
             header_hash=xxhash.xxh3_128_hexdigest(raw),
-            metadata=header.pop("__metadata__", {}),
             tensors=_parse_entries(header, header_bytes, n_bytes, str(path)),
         )
 

@@ -197,15 +197,6 @@ def test_others_are_replaced_on_request_alone(hub, folder):
     assert hub.files == {**contents(folder), "other.txt": b"stays"}
 
 
-@pytest.mark.parametrize("exists", [True, False])
-def test_a_dry_run_changes_nothing(hub, folder, exists):
-    hub.exists = exists
-    run = CliRunner().invoke(app, ["upload", str(folder), URL, "--dry-run"])
-    assert run.exit_code == 0, run.output
-    assert "would send config.json" in run.output
-    assert {method for method, _ in hub.log} == {"GET"}
-
-
 def test_a_folder_of_the_repository(hub, folder):
     run = CliRunner().invoke(app, ["upload", str(folder), f"{URL}@main/step-100"])
     assert run.exit_code == 0, run.output

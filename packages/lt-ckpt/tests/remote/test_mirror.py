@@ -166,18 +166,6 @@ def test_errors_are_told_once_and_tried_again(store, bucket, toy, tmp_path, star
     assert steps(store, bucket) == [1]
 
 
-def test_news_cut_a_pause_short(store, bucket, toy, tmp_path, start):
-    store.before = lambda operation, key: (_ for _ in ()).throw(RemoteError("planted"))
-    running = start(poll_interval_s=1000.0)
-    toy.save(tmp_path / "run", 1)
-    running.notify()
-    wait_for(lambda: running.problems)
-    store.before = lambda operation, key: None
-    toy.save(tmp_path / "run", 2)
-    running.notify()
-    wait_for(lambda: len(running.uploads) == 2)
-
-
 def test_what_retention_removes_meanwhile_leaves_nothing(store, bucket, toy, tmp_path, start):
     root = tmp_path / "run"
     gate = Gate(store, "PutObject", "step-00000001/rng-00000.safetensors")
@@ -192,22 +180,6 @@ def test_what_retention_removes_meanwhile_leaves_nothing(store, bucket, toy, tmp
     assert [p.message for p in running.problems] == ["was removed before it was uploaded; the bucket has nothing of it"]
     assert running.close(SOON) == ()
     assert {key.split("/")[1] for key in store.names(bucket)} == {"step-00000002", "step-00000003"}
-
-
-def test_what_is_protected_stays_until_it_is_uploaded(store, bucket, toy, tmp_path, start):
-    root = tmp_path / "run"
-    gate = Gate(store, "PutObject", "step-00000001/rng-00000.safetensors")
-    path = toy.save(root, 1)
-    running = start()
-    with gate:
-        for step in (2, 3, 4):
-            toy.save(root, step)
-        with running.pause_uploads() as spared:
-            assert prune_checkpoints(root, keep_last=2, protect=spared) == [root / "step-00000002"]
-        assert path.exists()
-    assert running.close(SOON) == ()
-    assert running.problems == []
-    assert steps(store, bucket) == [1, 3, 4]
 
 
 def test_a_damaged_checkpoint_does_not_stand_in_the_way(store, bucket, toy, tmp_path, start):
@@ -286,15 +258,6 @@ def test_retention_in_the_bucket_counts_whole_ones_only(store, bucket, toy, tmp_
     assert steps(store, bucket) == [2, 3]
     with pytest.raises(CheckpointError, match="keep_last must be >= 1"):
         prune_remote(root, keep_last=0)
-
-
-def test_a_checkpoint_with_objects_of_others_is_not_touched(store, bucket, toy, tmp_path):
-    folder = S3Folder(f"s3://{bucket}/run/step-00000001")
-    upload(toy.save(tmp_path, 1), folder)
-    store.client.put_object(Bucket=bucket, Key="run/step-00000001/notes.txt", Body=b"mine")
-    before = store.objects(bucket)
-    assert delete_remote_checkpoint(folder) is False
-    assert store.objects(bucket) == before
 
 
 def test_what_is_half_erased_is_no_checkpoint(store, bucket, toy, tmp_path):
@@ -401,15 +364,6 @@ def test_no_upload_begins_while_retention_works(store, bucket, toy, tmp_path, st
     assert [done.path.name for done in running.uploads] == ["step-00000003"]
     assert [(p.path, p.final) for p in running.problems] == [(path, True) for path in gone]
     assert all(name.startswith("run/step-00000003/") for name in store.names(bucket))
-
-
-def test_a_folder_that_cannot_be_read(store, bucket, tmp_path, start):
-    (tmp_path / "run").write_text("", encoding="utf-8")
-    running = start()
-    wait_for(lambda: running.problems)
-    assert "looking for checkpoints failed" in running.problems[0].message
-    (tmp_path / "run").unlink()
-    assert running.close(SOON) == ()
 
 
 TRAINER = """

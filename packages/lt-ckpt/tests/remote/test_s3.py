@@ -252,23 +252,6 @@ def test_the_newest_that_is_whole_and_undamaged_is_taken(store, bucket, toy, tmp
     assert verify(download(f"{url}/step-00000005", tmp_path / "sent anew").path).is_ok
 
 
-def test_a_download_that_was_stopped_goes_on(store, bucket, toy, tmp_path):
-    upload(toy.save(tmp_path, 1), f"s3://{bucket}/x")
-    calls = []
-
-    def stop(*_):
-        calls.append(1)
-        if len(calls) == 6:
-            raise RuntimeError("stopped")
-
-    with pytest.raises(RuntimeError, match="stopped"):
-        download(f"s3://{bucket}/x", tmp_path / "back", progress=stop)
-    assert not (tmp_path / "back").exists()
-    done = download(f"s3://{bucket}/x", tmp_path / "back")
-    assert 0 < len(done.fetched) < done.files == 14
-    assert verify(done.path).is_ok
-
-
 def test_other_folders_and_what_is_not_uploaded(store, bucket, toy, tmp_path):
     url, folder = f"s3://{bucket}/m", tmp_path / "hf"
     (folder / "original").mkdir(parents=True)

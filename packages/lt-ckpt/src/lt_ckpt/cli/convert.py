@@ -1,7 +1,7 @@
-"""Commands `convert` and `reshard-optimizer`."""
+"""Command `convert`."""
 
 from pathlib import Path
-from typing import Annotated, Literal, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -10,12 +10,14 @@ from lt_ckpt.cli.terminal import (
     DtypeOption,
     ModelArgument,
     OverflowOption,
-    name_flags,
+    ShardOption,
     open_model,
-    parse_shard_bytes,
     progress_bar,
 )
 from lt_ckpt.terminal_text import echo
+
+if TYPE_CHECKING:
+    from lt_ckpt.nxd.options import HeadOrder, LayoutVersion
 
 
 def convert(
@@ -25,7 +27,7 @@ def convert(
     config: ConfigOption = None,
     dtype: DtypeOption = "",
     allow_overflow: OverflowOption = False,
-    max_shard_gb: Annotated[float, typer.Option("--max-shard-gb", help="Maximum GB of tensors per file (hf).")] = 5.0,
+    max_shard_gb: ShardOption = 5.0,
     tp: Annotated[int, typer.Option("--tp", help="NxD: tensor parallel degree.")] = 1,
     pp: Annotated[int, typer.Option("--pp", help="NxD: pipeline stages.")] = 1,
     virtual_pp: Annotated[int, typer.Option("--virtual-pp", help="NxD: chunks of layers per stage.")] = 1,
@@ -71,52 +73,34 @@ def convert(
     from lt_ckpt.dtypes import parse_float_dtype
     from lt_ckpt.errors import CheckpointError
     from lt_ckpt.formats import FORMATS, ConvertOptions, convert_checkpoint, has_optimizer_state
+    from lt_ckpt.nxd.options import NxdOptions
 
     if to not in FORMATS:
         raise CheckpointError(f"--to {to}: not one of {', '.join(FORMATS)}")
-    nxd_only = {
-        "--tp": tp != 1,
-        "--pp": pp != 1,
-        "--virtual-pp": virtual_pp != 1,
-        "--kv-size-multiplier": kv_size_multiplier != 1,
-        "--qkv-linear": qkv_linear,
-        "--fuse-qkv": fuse_qkv,
-        "--coalesce-qkv": coalesce_qkv,
-        "--xser": xser,
-        "--layout": layout != "v2",
-        "--tag": bool(tag),
-        "--head-order": head_order != "trn1",
-    }
-    useless = [name for name, given in nxd_only.items() if given and to != "nxd"]
-    if useless:
-        raise CheckpointError(f"{', '.join(useless)}: no effect with --to {to}; leave it out, or use --to nxd")
+    if coalesce_qkv and (qkv_linear or fuse_qkv):
+        raise CheckpointError("--coalesce-qkv and --qkv-linear exclude each other: MHA has one, GQA the other")
+    if fuse_qkv and not qkv_linear:
+        raise CheckpointError("--fuse-qkv has no effect without --qkv-linear; give both")
+    gqa = "gqa_fused" if fuse_qkv else "gqa"
+    nxd_options = NxdOptions(
+        tp=tp,
+        pp=pp,
+        virtual_pp=virtual_pp,
+        kv_size_multiplier=kv_size_multiplier,
+        qkv=gqa if qkv_linear else "coalesced" if coalesce_qkv else "separate",
+        layout=cast("LayoutVersion", layout),
+        xser=xser,
+        tag=tag,
+        head_order=cast("HeadOrder", head_order),
+    )
+    if to != "nxd" and nxd_options != NxdOptions():
+        raise CheckpointError(f"options of NxD have no effect with --to {to}; leave them out, or use --to nxd")
     if optimizer and to not in ("lt", "nxd"):
         raise CheckpointError(f"--optimizer: no effect with --to {to}, which holds weights only; use --to lt or nxd")
     if (optimizer and to == "nxd") != (dp > 0):
         raise CheckpointError(
             "--dp: number of data parallel ranks of the state written by --to nxd --optimizer; give both"
         )
-    nxd_options = None
-    if to == "nxd":
-        from lt_ckpt.nxd.options import NxdOptions
-
-        if coalesce_qkv and (qkv_linear or fuse_qkv):
-            raise CheckpointError("--coalesce-qkv and --qkv-linear exclude each other: MHA has one, GQA the other")
-        if fuse_qkv and not qkv_linear:
-            raise CheckpointError("--fuse-qkv has no effect without --qkv-linear; give both")
-        gqa = "gqa_fused" if fuse_qkv else "gqa"
-        with name_flags():
-            nxd_options = NxdOptions(
-                tp=tp,
-                pp=pp,
-                virtual_pp=virtual_pp,
-                kv_size_multiplier=kv_size_multiplier,
-                qkv=gqa if qkv_linear else "coalesced" if coalesce_qkv else "separate",
-                layout=cast("Literal['v1', 'v2']", layout),
-                xser=xser,
-                tag=tag,
-                head_order=cast("Literal['trn1', 'trn2']", head_order),
-            )
     with_optimizer = optimizer and not (to == "nxd" and has_optimizer_state(path))
     source = open_model(
         path, config, master_weights=master_weights, optimizer=with_optimizer, head_order=source_head_order
@@ -126,27 +110,12 @@ def convert(
         allow_overflow=allow_overflow,
         format=to,
         dtype=parse_float_dtype(dtype) if dtype else None,
-        max_shard_bytes=parse_shard_bytes(max_shard_gb),
+        max_shard_bytes=round(max_shard_gb * 1e9),
         nxd=nxd_options,
         dp=dp,
         verify=verify,
     )
-    with name_flags(), progress_bar(f"converting to {to}") as progress:
+    with progress_bar(f"converting to {to}") as progress:
         output = convert_checkpoint(source, out, options, progress=progress)
     checked = describe_checksums(source) if verify else "its files were not compared with any checksum (--no-verify)"
     echo(f"{source.format} {path} converted to {to}: {output}; {checked}")
-
-
-def reshard_optimizer(
-    path: Annotated[Path, typer.Argument(help="An NxD checkpoint with a ZeRO-1 state.")],
-    out: Annotated[Path, typer.Argument(help="Folder to make; it gets the folder optim.")],
-    dp: Annotated[int, typer.Option("--dp", help="Data parallel ranks to reshard for.", min=1)],
-    config: Annotated[Path, typer.Option("--config", help="The model's config.json.")],
-) -> None:
-    """Reshard the ZeRO-1 optimizer state of an NxD checkpoint for another number of data parallel ranks."""
-    from lt_ckpt.formats import read_config
-    from lt_ckpt.nxd.zero1_reshard import reshard_optimizer as reshard
-
-    with progress_bar(f"resharding for {dp} ranks") as progress:
-        output = reshard(path, out, dp=dp, config=read_config(config), progress=progress)
-    echo(f"{path} resharded for {dp} data parallel ranks: {output}")

@@ -14,7 +14,6 @@ def upload(
     path: Annotated[Path, typer.Argument(help="A checkpoint, or any finished folder.")],
     url: Annotated[str, typer.Argument(help="s3://bucket/prefix of the folder to make, or hf://org/name[@branch].")],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what differs there.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="hf://: tell what would be sent, send nothing.")] = False,
     public: Annotated[bool, typer.Option("--public", help="A new hf:// repository is public, not private.")] = False,
 ) -> None:
     """Copy a folder to S3 or to a Hugging Face hub; what is there is not sent again."""
@@ -23,15 +22,13 @@ def upload(
     if url.startswith("hf://"):
         from lt_ckpt.hub.upload import upload_to_hub
 
-        report = upload_to_hub(path, url, overwrite=overwrite, public=public, dry_run=dry_run)
-        for name in report.uploaded if dry_run else ():
-            echo(f"would send {name}")
-        moved = _describe("to send" if dry_run else "sent", len(report.uploaded), report.n_bytes, len(report.skipped))
+        report = upload_to_hub(path, url, overwrite=overwrite, public=public)
+        moved = _describe("sent", len(report.uploaded), report.n_bytes, len(report.skipped))
         at = f", commit {report.commit}" if report.commit else ""
-        echo(f"{report.address}: {moved}" if dry_run else f"{path} uploaded to {report.address}: {moved}{at}, verified")
+        echo(f"{path} uploaded to {report.address}: {moved}{at}, verified")
         return
-    if public or dry_run:
-        raise CheckpointError(f"--public and --dry-run are for hf://, not for {url}; leave them out")
+    if public:
+        raise CheckpointError(f"--public is for hf://, not for {url}; leave it out")
     transfer = _import_transfer()
     with progress_bar(f"uploading {path.name}") as progress:
         done = transfer.upload(path, url, overwrite=overwrite, progress=progress)

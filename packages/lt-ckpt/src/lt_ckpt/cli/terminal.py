@@ -1,7 +1,5 @@
 """Printing, progress and model arguments shared by the commands."""
 
-import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,69 +20,20 @@ ConfigOption = Annotated[
 ]
 DtypeOption = Annotated[str, typer.Option("--dtype", help="Cast to f32, bf16, f16 or f64; as stored if not given.")]
 
-MAX_SHARD_GB = 1e6
-"""Largest file that can be asked for, in GB; more than any file system holds in one."""
-
+ShardOption = Annotated[
+    float, typer.Option("--max-shard-gb", help="Maximum GB of tensors per file (hf).", min=1e-9, max=1e6)
+]
 OverflowOption = Annotated[
     bool, typer.Option("--allow-overflow", help="Let values beyond the range of --dtype become infinite.")
 ]
 
-FLAGS = {
-    **{name: f"--{name}" for name in ("tp", "pp", "tag", "layout", "xser")},
-    "virtual_pp": "--virtual-pp",
-    "kv_size_multiplier": "--kv-size-multiplier",
-    "qkv_linear": "--qkv-linear",
-    "coalesce_qkv": "--coalesce-qkv",
-    "head_order": "--head-order",
-    "max_shard_bytes": "--max-shard-gb",
-}
-"""Option of the library → flag."""
-
-
-@contextmanager
-def name_flags() -> Iterator[None]:
-    """Name options as on the command line in the errors of a block."""
-    from lt_ckpt.errors import CheckpointError, OptionError
-
-    try:
-        yield
-    except OptionError as exc:
-        raise CheckpointError(exc.message(FLAGS)) from exc
-
-
-def parse_shard_bytes(max_shard_gb: float) -> int:
-    """Return the bytes of `--max-shard-gb`; raise a CheckpointError if they are not a positive number."""
-    from lt_ckpt.errors import CheckpointError
-
-    if not 1e-9 <= max_shard_gb <= MAX_SHARD_GB:
-        raise CheckpointError(
-            f"--max-shard-gb {max_shard_gb}: must be a number above 0 and at most {MAX_SHARD_GB:g}, for example 5"
-        )
-    return round(max_shard_gb * 1e9)
-
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[Callable[[int, int, str], None]]:
-    """Show bytes done, rate and time left: a bar on a terminal, else a line every ten seconds.
+    """Show bytes done, rate and time left on a terminal.
 
     A title may name a file: it becomes one line that changes no terminal.
     """
-    title = escape_controls(title, keep="")
-    if not sys.stderr.isatty():
-        from lt_ckpt.summary import format_bytes
-
-        start = last = time.monotonic()
-
-        def line(done: int, total: int, unit: str) -> None:
-            nonlocal last
-            now = time.monotonic()
-            if now - last >= 10:
-                last = now
-                rate = format_bytes(round(done / (now - start)))
-                sys.stderr.write(f"{title}: {format_bytes(done)} of {format_bytes(total)}, {rate}/s\n")
-
-        yield line
-        return
     from rich import progress as rich_progress
     from rich.console import Console
 
@@ -95,8 +44,9 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int, str], None]]:
         rich_progress.TransferSpeedColumn(),
         rich_progress.TimeRemainingColumn(),
     )
-    with rich_progress.Progress(*columns, console=Console(stderr=True)) as bars:
-        task = bars.add_task(title, total=None)
+    console = Console(stderr=True)
+    with rich_progress.Progress(*columns, console=console, disable=not console.is_terminal) as bars:
+        task = bars.add_task(escape_controls(title, keep=""), total=None)
         yield lambda done, total, _: bars.update(task, completed=done, total=total)
 
 

@@ -119,13 +119,12 @@ class _Naming:
         return self.prefix + dialect_key(name, self.dialect)
 
 
-def open_dcp(path: str | os.PathLike[str], *, config: Mapping[str, Any], prefix: str | None = None) -> Source:
+def open_dcp(path: str | os.PathLike[str], *, config: Mapping[str, Any]) -> Source:
     """Open a checkpoint folder.
 
     Args:
         path: The folder with `.metadata`.
         config: The model's config.json.
-        prefix: Prefix of the model's keys; by default that of the embedding.
 
     Raises:
         CheckpointError: `.metadata` refers to code or is damaged, a file is missing or truncated, or the tensors are
@@ -136,7 +135,7 @@ def open_dcp(path: str | os.PathLike[str], *, config: Mapping[str, Any], prefix:
     model = config_from_hf(dict(config), source=f"{folder}: config")
     metadata = SafeReader(folder).read_metadata()
     tensors = {k: m for k, m in metadata.state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)}
-    naming = _detect_naming(tensors, prefix, str(folder))
+    naming = _detect_naming(tensors, str(folder))
     head_is_stored = naming.key(HEAD) in tensors
     table = param_specs(replace(model, tie_word_embeddings=model.tie_word_embeddings and not head_is_stored))
     keys = {"weights": {p.name: naming.key(p.name) for p in table}, **_find_moments(tensors, naming, table)}
@@ -172,14 +171,14 @@ def open_dcp(path: str | os.PathLike[str], *, config: Mapping[str, Any], prefix:
     )
 
 
-def _detect_naming(tensors: Mapping[str, object], prefix: str | None, where: str) -> _Naming:
+def _detect_naming(tensors: Mapping[str, object], where: str) -> _Naming:
     """Detect the dialect and the prefix of the names."""
     found: list[_Naming] = []
     for dialect in ("hf", "meta"):
         embedding = dialect_key(EMBED, dialect)
         for key in tensors:
             start = key.removesuffix(embedding)
-            if start != key and prefix in (None, start) and (not start or start.endswith(".")):
+            if start != key and (not start or start.endswith(".")):
                 titan = _Naming(dialect="titan", prefix=start)
                 is_titan = titan.key("model.layers.0.self_attn.q_proj.weight") in tensors
                 found.append(titan if is_titan else _Naming(dialect=dialect, prefix=start))
@@ -187,7 +186,7 @@ def _detect_naming(tensors: Mapping[str, object], prefix: str | None, where: str
         raise CheckpointError(f"{where}: contains no embedding of a Llama under a known name")
     if len(found) > 1:
         several = ", ".join(repr(naming.prefix) for naming in found)
-        raise CheckpointError(f"{where}: contains several models, behind {several}; choose one by its prefix")
+        raise CheckpointError(f"{where}: contains several models, behind {several}; save one of them alone")
     return found[0]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from lt_ckpt import json_objects
 from lt_ckpt.conversion import Target
-from lt_ckpt.errors import OptionError
+from lt_ckpt.errors import CheckpointError
 from lt_ckpt.hf.folder import CONFIG, INDEX_FILE, SINGLE_FILE, read_aux_files, read_json, read_stored_arrays
 from lt_ckpt.laid_out_files import lay_out_safetensors, write_layout
 from lt_ckpt.layout import FileLayout, Layout, whole_tensor
@@ -65,7 +65,7 @@ def hf_target(source: Source, *, dtype: str | None = None, max_shard_bytes: int 
         max_shard_bytes: Maximum bytes of tensors per file.
     """
     if max_shard_bytes < 1:
-        raise OptionError("must be at least 1", values={"max_shard_bytes": max_shard_bytes})
+        raise CheckpointError(f"max_shard_bytes = {max_shard_bytes}: must be at least 1")
     assert source.config is not None
     model = config_from_hf(dict(source.config), source=f"{source.path}: config")
     shapes = stored_shapes(model, not model.tie_word_embeddings)

@@ -22,12 +22,12 @@ from lt_ckpt.hub.model import hash_as
 
 @dataclass(frozen=True, kw_only=True)
 class HubUpload:
-    """Result of an upload, or what one would do.
+    """Result of an upload.
 
     Attributes:
         address: The repository, branch and folder.
         commit: The commit that has all files; empty if nothing was sent.
-        uploaded: Files that were sent, or would be.
+        uploaded: Files that were sent.
         skipped: Files that are there already.
         n_bytes: Bytes of `uploaded`.
     """
@@ -45,7 +45,6 @@ def upload_to_hub(
     *,
     overwrite: bool = False,
     public: bool = False,
-    dry_run: bool = False,
 ) -> HubUpload:
     """Upload a folder to the hub of HF_ENDPOINT.
 
@@ -54,7 +53,6 @@ def upload_to_hub(
         url: `hf://org/name[@branch][/folder]`.
         overwrite: Replace files of these names that differ.
         public: A repository that is made can be seen by everybody.
-        dry_run: Change nothing: tell what would be sent.
 
     Raises:
         CheckpointError: A file of the folder is damaged, others are there, the hub refuses or cannot be reached, or it
@@ -65,18 +63,13 @@ def upload_to_hub(
     names = [*list_finished_files(path), *([COMMIT] if (path / COMMIT).exists() else [])]
     verify_hash_list(path)
     hub = import_library(address)
-    if not dry_run and hub.get_token() is None:
+    if hub.get_token() is None:
         raise CheckpointError(f"{address}: there is no token: {LOGIN}")
     api = hub.HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None, library_name="lt-ckpt")
 
     def compare(revision: str) -> tuple[list[str], list[str]]:
         """Return the files that the repository lacks, and those that differ there."""
-        try:
-            tree = list(api.list_repo_tree(address.repo, recursive=True, revision=revision))
-        except hub.errors.RepositoryNotFoundError:
-            if not dry_run:
-                raise
-            tree = []
+        tree = list(api.list_repo_tree(address.repo, recursive=True, revision=revision))
         listed = {entry.path: _listed_hash(entry) for entry in tree if hasattr(entry, "blob_id")}
         there = {name: listed[prefix + name] for name in names if prefix + name in listed}
         with translate_os_errors("reading", path):
@@ -86,17 +79,16 @@ def upload_to_hub(
         return [name for name in names if name not in there], differing
 
     with asking(address):
-        if not dry_run:
-            api.create_repo(address.repo, private=not public, exist_ok=True)
-        parent = None if dry_run else api.model_info(address.repo, revision=address.revision).sha
-        missing, differing = compare(parent or address.revision)
+        api.create_repo(address.repo, private=not public, exist_ok=True)
+        parent = api.model_info(address.repo, revision=address.revision).sha
+        missing, differing = compare(parent)
         if differing and not overwrite:
             raise CheckpointError(
                 f"{address}: has {prefix + differing[0]!r} with other content ({len(differing)} such files); choose "
                 "another address, or replace them with --overwrite (the old ones stay in its history)"
             )
         wanted, commit = sorted([*missing, *differing]), ""
-        if wanted and not dry_run:
+        if wanted:
             made = api.upload_folder(
                 repo_id=address.repo,
                 folder_path=path,

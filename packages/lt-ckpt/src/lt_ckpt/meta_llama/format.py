@@ -102,14 +102,14 @@ def open_meta(path: str | os.PathLike[str], *, config: Mapping[str, Any] | None 
     shapes = {parameter.name: parameter.shape for parameter in param_specs(model)}
     layout = meta_layout(model, len(names), embedding_dim=1 if by_columns else 0)
     group = build_tensor_group(layout, arrays_by_file, shapes, str(folder))
-    aux_files = _read_tokenizer(folder)
+    tokenizer = read_confined(folder, TOKENIZER, _MAX_TOKENIZER_BYTES)
     return Source(
         format="meta",
         path=folder,
         root=folder,
         config=hf,
         groups={"weights": unpermute_group(group, param_specs(model), model.head_dim)},
-        aux_files=aux_files,
+        aux_files={} if tokenizer is None else {TOKENIZER: tokenizer},
         format_info={"files": len(names), "embedding_cut": "columns" if by_columns else "rows"},
     )
 
@@ -166,13 +166,8 @@ def _build_config(
 
 def _check_config(model: LlamaConfig, params: dict[str, Any], folder: Path) -> None:
     """Refuse a configuration that contradicts params.json, which neither tensors nor results would show."""
-    expected = {
-        "hidden_size": params.get("dim"),
-        "n_layers": params.get("n_layers"),
-        "n_heads": params.get("n_heads"),
-        "n_kv_heads": params.get("n_kv_heads"),
-        "norm_eps": params.get("norm_eps"),
-        "rope_theta": params.get("rope_theta"),
+    expected = {"hidden_size": params.get("dim")} | {
+        field: params.get(field) for field in ("n_layers", "n_heads", "n_kv_heads", "norm_eps", "rope_theta")
     }
     for field, value in expected.items():
         if value is not None and value != getattr(model, field):
@@ -185,8 +180,3 @@ def _check_config(model: LlamaConfig, params: dict[str, Any], folder: Path) -> N
             f"{folder / PARAMS}: use_scaled_rope is {bool(params.get('use_scaled_rope'))}, the configuration says "
             f"rope_scaling {model.rope_scaling}; is it this model's?"
         )
-
-
-def _read_tokenizer(folder: Path) -> dict[str, bytes]:
-    data = read_confined(folder, TOKENIZER, _MAX_TOKENIZER_BYTES)
-    return {} if data is None else {TOKENIZER: data}

@@ -51,12 +51,11 @@ class NxdFiles:
         return rank_path(NxdOptions(layout=self.layout, xser=self.file_per_rank), tp_rank, pp_rank)
 
 
-def find_nxd_files(path: str | os.PathLike[str], *, tag: str = "") -> NxdFiles:
+def find_nxd_files(path: str | os.PathLike[str]) -> NxdFiles:
     """Find the checkpoint of a path.
 
     Args:
         path: A folder: of tags, of one tag, `model` itself, or of version 1.
-        tag: The tag to use in a folder of tags.
 
     Raises:
         CheckpointError: There is none, it is unfinished, a rank's file is missing, or the choice is ambiguous.
@@ -71,10 +70,6 @@ def find_nxd_files(path: str | os.PathLike[str], *, tag: str = "") -> NxdFiles:
         if (folder / "model").is_dir():
             return _find_v2(folder)
         tags = [name for name in names if (folder / name / "model").is_dir()]
-        if tag:
-            if tag not in tags:
-                raise CheckpointError(f"{folder}: has no tag {tag!r}; it has {', '.join(tags) or 'none'}")
-            return _find_v2(folder / tag)
         chosen, skipped_tags = _newest_finished_tag(folder, tags)
         return _find_v2(folder / chosen, skipped_tags)
 

@@ -26,10 +26,10 @@ from lt_ckpt.nxd.xser import lay_out
 from lt_ckpt.nxd.zero1 import (
     RankOptimizerState,
     build_model_groups,
+    check_equal_steps,
     has_zero1_state,
     read_optimizer_states,
 )
-from lt_ckpt.nxd.zero1_reshard import check_equal_steps
 from lt_ckpt.records import NXD_BEGIN_MARKER, NXD_DONE_MARKER, TORCH_ADAMW
 from lt_ckpt.source import Source, TensorGroup
 from lt_ckpt.tensorfile import TensorSpec
@@ -41,7 +41,6 @@ def open_nxd(
     path: str | os.PathLike[str],
     *,
     config: Mapping[str, Any] | None,
-    options: NxdOptions | None = None,
     optimizer: bool | None = False,
     master_weights: bool = False,
     head_order: HeadOrder = "trn1",
@@ -51,16 +50,14 @@ def open_nxd(
     Args:
         path: The folder of the tags, of one tag, `model` itself, or of version 1.
         config: The content of the model's config.json; NxD's folders have none.
-        options: Required options: the tag, if given, is the one to open, the head order is trusted, and all else must
-            match the files. None: inferred from the files, in the head order of trn1.
         optimizer: Also open the ZeRO-1 state: the groups `exp_avg`, `exp_avg_sq` and, if saved, `master`; its step
             becomes that of the source. None: if there is one; an `optim` of torch's own optimizers is only among the
             files to verify.
         master_weights: Take the weights from the fp32 master weights of the ZeRO-1 state, not from the model files.
-        head_order: Without options: the head order of the GQA layer, which the files do not show.
+        head_order: The head order of the GQA layer, which the files do not show.
 
     Raises:
-        CheckpointError: A file is missing or damaged, or the files do not match the model or the options.
+        CheckpointError: A file is missing or damaged, or the files do not match the model.
         lt_model.ModelError: The configuration is not a supported Llama.
     """
     if config is None:
@@ -69,7 +66,7 @@ def open_nxd(
             "(--config config.json)"
         )
     model = config_from_hf(dict(config), source="config.json")
-    checkpoint = read_nxd_checkpoint(path, model, options, locate_tensors=not master_weights, head_order=head_order)
+    checkpoint = read_nxd_checkpoint(path, model, locate_tensors=not master_weights, head_order=head_order)
     nxd_files, inferred, files = checkpoint.files, checkpoint.options, checkpoint.rank_files.values()
     format_info = {
         **{name: getattr(inferred, name) for name in ("layout", "tag", "tp", "pp", "virtual_pp", "qkv")},

@@ -7,7 +7,7 @@ written: NxD's own converter silently drops half of the query heads for some of 
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from lt_ckpt.errors import OptionError
+from lt_ckpt.errors import CheckpointError
 from lt_model import LlamaConfig
 
 Qkv = Literal["separate", "coalesced", "gqa", "gqa_fused"]
@@ -50,17 +50,15 @@ class NxdOptions:
         for name in ("tp", "pp", "virtual_pp", "kv_size_multiplier"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
-                raise OptionError("must be a whole number of at least 1", values={name: value})
+                raise CheckpointError(f"{name} = {value!r}: must be a whole number of at least 1")
         for name, known in (("qkv", Qkv), ("layout", LayoutVersion), ("head_order", HeadOrder)):
             value = getattr(self, name)
             if value not in get_args(known):
-                raise OptionError(f"must be one of {', '.join(get_args(known))}", values={name: value})
-        if type(self.xser) is not bool:
-            raise OptionError("must be true or false", values={"xser": self.xser})
+                raise CheckpointError(f"{name} = {value!r}: must be one of {', '.join(get_args(known))}")
         if self.tag and (not self.tag.isprintable() or "/" in self.tag or self.tag.startswith(".")):
-            raise OptionError("must be the plain name of a folder", values={"tag": self.tag})
+            raise CheckpointError(f"tag = {self.tag!r}: must be the plain name of a folder")
         if self.tag and self.layout == "v1":
-            raise OptionError("layout v1 has no tags", values={"tag": self.tag}, remedy="leave it out or choose v2")
+            raise CheckpointError(f"tag = {self.tag!r}: layout v1 has no tags; leave it out or choose v2")
 
     @property
     def is_gqa(self) -> bool:
@@ -72,7 +70,7 @@ def check_sharding(config: LlamaConfig, options: NxdOptions) -> None:
     """Refuse options that do not fit the model.
 
     Raises:
-        OptionError: Names the tensor and the remedy.
+        CheckpointError: Names the tensor and the remedy.
     """
     tp, heads, kv_heads, repeats = options.tp, config.n_heads, config.n_kv_heads, options.kv_size_multiplier
     attention = "model.layers.0.self_attn"
@@ -82,49 +80,36 @@ def check_sharding(config: LlamaConfig, options: NxdOptions) -> None:
         ("model.layers.0.mlp.gate_proj.weight", "rows of the feed-forward layer", config.intermediate_size),
     ):
         if size % tp:
-            problem = f"{name}: {size} {what} do not divide by {{tp}} {tp}"
-            raise OptionError(problem, remedy=f"choose a {{tp}} that divides {size}")
-    repeat = f"{{kv_size_multiplier}} {tp // kv_heads}"
-    remedy = repeat if tp % kv_heads == 0 else f"a {{tp}} that is a multiple of {kv_heads}"
+            raise CheckpointError(f"{name}: {size} {what} do not divide by tp {tp}; choose a tp that divides {size}")
+    repeat = f"kv_size_multiplier {tp // kv_heads}"
+    remedy = repeat if tp % kv_heads == 0 else f"a tp that is a multiple of {kv_heads}"
     where = f"{attention}.k_proj.weight"
     if options.is_gqa:
         if kv_heads * repeats != tp:
-            raise OptionError(
-                f"{where}: with {{qkv_linear}}, kv heads times {{kv_size_multiplier}} must be {{tp}}, but "
-                f"{kv_heads} x {repeats} is not {tp}",
-                remedy=f"choose {remedy}, or leave out {{qkv_linear}}",
+            raise CheckpointError(
+                f"{where}: with qkv_linear, kv heads times kv_size_multiplier must be tp, but {kv_heads} x {repeats} "
+                f"is not {tp}; choose {remedy}, or leave out qkv_linear"
             )
     elif repeats > 1:
-        raise OptionError(
-            f"{where}: {{kv_size_multiplier}} {repeats} needs {{qkv_linear}}",
-            remedy="add {qkv_linear}, or leave out {kv_size_multiplier}",
-        )
+        raise CheckpointError(f"{where}: kv_size_multiplier {repeats} needs qkv_linear; add it, or leave it out")
     elif kv_heads % tp:
-        raise OptionError(
-            f"{where}: {kv_heads} kv heads do not divide by {{tp}} {tp}",
-            remedy=f"choose {{qkv_linear}} with {remedy}, or a {{tp}} that divides {kv_heads}",
+        raise CheckpointError(
+            f"{where}: {kv_heads} kv heads do not divide by tp {tp}; choose qkv_linear with {remedy}, or a tp that "
+            f"divides {kv_heads}"
         )
     elif options.qkv == "coalesced" and heads != kv_heads:
-        raise OptionError(
-            f"{where}: {{coalesce_qkv}} is for models with as many kv heads as query heads, not {kv_heads} and {heads}",
-            remedy="leave out {coalesce_qkv}",
+        raise CheckpointError(
+            f"{where}: coalesce_qkv is for models with as many kv heads as query heads, not {kv_heads} and {heads}; "
+            "leave it out"
         )
-    _check_stages(config, options)
-
-
-def _check_stages(config: LlamaConfig, options: NxdOptions) -> None:
     if options.stage_layers:
         found = sorted(layer for layers in options.stage_layers for layer in layers)
         if found != list(range(config.n_layers)) or len(options.stage_layers) != options.pp:
-            raise OptionError(
-                f"must name each of the {config.n_layers} layers once, in {options.pp} stages",
-                values={"stage_layers": [list(layers) for layers in options.stage_layers]},
+            raise CheckpointError(
+                f"stage_layers: must name each of the {config.n_layers} layers once, in {options.pp} stages"
             )
-        return
-    chunks = options.pp * options.virtual_pp
-    if chunks > config.n_layers:
-        raise OptionError(
+    elif options.pp * options.virtual_pp > config.n_layers:
+        raise CheckpointError(
             f"model.layers.{config.n_layers}: {options.pp} stages of {options.virtual_pp} chunks need at least "
-            f"{chunks} layers, the model has {config.n_layers}",
-            remedy="choose a smaller {pp}",
+            f"{options.pp * options.virtual_pp} layers, the model has {config.n_layers}; choose a smaller pp"
         )

@@ -147,7 +147,6 @@ class NxdCheckpoint:
 def read_nxd_checkpoint(
     path: str | os.PathLike[str],
     config: LlamaConfig,
-    options: NxdOptions | None,
     *,
     locate_tensors: bool = True,
     head_order: HeadOrder = "trn1",
@@ -157,22 +156,15 @@ def read_nxd_checkpoint(
     Args:
         path: As for `lt_ckpt.nxd.discovery.find_nxd_files`.
         config: The model.
-        options: Required options (see `lt_ckpt.nxd.format.open_nxd`); None: inferred from the files.
         locate_tensors: Read the files of single tensors.
-        head_order: Without options: the head order, which the files do not show.
+        head_order: The head order, which the files do not show.
 
     Raises:
-        CheckpointError: A file is missing or damaged, or the files do not match the model or the options.
+        CheckpointError: A file is missing or damaged, or the files do not match the model.
     """
-    nxd_files = find_nxd_files(path, tag=options.tag if options else "")
+    nxd_files = find_nxd_files(path)
     ranks = read_rank_files(nxd_files, locate_tensors=locate_tensors)
-    inferred = infer_options(config, nxd_files, ranks, options.head_order if options else head_order)
-    required = replace(options, tag=inferred.tag) if options else inferred
-    for name in ("layout", "tp", "pp", "virtual_pp", "qkv", "kv_size_multiplier", "xser", "stage_layers"):
-        if getattr(inferred, name) != getattr(required, name):
-            raise CheckpointError(
-                f"{nxd_files.root}: its files have {name} {getattr(inferred, name)!r}, not {getattr(required, name)!r}"
-            )
+    inferred = infer_options(config, nxd_files, ranks, head_order)
     try:
         layout = nxd_layout(config, replace(inferred, tag="", xser=nxd_files.file_per_rank))
     except CheckpointError as exc:

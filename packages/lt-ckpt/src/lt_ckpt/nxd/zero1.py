@@ -14,7 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lt_ckpt.dtypes import item_bytes
+import numpy as np
+
+from lt_ckpt.dtypes import cast, item_bytes
 from lt_ckpt.errors import CheckpointError
 from lt_ckpt.layout import Layout, TensorLayout, TensorRegion
 from lt_ckpt.llama_tensors import HEAD, MASTER_WEIGHTS, add_tied_head, stored_shapes
@@ -25,7 +27,7 @@ from lt_ckpt.nxd.reader import NxdCheckpoint
 from lt_ckpt.nxd.xser import Leaf, XserFile
 from lt_ckpt.shards import GROUP_NAME, Box, Ints, find_tiling_error, intersect
 from lt_ckpt.source import StoredArray, TensorGroup
-from lt_ckpt.stored_slices import StoredSlice, slice_box
+from lt_ckpt.stored_slices import StoredSlice, read_box, slice_box
 from lt_ckpt.tensorfile import TensorSpec
 from lt_ckpt.torchfile.file import TensorReference
 from lt_ckpt.torchfile.tensor_files import TensorFiles
@@ -268,3 +270,38 @@ def _build_model_group(
         replicas={name: tuple(slices) for name, slices in replicas.items()},
     )
     return add_tied_head(group, config)
+
+
+def check_equal_steps(state: RankOptimizerState) -> list[float | None]:
+    """Check that all shards have the same steps; otherwise their state would be a mixture.
+
+    Returns:
+        The step of each tensor, None where none is kept.
+
+    Raises:
+        CheckpointError: Two shards differ, or a step is not a number.
+    """
+    steps: list[list[float | None]] = []
+    for saved in state.shards:
+        steps.append([_read_step(saved, index, entry.get("step")) for index, entry in saved.tree[STATE_KEY].items()])
+        if steps[-1] != steps[0]:
+            raise CheckpointError(
+                f"{saved.root / saved.file}: has another step than {state.shards[0].file}; they are from different "
+                "saves"
+            )
+    return steps[0]
+
+
+def _read_step(saved: XserFile, index: Any, step: Any) -> float | None:
+    where = f"{saved.root / saved.file}: the step of tensor {index}"
+    if isinstance(step, StoredArray | TensorReference):
+        file, array = saved.locate(step, "a step")
+        if array.spec.shape:
+            raise CheckpointError(f"{where} has shape {list(array.spec.shape)}")
+        data = read_box(saved.root, (array.stored_slice(file),), ((), ()), array.spec.dtype, where)
+        if array.spec.dtype in ("I64", "I32"):
+            return float(data.view(f"<i{data.itemsize}")[()])
+        return float(cast(data.reshape(1).view(np.uint8), array.spec.dtype, "F64").view("<f8")[0])
+    if step is not None and type(step) not in (int, float):
+        raise CheckpointError(f"{where} is a {type(step).__name__}")
+    return None if step is None else float(step)

@@ -6,22 +6,18 @@ COMMIT are the last two files, and count as one segment each.
 """
 
 from collections.abc import Callable, Iterable
-from math import prod
 from pathlib import Path
 
 import xxhash
 
 from lt_ckpt import files
-from lt_ckpt.dtypes import item_bytes
 from lt_ckpt.errors import CheckpointError, translate_os_errors
 from lt_ckpt.folders import COMMIT, MANIFEST
-from lt_ckpt.manifest import MAX_MANIFEST_BYTES, CheckpointManifest, check_commit
+from lt_ckpt.manifest import MAX_MANIFEST_BYTES, CheckpointManifest, Segment, check_commit
 from lt_data.remote.file_list import FileList, ListedFile
 from lt_data.remote.s3_folder import S3Folder
 
 MAX_COMMIT_BYTES = 2**16
-Segments = list[tuple[int, int, str]]
-"""Byte at which each one begins, its size and its hash."""
 
 
 def list_checkpoint(folder: Path, check_stop: Callable[[], None] = lambda: None) -> FileList:
@@ -63,34 +59,19 @@ def _make_list(
     parsed = CheckpointManifest.from_bytes(manifest, f"{source}/{MANIFEST}")
     if parsed.step != step:
         raise CheckpointError(f"{source}/{COMMIT}: says step {step}, the manifest step {parsed.step}")
-    segments = _segments(parsed)
+    segments = parsed.segments()
     for name, content in ((MANIFEST, manifest), (COMMIT, commit)):
-        segments[name] = [(0, len(content), xxhash.xxh3_128_hexdigest(content))]
+        segments[name] = [Segment("", 0, len(content), xxhash.xxh3_128_hexdigest(content))]
     listed = {
-        name: ListedFile(
-            sum(n_bytes for _, n_bytes, _ in parts), _join((n_bytes, hash_) for _, n_bytes, hash_ in parts)
-        )
+        name: ListedFile(sum(part.n_bytes for part in parts), _join((part.n_bytes, part.xxh3_128) for part in parts))
         for name, parts in segments.items()
     }
 
     def digest(path: Path, name: str) -> str:
         with translate_os_errors("reading", path), open(files.open_for_reading(path), "rb", buffering=0) as file:
-            return _join((n_bytes, _hash(file.read, n_bytes, check_stop)) for _, n_bytes, _ in segments[name])
+            return _join((part.n_bytes, _hash(file.read, part.n_bytes, check_stop)) for part in segments[name])
 
     return FileList(source=source, files=listed, last=(MANIFEST, COMMIT), digest=digest), parsed
-
-
-def _segments(manifest: CheckpointManifest) -> dict[str, Segments]:
-    found: dict[str, Segments] = {
-        name: [(0, record.hashed_bytes, record.xxh3_128)] for name, record in manifest.files.items()
-    }
-    for members in manifest.tensors.values():
-        for record in members.values():
-            for piece in record.slices:
-                n_bytes = prod(piece.shape) * item_bytes(record.dtype)
-                if n_bytes and piece.xxh3_128:  # otherwise the file is one segment
-                    found[piece.file].append((piece.byte_offset, n_bytes, piece.xxh3_128))
-    return {name: sorted(parts) for name, parts in found.items()}
 
 
 def _hash(read: Callable[[int], bytes], n_bytes: int, check_stop: Callable[[], None]) -> str:
