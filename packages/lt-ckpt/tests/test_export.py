@@ -14,7 +14,6 @@ from lt_ckpt import (
     begin_save,
     commit_save,
     laid_out_files,
-    llama_tensors,
     open_source,
     write_rank_files,
 )
@@ -166,41 +165,6 @@ def test_what_cannot_be_right_is_refused_before_a_byte_is_written(tmp_path):
     with pytest.raises(CheckpointError, match="has no model configuration"):
         export_hf(Checkpoint.open(commit_save(tmp, world_size=1, metadata=CheckpointMetadata(step=0))), tmp_path / "hf")
     assert sorted(os.listdir(tmp_path)) == ["a", "b", "c", "d"]
-
-
-def test_a_tied_head_that_is_not_the_embedding_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(llama_tensors, "BLOCK_BYTES", 4 * 100)
-    model = config(tie_word_embeddings=True)
-    rng = np.random.default_rng(3)
-    shapes = {**{p.name: p.shape for p in param_specs(model)}, "lm_head.weight": (64, 32)}
-    for step, differs in enumerate((False, True)):
-        values = {name: rng.standard_normal(shape).astype("<f4") for name, shape in shapes.items()}
-        values["lm_head.weight"] = values["model.embed_tokens.weight"].copy()
-        values["lm_head.weight"][-1, -1] += differs  # in the last block
-        zeros = {name: (0,) * len(shape) for name, shape in shapes.items()}
-        shards = [
-            Shard(
-                group="weights",
-                name=name,
-                dtype="F32",
-                global_shape=shapes[name],
-                offset=zeros[name],
-                shape=shapes[name],
-                data=value.reshape(-1).view(np.uint8),
-            )
-            for name, value in values.items()
-        ]
-        tmp = begin_save(tmp_path / "ck", step=step, world_size=1)
-        write_rank_files(tmp, rank=0, shards=shards)
-        checkpoint = Checkpoint.open(
-            commit_save(tmp, world_size=1, metadata=CheckpointMetadata(step=step, model=model.to_dict()))
-        )
-        if not differs:
-            assert "lm_head.weight" not in load_file(export_hf(checkpoint, tmp_path / "same") / "model.safetensors")
-            continue
-        with pytest.raises(CheckpointError, match=r"tie_word_embeddings is true, but lm_head\.weight and .* differ"):
-            export_hf(checkpoint, tmp_path / "hf")
-        assert not (tmp_path / "hf").exists()
 
 
 def hf_folder(tmp_path):

@@ -2,15 +2,10 @@
 
 import json
 import shutil
-import tempfile
-from contextlib import suppress
-from copy import deepcopy
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from nxd_trees import load, same
 
 from lt_ckpt import CheckpointError
@@ -218,57 +213,6 @@ def test_masters_that_are_not_there(copy):
 def test_shards_of_two_saves_are_not_mixed(copy):
     change(copy, lambda tree: tree["base_state"][5].update(step=torch.tensor(4.0)))
     refuse(copy, rf"optim/{name(1, 1)}: has another step than optim/{name(0, 1)}")
-
-
-def places(tree, trail=()):
-    """The keys that lead to every value of a tree."""
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
-    for key, value in items:
-        yield (*trail, key)
-        yield from places(value, (*trail, key))
-
-
-SOUND = torch.load(ZERO / "nxd-plain" / "step_3" / "optim" / name(1, 1), weights_only=True)
-JUNK = [
-    None,
-    True,
-    3,
-    -1,
-    2**70,
-    "x",
-    b"x",
-    [],
-    [0],
-    {},
-    {"a": 1},
-    {0: [0]},
-    (1, 2),
-    torch.zeros(2),
-    torch.zeros(8, 32),
-]
-
-
-@settings(max_examples=15, deadline=None)
-@given(trail=st.sampled_from(list(places(SOUND))), junk=st.sampled_from(JUNK), drop=st.booleans())
-def test_a_file_with_anything_in_it_is_read_or_refused(memory, trail, junk, drop):
-    folder = Path(tempfile.mkdtemp(dir=memory))
-    for path in ("model", "checkpoint", "done"):
-        (folder / path).symlink_to((ZERO / "nxd-plain" / "step_3" / path).resolve())
-    (folder / "optim").mkdir()
-    for rank in EVERY[:-1]:
-        (folder / "optim" / name(*rank)).symlink_to((ZERO / "nxd-plain" / "step_3" / "optim" / name(*rank)).resolve())
-    tree = deepcopy(SOUND)
-    inner = tree
-    for key in trail[:-1]:
-        inner = inner[key]
-    if drop:
-        del inner[trail[-1]]
-    else:
-        inner[trail[-1]] = junk
-    torch.save(tree, folder / "optim" / name(1, 1))
-    with suppress(CheckpointError):
-        open_nxd(folder, config=CONFIG, optimizer=True)
-    shutil.rmtree(folder)
 
 
 def renumber(tree, numbers, groups):
