@@ -11,7 +11,7 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from pydantic import ValidationError
 
-from lt_ckpt.finished_folder import is_valid_name
+from lt_ckpt.file_names import check_name
 from lt_data.display.terminal import escape_controls
 from lt_trainer.release.bundle import Release, check_inside
 from lt_trainer.release.data_files import SourceEntry, name_in_release
@@ -56,7 +56,7 @@ def test_names_of_sources_in_the_release() -> None:
     assert name_in_release("-rf") == "-rf.txt", "as which a file without a suffix is read"
     for path in ("a/..", "a/", ".", "COMMIT", "a/b c", "x.org/a?b=c", "x/" + "y" * 255, "\x1b\udcff\\"):
         name = f"sources/train/000000-{name_in_release(path)}"
-        assert is_valid_name(name), path
+        assert check_name(name, path) == name
         assert check_inside(name) == name
 
 
