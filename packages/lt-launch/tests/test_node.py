@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from lt_launch import node_commands, policy
-from lt_launch.attempt import Attempt, Stop
+from lt_launch.attempt import Attempt, Stop, Transport
 from lt_launch.hosts import Host
-from lt_launch.local import open_local_node
 from lt_launch.node import TOKEN, Node
 from lt_launch.policy import Place
 
@@ -52,7 +51,7 @@ class Stage:
         self.spec = defaults | values
         self.place = Place(root / "launch" / "stages" / "train" / "spec.json")
         self.stop, self.shown, self.results = Stop(), [], []
-        self.open_node: Callable[[], Any] = lambda: open_local_node(self.spec, self.folder)
+        self.open_node: Callable[[], Any] = lambda: Transport().open_node(Host(name="h"), self.spec, self.folder)
         self.number = -1
 
     @property
@@ -123,7 +122,7 @@ if rank == {rank}:
     open(flag, "w").close()
     os.kill(os.getpid(), {-code}) if {code} < 0 else os._exit({code})
 while not os.path.exists(flag): time.sleep(0.005)
-time.sleep(0.3)
+while not os.path.exists("notes/{rank}"): time.sleep(0.005)
 os._exit({{0: 75, 1: 1, 2: 75, 3: 134}}[rank])
 """
     made = stage(program)

@@ -14,6 +14,7 @@ Exit codes become notes in the folder of the attempt, as ranks of `lt train torc
 from __future__ import annotations
 
 import math
+import os
 import re
 import signal
 import time
@@ -21,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from lt_launch import policy
 from lt_launch.hosts import Host
@@ -72,22 +73,29 @@ def handle_stop_signals(stop: Stop) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-class Transport(Protocol):
-    """Access to the nodes of a target."""
+class Transport:
+    """Access to the nodes of a target; this one is that of this machine.
 
-    connect_timeout_s: float
+    Args:
+        slots: processes that may run side by side; 0 = one per core.
+    """
+
+    connect_timeout_s = 60.0
+
+    def __init__(self, slots: int = 0) -> None:
+        self._slots = slots or os.cpu_count() or 1
 
     def slots(self, host: Host) -> int:
         """Return how many processes may run side by side on a host."""
-        ...
+        return self._slots
 
     def address(self, host: Host) -> str:
         """Return the address at which other nodes reach a host."""
-        ...
+        return "127.0.0.1"
 
     def open_node(self, host: Host, spec: Mapping[str, Any], folder: Path) -> Node:
         """Open a node for one attempt of a stage, with the attempt's folder."""
-        ...
+        return Node(["bash", "-s"], folder, float(spec["grace_s"]))
 
 
 @dataclass(kw_only=True)

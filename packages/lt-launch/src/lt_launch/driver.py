@@ -14,13 +14,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, cast
+from typing import cast
 
 from lt_launch import launch_dir
 from lt_launch.attempt import Stop, Transport, handle_stop_signals
 from lt_launch.errors import LaunchError
 from lt_launch.hosts import Host
-from lt_launch.job import Pipeline
 from lt_launch.launch_dir_status import read_logs, read_stage_statuses
 from lt_launch.process_start import identify_process
 from lt_launch.profile import Profile
@@ -32,10 +31,6 @@ LOCK_OWNER = re.compile(r"process (?P<pid>\d+) on (?P<host>\S+) since (?P<start>
 
 class DrivenTarget(LaunchTarget):
     """Target without a queue: a process of ours runs its launches."""
-
-    def stage_specs(self, pipeline: Pipeline, profile: Profile, *, cwd: str) -> Mapping[str, Mapping[str, Any]]:
-        """Return the specs by stage."""
-        raise NotImplementedError
 
     def hosts_and_transport(self, profile: Profile) -> tuple[tuple[Host, ...], Transport]:
         """Return the hosts in allocation order and the transport that reaches them."""

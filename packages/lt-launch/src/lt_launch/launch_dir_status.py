@@ -7,7 +7,7 @@ is complete; otherwise its newest attempt decides: by its exit.json, else by whe
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from lt_launch import launch_dir, policy
@@ -121,7 +121,15 @@ def find_stage_dir(launch: Launch, name: str) -> Place:
     return max(started, key=lambda item: item[0])[1]
 
 
-def read_logs(launch: Launch, *, stage: str, rank: int, follow: bool) -> Iterator[str]:
+def read_logs(
+    launch: Launch,
+    *,
+    stage: str,
+    rank: int,
+    follow: bool,
+    has_ended: Callable[[Place], bool] | None = None,
+    poll_s: float = POLL_S,
+) -> Iterator[str]:
     """Yield the output lines of one process, over all its attempts in order.
 
     Args:
@@ -129,6 +137,8 @@ def read_logs(launch: Launch, *, stage: str, rank: int, follow: bool) -> Iterato
         stage: a stage or an element; "" for the newest.
         rank: rank of the process.
         follow: continue until the stage has ended.
+        has_ended: tells so of a stage; default: when no process runs the launch.
+        poll_s: seconds between two looks.
 
     Raises:
         LaunchError: no such stage, or no such process.
@@ -141,7 +151,8 @@ def read_logs(launch: Launch, *, stage: str, rank: int, follow: bool) -> Iterato
     offsets: dict[Path, int] = {}
     partial: dict[Path, bytes] = {}
     while True:
-        is_last = not follow or not launch_dir.lock_owner(launch.directory)  # before the final read
+        running = not has_ended(place) if has_ended else launch_dir.lock_owner(launch.directory)
+        is_last = not follow or not running  # before the final read
         for number in place.attempts():
             path = log_file(place.attempt(number), rank)
             data = launch_dir.read_log(path, offsets.get(path, 0))
@@ -153,4 +164,4 @@ def read_logs(launch: Launch, *, stage: str, rank: int, follow: bool) -> Iterato
                 yield row.decode("utf-8", "replace")
         if is_last:
             return
-        time.sleep(POLL_S)
+        time.sleep(poll_s)

@@ -7,12 +7,11 @@ import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from lt_launch.errors import LaunchError
 from lt_launch.job import Pipeline
 from lt_launch.profile import Profile
-from lt_launch.target import RenderedLaunch, get_target
+from lt_launch.target import LaunchTarget, RenderedLaunch, get_target
 from lt_trainer.errors import RecipeError
 
 
@@ -31,7 +30,7 @@ def launch(pipeline: Pipeline, profile: Profile, on: str, *, detach: bool = Fals
     target = get_target(on)
     rendered = target.render(pipeline, profile)
     _check_pass_env(pipeline)  # after render, since some targets reject pass_env altogether
-    specs = resolve_stage_specs(target, pipeline, profile, cwd=os.getcwd())
+    specs = target.stage_specs(pipeline, profile, cwd=os.getcwd())
     _check_not_running(target, Path(pipeline.out), on)
     new_launch = launch_dir.create(pipeline, profile, on, rendered, specs)
     for note in rendered.notes:
@@ -75,14 +74,14 @@ def _check_pass_env(pipeline: Pipeline) -> None:
                 )
 
 
-def _check_not_running(target: Any, out: Path, on: str) -> None:
+def _check_not_running(target: LaunchTarget, out: Path, on: str) -> None:
     """Reject a launch into a folder with a running launch: each would treat the other's attempts as lost.
 
     Targets without a queue hold a lock; those with one report the jobs of an earlier launch (`running_jobs`).
     """
     from lt_launch import launch_dir
 
-    if not hasattr(target, "running_jobs") or not (out / "launch" / "launch.json").exists():
+    if not (out / "launch" / "launch.json").exists():
         return
     earlier = launch_dir.load_launch(out)
     running = target.running_jobs(earlier) if earlier.target == on else ""
@@ -90,17 +89,6 @@ def _check_not_running(target: Any, out: Path, on: str) -> None:
         raise LaunchError(
             f"{out}: {running} of an earlier launch is still running; wait for it, or lt launch cancel {out}"
         )
-
-
-def resolve_stage_specs(
-    target: Any, pipeline: Pipeline, profile: Profile, *, cwd: str
-) -> Mapping[str, Mapping[str, Any]]:
-    """Return the specs by stage: from the target's own method if it has one, else the defaults."""
-    from lt_launch.spec import stage_spec
-
-    if hasattr(target, "stage_specs"):
-        return target.stage_specs(pipeline, profile, cwd=cwd)
-    return {stage.name: stage_spec(stage, pipeline, profile, cwd=cwd) for stage in pipeline.stages}
 
 
 def format_rendered(rendered: RenderedLaunch) -> str:

@@ -5,17 +5,16 @@ background process launches them instead.
 """
 
 import json
-import os
 import socket
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from lt_launch.attempt import Transport
 from lt_launch.driver import DrivenTarget
 from lt_launch.hosts import Host
 from lt_launch.job import Pipeline
-from lt_launch.node import Node
 from lt_launch.node_commands import node_commands
 from lt_launch.policy import Place
 from lt_launch.profile import Profile
@@ -29,32 +28,6 @@ class LocalOptions(Section, table="local"):
     """Options in the table [local] of a profile."""
 
     slots: int = option(0, "processes that may run in parallel; 0 = one per core", ge=0)
-
-
-class LocalTransport:
-    """Transport that starts processes as children of the launcher."""
-
-    connect_timeout_s = 60.0
-
-    def __init__(self, slots: int = 0) -> None:
-        self._slots = slots or os.cpu_count() or 1
-
-    def slots(self, host: Host) -> int:
-        """Return the slots of the profile, else the number of cores."""
-        return self._slots
-
-    def address(self, host: Host) -> str:
-        """Return the loopback address: there is no other node."""
-        return "127.0.0.1"
-
-    def open_node(self, host: Host, spec: Mapping[str, Any], folder: Path) -> Node:
-        """Return this machine."""
-        return open_local_node(spec, folder)
-
-
-def open_local_node(spec: Mapping[str, Any], folder: Path) -> Node:
-    """Return this machine, for an attempt with this folder."""
-    return Node(["bash", "-s"], folder, float(spec["grace_s"]))
 
 
 class LocalTarget(DrivenTarget):
@@ -97,10 +70,10 @@ class LocalTarget(DrivenTarget):
             for stage in pipeline.stages
         }
 
-    def hosts_and_transport(self, profile: Profile) -> tuple[tuple[Host, ...], LocalTransport]:
+    def hosts_and_transport(self, profile: Profile) -> tuple[tuple[Host, ...], Transport]:
         """Return this machine and the transport that starts processes on it."""
         options = profile.options("local", LocalOptions)
-        return (Host(name=socket.gethostname()),), LocalTransport(options.slots)
+        return (Host(name=socket.gethostname()),), Transport(options.slots)
 
     def nodes(self, profile: Profile) -> Iterable[TargetNode]:
         """Return this machine."""

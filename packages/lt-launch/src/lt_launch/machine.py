@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from lt_launch.job import Pipeline
 from lt_launch.target import Finding
@@ -24,73 +24,52 @@ def describe_machine(machine: Mapping[str, Any]) -> str:
 def machine_findings(machine: Mapping[str, Any], pipeline: Pipeline | None, *, host: str = "") -> Iterator[Finding]:
     """Yield the findings of one machine for a run."""
     training = [stage.job for stage in pipeline.stages if stage.job.is_training] if pipeline else []
-    yield _check_python(machine, host)
-    yield from _check_packages(machine, {job.engine for job in training}, host)
-    yield from _check_devices(machine, max((job.procs_per_node for job in training), default=0), training, host)
-    yield _check_disk(machine, host)
-    if training and machine["shm_gib"] < LOW_SHM_GIB:
-        remedy = "give it more (docker run --shm-size=16g)"
-        yield Finding(
-            level="warning", check="/dev/shm", detail=f"{machine['shm_gib']:.1f} GiB", remedy=remedy, host=host
-        )
-    if machine["efa"]:
-        yield Finding(level="ok", check="EFA", detail="fi_info finds it", host=host)
-        if machine["memlock"] != "unlimited":
-            remedy = "set memlock to unlimited in /etc/security/limits.conf: EFA pins memory"
-            yield Finding(level="error", check="memlock", detail=str(machine["memlock"]), remedy=remedy, host=host)
 
+    def finding(level: Literal["ok", "warning", "error"], check: str, detail: str, remedy: str = "") -> Finding:
+        return Finding(level=level, check=check, detail=detail, remedy=remedy, host=host)
 
-def _check_python(machine: Mapping[str, Any], host: str) -> Finding:
     text = f"{machine['python']} ({machine['executable']})"
     version = re.match(r"([0-9]{1,4})\.([0-9]{1,4})", machine["python"])
     if version is None or (int(version[1]), int(version[2])) < MIN_PYTHON:
         remedy = "set python in the profile to an interpreter of 3.11 or later, with lt-trainer in it"
-        return Finding(level="error", check="python", detail=text, remedy=remedy, host=host)
-    return Finding(level="ok", check="python", detail=text, host=host)
-
-
-def _check_packages(machine: Mapping[str, Any], engines: set[str], host: str) -> Iterator[Finding]:
-    packages = machine["packages"]
-    text = ", ".join(f"{name} {version}" for name, version in packages.items()) or "no lt package"
-    missing = [
-        name
-        for name in ("lt-trainer", *(ENGINE_PACKAGES[e] for e in sorted(engines) if e in ENGINE_PACKAGES))
-        if name not in packages
-    ]
-    if engines and missing:
-        remedy = f"pip install {' '.join(missing)} into {machine['executable']}, or set python in the profile"
-        yield Finding(level="error", check="packages", detail=text, remedy=remedy, host=host)
+        yield finding("error", "python", text, remedy)
     else:
-        yield Finding(level="ok", check="packages", detail=text, host=host)
+        yield finding("ok", "python", text)
 
+    packages, engines = machine["packages"], sorted({job.engine for job in training} & ENGINE_PACKAGES.keys())
+    text = ", ".join(f"{name} {version}" for name, version in packages.items()) or "no lt package"
+    needed = ["lt-trainer", *(ENGINE_PACKAGES[engine] for engine in engines)] if training else []
+    if missing := [name for name in needed if name not in packages]:
+        remedy = f"pip install {' '.join(missing)} into {machine['executable']}, or set python in the profile"
+        yield finding("error", "packages", text, remedy)
+    else:
+        yield finding("ok", "packages", text)
 
-def _check_devices(machine: Mapping[str, Any], procs: int, training: list[Any], host: str) -> Iterator[Finding]:
-    devices = machine["devices"]
-    text = (
-        f"{len(devices)} x {devices[0]}" + (f", driver {machine['driver']}" if machine["driver"] else "")
-        if devices
-        else "none"
-    )
+    devices, procs = machine["devices"], max((job.procs_per_node for job in training), default=0)
+    text = f"{len(devices)} x {devices[0]}" if devices else "none"
+    text += f", driver {machine['driver']}" if machine["driver"] else ""
     if devices and procs > len(devices) and "Neuron" not in devices[0]:
         remedy = f"set --nproc-per-node to at most {len(devices)}"
-        yield Finding(level="error", check="devices", detail=f"{text}; {procs} processes", remedy=remedy, host=host)
+        yield finding("error", "devices", f"{text}; {procs} processes", remedy)
     elif devices or not training:
-        yield Finding(level="ok", check="devices", detail=text, host=host)
+        yield finding("ok", "devices", text)
     else:
-        remedy = "check the driver (nvidia-smi, neuron-ls), unless you train on the CPU"
-        yield Finding(level="warning", check="devices", detail=text, remedy=remedy, host=host)
+        yield finding(
+            "warning", "devices", text, "check the driver (nvidia-smi, neuron-ls), unless you train on the CPU"
+        )
 
-
-def _check_disk(machine: Mapping[str, Any], host: str) -> Finding:
     text = f"{machine['free_gib']:.0f} GiB free in {machine['folder']}"
     if not machine["writable"]:
-        return Finding(
-            level="error",
-            check="disk",
-            detail=f"{machine['folder']} cannot be written",
-            remedy="choose --out",
-            host=host,
-        )
-    level = "warning" if machine["free_gib"] < LOW_DISK_GIB else "ok"
-    remedy = "free space, or choose --out on another disk" if level == "warning" else ""
-    return Finding(level=level, check="disk", detail=text, remedy=remedy, host=host)
+        yield finding("error", "disk", f"{machine['folder']} cannot be written", "choose --out")
+    elif machine["free_gib"] < LOW_DISK_GIB:
+        yield finding("warning", "disk", text, "free space, or choose --out on another disk")
+    else:
+        yield finding("ok", "disk", text)
+    if training and machine["shm_gib"] < LOW_SHM_GIB:
+        remedy = "give it more (docker run --shm-size=16g)"
+        yield finding("warning", "/dev/shm", f"{machine['shm_gib']:.1f} GiB", remedy)
+    if machine["efa"]:
+        yield finding("ok", "EFA", "fi_info finds it")
+        if machine["memlock"] != "unlimited":
+            remedy = "set memlock to unlimited in /etc/security/limits.conf: EFA pins memory"
+            yield finding("error", "memlock", str(machine["memlock"]), remedy)

@@ -159,7 +159,7 @@ def read_values(file: Path, prefix: str = "") -> dict[str, Given]:
 
 def check_profile_keys(given: Mapping[str, Given]) -> None:
     """Reject unknown tables and keys; keys inside a target's table are checked by that target."""
-    tables = {target.profile_table for target in TARGETS.values()} - {""} | {"env"}
+    tables = {*TARGETS, "env"}
     for name, value in given.items():
         head, dot, _ = name.partition(".")
         if (head in TOP_LEVEL_KEYS and not dot) or (head in tables and (dot or value.value == {})):

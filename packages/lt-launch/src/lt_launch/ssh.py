@@ -22,6 +22,7 @@ from typing import Any, Self
 from pydantic import model_validator
 
 from lt_launch import look as look_module
+from lt_launch.attempt import Transport
 from lt_launch.driver import DrivenTarget
 from lt_launch.errors import LaunchError
 from lt_launch.hosts import Host, parse_hostfile, read_hostfile
@@ -64,7 +65,7 @@ def resolve_hosts(options: SshOptions) -> tuple[Host, ...]:
     return read_hostfile(options.hostfile)
 
 
-class SshTransport:
+class SshTransport(Transport):
     """Transport over one ssh connection per host and attempt."""
 
     def __init__(self, options: SshOptions, python: str) -> None:

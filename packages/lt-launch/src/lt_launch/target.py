@@ -12,7 +12,7 @@ import pkgutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lt_launch.errors import LaunchError
 from lt_launch.target_registry import TARGETS
@@ -106,6 +106,16 @@ class LaunchTarget:
         """Render the launch without side effects; reject what the target does not support."""
         raise NotImplementedError
 
+    def stage_specs(self, pipeline: Pipeline, profile: Profile, *, cwd: str) -> Mapping[str, Mapping[str, Any]]:
+        """Return the specs by stage (`spec.stage_spec`)."""
+        from lt_launch.spec import stage_spec
+
+        return {stage.name: stage_spec(stage, pipeline, profile, cwd=cwd) for stage in pipeline.stages}
+
+    def running_jobs(self, launch: Launch) -> str:
+        """Return the unfinished jobs of an earlier launch, or ""; targets without a queue hold a lock instead."""
+        return ""
+
     def submit(self, launch: Launch, rendered: RenderedLaunch, *, detach: bool) -> tuple[Mapping[str, str], int]:
         """Submit the launch; a target without a queue runs it to its end, unless `detach`.
 
@@ -150,4 +160,4 @@ def get_target(name: str) -> LaunchTarget:
     """
     if name not in TARGETS:
         raise LaunchError(f"--on {name}: no such target; the targets are {', '.join(TARGETS)}")
-    return pkgutil.resolve_name(TARGETS[name].factory)()
+    return pkgutil.resolve_name(TARGETS[name])()

@@ -1,14 +1,10 @@
 """`lt launch run --on ssh` over two real hosts: ranks, failures, and no orphan when launcher, link or host dies."""
 
 import json
-import os
-import signal
 import sys
 from pathlib import Path
 
 import pytest
-
-from lt_test_helpers.stores import make_stores
 
 TRAINER = Path(__file__).parent.parent / "fake_trainer.py"
 PYTHON = [sys.executable, "-S", "-E"]
@@ -69,14 +65,6 @@ def test_ranks_follow_the_hostfile_and_variables_arrive(net) -> None:
     assert not [path for path in kept if b"hush" in path.read_bytes()]
 
 
-def test_a_run_that_is_done(net) -> None:
-    trainer(net, 3)
-    net.lt(*launch_on(net, "a", "b"))
-    assert (result(net)["kind"], result(net)["step"]) == ("done", 3)
-    row = json.loads(net.lt("status", "x", "--json"))[0]
-    assert (row["state"], row["nodes"], row["on"]) == ("completed", ["a", "b"], "ssh")
-
-
 @pytest.mark.parametrize(("rank", "what", "code"), [(3, "9", 9), (0, "64", 64), (2, "-9", 137), (1, "-11", 139)])
 def test_the_first_failure_is_named_across_hosts(net, rank: int, what: str, code: int) -> None:
     trainer(net, 1000, env=f'FAULT_ALWAYS = "{rank}:3:{what}"', more="[job.restart]\nmax_restarts = 0")
@@ -98,18 +86,6 @@ def test_nothing_is_left_on_any_host_when_the_launcher_is_killed(net, until) -> 
     machines = net.machines.values()
     until(lambda: not training(net) and not any(one.processes(SHELL) for one in machines), GRACE_S + ORPHANS_S)
     assert [logged(net, rank).endswith(f"rank {rank} stopped\n") for rank in range(4)] == [True, True, True, False]
-
-
-def test_nothing_is_left_on_a_host_where_the_end_of_the_connection_is_killed(net, until) -> None:
-    """Nobody there answers the launcher any more: the keeper ends the processes there, the launcher the others."""
-    trainer(net, 1000, more=f"grace_period_s = {GRACE_S}.0\n[job.restart]\nmax_restarts = 0")
-    process = net.start(*launch_on(net, "a", "b"))
-    until(checkpoint(net, 3).exists)
-    os.kill(min(net.machines["b"].processes(SHELL)), signal.SIGKILL)
-    out, _ = process.communicate(timeout=120)
-    assert process.returncode == 75, out
-    assert "host b is lost (ranks 2 to 3): the connection ended with" in out
-    until(lambda: not training(net) and not net.machines["b"].processes(SHELL), GRACE_S + ORPHANS_S)
 
 
 def test_a_cut_link_ends_the_run_on_both_sides_and_names_the_host(net, until) -> None:
@@ -180,83 +156,3 @@ def test_nodes_and_an_array_over_the_hosts(net) -> None:
     )
     net.lt(*launch_on(net, "a", "b"))
     assert [(net.folder / f"part.{i}").read_text() for i in range(4)] == ["a\n", "b\n", "a\n", "b\n"]
-
-
-@pytest.mark.slow
-def test_gloo_between_the_hosts_with_ranks_in_the_order_of_the_lines(net) -> None:
-    """A sum over ranks through eth0; each rank adds its host's letter, so the order can be read from the result."""
-    pytest.importorskip("torch")
-    (net.folder / "sums.py").write_text(
-        "import os, socket\nimport torch, torch.distributed as dist\n"
-        "dist.init_process_group('gloo')\n"
-        "mine = torch.tensor([ord(socket.gethostname()) * 1000 ** dist.get_rank()])\n"
-        "dist.all_reduce(mine)\n"
-        "print('sum', mine.item(), flush=True) if dist.get_rank() == 0 else None\n"
-        "dist.destroy_process_group()\n"
-    )
-    run_file(net, ["python", "sums.py"], procs=1, env='GLOO_SOCKET_IFNAME = "eth0"\nOMP_NUM_THREADS = "1"')
-    shown = net.lt(*launch_on(net, "b", "a"))
-    assert f"sum {ord('b') + 1000 * ord('a')}" in shown
-
-
-RECIPE = """
-[run]
-dir = "{folder}/runs/x"
-[model]
-hidden_size = 64
-intermediate_size = 128
-n_heads = 4
-n_kv_heads = 2
-n_layers = 2
-tie_word_embeddings = true
-[data]
-store = "{folder}/store"
-seq_len = 64
-[batch]
-global_batch_size = 8
-micro_batch_size = 2
-[optimizer]
-lr = 3e-3
-[schedule]
-max_steps = 100000
-[checkpoint]
-interval = 50000
-[metrics]
-log_interval = 1
-[engine.gpu]
-device = "cpu"
-dtype = "float32"
-"""
-
-
-def steps_of(net) -> list[int]:
-    path = net.folder / "runs/x/metrics.jsonl"
-    rows = [json.loads(row) for row in path.read_text().splitlines()] if path.exists() else []
-    return [row["step"] for row in rows if "loss" in row]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["cut the link", "kill the launcher", "kill the end of the connection"])
-def test_training_whose_launcher_is_gone_saves_its_last_step(net, until, how: str) -> None:
-    """Two ranks of a real run on one host, whose interval of checkpoints is never reached."""
-    pytest.importorskip("lt_trainer_gpu", reason="needs an engine: pip install lt-trainer-gpu")
-    make_stores(net.folder, {"store": 60})
-    (net.folder / "recipe.toml").write_text(RECIPE.format(folder=net.folder))
-    (net.folder / "run.toml").write_text(
-        '[job]\nname = "x"\nrecipe = "recipe.toml"\nprocs_per_node = 2\nenv = { OMP_NUM_THREADS = "1" }\n'
-        "[job.restart]\nmax_restarts = 0\n"
-    )
-    process = net.start(*launch_on(net, "b"))
-    until(lambda: max(steps_of(net), default=0) >= 3, 240)
-    b = net.machines["b"]
-    if how == "cut the link":
-        b.cut()
-    elif how == "kill the launcher":
-        process.kill()
-    else:
-        os.kill(min(b.processes(SHELL)), signal.SIGKILL)
-    until(lambda: not b.processes("lt_trainer") and not b.processes(SHELL), 120)
-    process.kill()
-    (saved,) = (net.folder / "runs/x/checkpoints").glob("step-*/COMMIT")
-    assert int(saved.parent.name.removeprefix("step-")) == max(steps_of(net))
-    assert not list((net.folder / "runs/x/launch/stages/x/attempt-000").glob("killed"))

@@ -51,11 +51,9 @@ class SageMakerClient:
 
     def list_training_jobs(self) -> list[dict[str, Any]]:
         """Return the newest training jobs of the account in this region, at most 100."""
+        order = {"MaxResults": PAGE_SIZE, "SortBy": "CreationTime", "SortOrder": "Descending"}
         with _translate_errors("ListTrainingJobs"):
-            answer = self._client("sagemaker").list_training_jobs(
-                MaxResults=PAGE_SIZE, SortBy="CreationTime", SortOrder="Descending"
-            )
-        return answer["TrainingJobSummaries"]
+            return self._client("sagemaker").list_training_jobs(**order)["TrainingJobSummaries"]
 
     def list_log_streams(self, name: str, host: str) -> list[str]:
         """Return the log streams of one host of a job; none before its container has written."""
@@ -119,14 +117,8 @@ def _translate_errors(operation: str) -> Iterator[None]:
         yield
     except ClientError as exc:
         error = exc.response.get("Error", {})
-        code = error.get("Code", "")
-        remedies = {
-            "ResourceInUse": "give the job another name",
-            "AccessDeniedException": "the required permissions are in containers/iam/sagemaker-client.json",
-            "ResourceLimitExceeded": "ask for more instances of this type in Service Quotas, or use fewer",
-            "ExpiredTokenException": "log in again",
-        }
-        remedy = f"; {remedies[code]}" if code in remedies else ""
-        raise SageMakerError(f"{operation}: {code}: {error.get('Message', exc)}{remedy}") from exc
+        denied = "AccessDenied" in error.get("Code", "")
+        remedy = "; the required permissions are in containers/iam/sagemaker-client.json" if denied else ""
+        raise SageMakerError(f"{operation}: {error.get('Code')}: {error.get('Message', exc)}{remedy}") from exc
     except BotoCoreError as exc:
         raise SageMakerError(f"{operation}: {exc}; see aws configure for credentials and region") from exc

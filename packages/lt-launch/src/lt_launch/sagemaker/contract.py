@@ -139,13 +139,9 @@ def _read_json_object(path: Path, *, default: dict[str, Any] | None = None) -> d
     except FileNotFoundError:
         if default is not None:
             return default
-        raise SageMakerError(
-            f"{path} is missing; run this in a SageMaker training container, or set --root to the folder used "
-            "as /opt/ml"
-        ) from None
-    except OSError as exc:
-        raise SageMakerError(f"{path} cannot be read: {exc.strerror}") from exc
-    except (ValueError, RecursionError) as exc:
+        remedy = "run this in a SageMaker training container, or set --root to the folder used as /opt/ml"
+        raise SageMakerError(f"{path} is missing; {remedy}") from None
+    except ValueError as exc:
         raise SageMakerError(f"{path} is not valid JSON: {exc}") from exc
     if not isinstance(content, dict):
         raise SageMakerError(f"{path} is {type(content).__name__}, not an object")

@@ -26,9 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from lt_launch import policy
-from lt_launch.attempt import Attempt, Stop, handle_stop_signals
+from lt_launch.attempt import Attempt, Stop, Transport, handle_stop_signals
 from lt_launch.hosts import Host
-from lt_launch.local import open_local_node
 from lt_launch.policy import Place
 from lt_launch.sagemaker.container_recipe import procs_per_node, resolve_recipe
 from lt_launch.sagemaker.contract import GRACE_PERIOD_S, Contract, read_contract
@@ -127,7 +126,7 @@ def _run_attempts(
     """Run attempts on this host; report a failure and return the exit code of the last one."""
     path, cluster = output / "stages" / "train" / "spec.json", contract.cluster
     policy.write_table(path, spec)
-    place, first = Place(path), True
+    place, first, host = Place(path), True, Host(name=cluster.current_host)
     _wait_for_dns(cluster.master_addr, stop)
     while True:
         number, first = policy.open_attempt(spec, place, launched=first), False
@@ -135,8 +134,8 @@ def _run_attempts(
             spec=spec,
             place=place,
             number=number,
-            hosts=[Host(name=cluster.current_host)],
-            nodes=[open_local_node(spec, place.attempt(number))],
+            hosts=[host],
+            nodes=[Transport().open_node(host, spec, place.attempt(number))],
             first_node=cluster.node_rank,
             address=cluster.master_addr,
             master_port=int(environ.get("SM_MASTER_PORT", MASTER_PORT)),

@@ -13,7 +13,7 @@ Pure; the first contradiction is raised.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lt_launch.job import Job
@@ -24,7 +24,7 @@ from lt_trainer.config.section import flatten
 from lt_trainer.config.sections import FaultToleranceOptions
 
 OVERRIDE_PREFIX = "LT_SET_"
-TOOLKIT_PREFIX = "SM_"
+CONTAINER_PREFIXES = (OVERRIDE_PREFIX, "SM_")
 DEFAULT_VOLUME_GB = 1
 """Smallest volume; channels in File mode need more, file systems and FastFile do not."""
 WITHOUT_DISKS = re.compile(r"ml\.(?:[cmr]\d+[in]?|t3|p2|p3)\.")
@@ -46,14 +46,8 @@ def check_compatible(
     Raises:
         SageMakerError: names field, value and remedy.
     """
-    values = flatten(recipe)
-    _check_mirror(values, request)
-    _check_engine(values, job)
-    _check_grace_period(values)
-    _check_variables(job)
-    _check_input_mode(options, request)
-    _check_run_channel(request)
-    _check_checkpoints(options, request)
+    for problem in _problems(flatten(recipe), job, options, request):
+        raise SageMakerError(problem)
 
 
 def request_notes(request: Mapping[str, Any]) -> tuple[str, ...]:
@@ -73,94 +67,51 @@ def request_notes(request: Mapping[str, Any]) -> tuple[str, ...]:
     return ()
 
 
-def _check_mirror(values: Mapping[str, Any], request: Mapping[str, Any]) -> None:
-    mirror = values.get("checkpoint.mirror_url", "")
-    if mirror and request["EnableNetworkIsolation"]:
-        raise SageMakerError(
+def _problems(
+    values: Mapping[str, Any], job: Job, options: SageMakerOptions, request: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yield a sentence with field, value and remedy for each contradiction."""
+    if (mirror := values.get("checkpoint.mirror_url")) and request["EnableNetworkIsolation"]:
+        yield (
             f"checkpoint.mirror_url = {mirror!r} cannot be reached from an isolated container; leave it out and set "
             "sagemaker.checkpoint_s3_uri, or set sagemaker.network_isolation to false"
         )
-
-
-def _check_engine(values: Mapping[str, Any], job: Job) -> None:
     kind, engine = job.resources.instance_type, values.get("run.engine", "gpu")
     if engine != engine_of(kind) and values.get(f"engine.{engine}.device") != "cpu":
-        raise SageMakerError(
+        yield (
             f"run.engine = {engine!r} and job.resources.instance_type = {kind!r}, which the engine {engine_of(kind)} "
             "trains on; change one of them"
         )
-
-
-def _check_grace_period(values: Mapping[str, Any]) -> None:
-    field = "fault_tolerance.grace_period_s"
-    given = values.get(field)
-    if given is not None and given > GRACE_PERIOD_S and given != FaultToleranceOptions().grace_period_s:
-        raise SageMakerError(
-            f"{field} = {given:g}: SageMaker kills all processes 120 s after its signal; set it to at most "
-            f"{GRACE_PERIOD_S:g}, or leave it out"
+    grace_s = values.get("fault_tolerance.grace_period_s", 0)
+    if grace_s > GRACE_PERIOD_S and grace_s != FaultToleranceOptions().grace_period_s:
+        yield (
+            f"fault_tolerance.grace_period_s = {grace_s:g}: SageMaker kills all processes 120 s after its signal; set "
+            f"it to at most {GRACE_PERIOD_S:g}, or leave it out"
         )
-
-
-def _check_variables(job: Job) -> None:
-    """Reject variables that the launcher or the container sets itself."""
     for name, value in job.env.items():
-        if name == PROCS_PER_NODE_VARIABLE:
-            raise SageMakerError(f"job.env.{name} = {value!r}: set job.procs_per_node instead")
-        if name.startswith(OVERRIDE_PREFIX):
-            raise SageMakerError(
-                f"job.env.{name} = {value!r}: fields of the recipe travel as such variables; set it in the recipe"
-            )
-        if name.startswith(TOOLKIT_PREFIX):
-            raise SageMakerError(
-                f"job.env.{name} = {value!r}: the container sets {TOOLKIT_PREFIX}* itself; leave it out"
-            )
-
-
-def _check_input_mode(options: SageMakerOptions, request: Mapping[str, Any]) -> None:
-    if options.input_mode != "File" and not any(
-        "S3DataSource" in channel["DataSource"] for channel in request["InputDataConfig"]
-    ):
-        raise SageMakerError(
-            f"sagemaker.input_mode = {options.input_mode!r} is for channels in S3, and there are only file systems; "
-            "leave it out, or set it to 'File'"
-        )
-
-
-def _check_run_channel(request: Mapping[str, Any]) -> None:
-    """Check the folder that all instances write checkpoints to."""
-    count = request["ResourceConfig"]["InstanceCount"]
-    run = next((one for one in request["InputDataConfig"] if one["ChannelName"] == RUN_CHANNEL), None)
-    if run is None:
-        if count > 1:
-            raise SageMakerError(
-                f"{count} instances need one folder that all of them write checkpoints to; {RUN_REMEDY}"
-            )
-        return
-    system = run["DataSource"].get("FileSystemDataSource")
-    if system is None:
-        address = run["DataSource"]["S3DataSource"]["S3Uri"]
-        raise SageMakerError(
-            f"channel {RUN_CHANNEL} = {address!r} is each host's own copy, and checkpoints in it would be lost; "
-            f"{RUN_REMEDY}"
-        )
-    if system["FileSystemAccessMode"] != "rw":
-        raise SageMakerError(
-            f"channel {RUN_CHANNEL} has the access mode {system['FileSystemAccessMode']!r}, and checkpoints are "
-            "written to it; end its address with ?rw in sagemaker.channels"
-        )
-
-
-def _check_checkpoints(options: SageMakerOptions, request: Mapping[str, Any]) -> None:
-    if options.checkpoint_s3_uri:
-        return
-    default = SageMakerOptions().checkpoint_local_path
-    if options.checkpoint_local_path != default:
-        raise SageMakerError(
-            f"sagemaker.checkpoint_local_path = {options.checkpoint_local_path!r} has no effect without an address; "
-            "set sagemaker.checkpoint_s3_uri to s3://BUCKET/FOLDER, or leave it out"
-        )
-    if options.use_spot_instances and all(one["ChannelName"] != RUN_CHANNEL for one in request["InputDataConfig"]):
-        raise SageMakerError(
+        if name == PROCS_PER_NODE_VARIABLE or name.startswith(CONTAINER_PREFIXES):
+            yield f"job.env.{name} = {value!r} is set by the container, from job.procs_per_node and the recipe"
+    inputs = {channel["ChannelName"]: channel["DataSource"] for channel in request["InputDataConfig"]}
+    if options.input_mode != "File" and not any("S3DataSource" in source for source in inputs.values()):
+        yield f"sagemaker.input_mode = {options.input_mode!r} is for channels in S3; set it to 'File'"
+    yield from _run_channel_problems(inputs.get(RUN_CHANNEL), request["ResourceConfig"]["InstanceCount"])
+    if not options.checkpoint_s3_uri and options.use_spot_instances and RUN_CHANNEL not in inputs:
+        yield (
             "sagemaker.use_spot_instances = True: an interrupted job would start at step 0; set "
             "sagemaker.checkpoint_s3_uri to s3://BUCKET/FOLDER, or add a writable channel run"
         )
+    path = options.checkpoint_local_path
+    if not options.checkpoint_s3_uri and path != SageMakerOptions().checkpoint_local_path:
+        yield f"sagemaker.checkpoint_local_path = {path!r} has no effect; set sagemaker.checkpoint_s3_uri, too"
+
+
+def _run_channel_problems(source: Mapping[str, Any] | None, instances: int) -> Iterator[str]:
+    """Check the folder that all instances write checkpoints to."""
+    if source is None:
+        if instances > 1:
+            yield f"{instances} instances need one folder that all of them write checkpoints to; {RUN_REMEDY}"
+    elif "S3DataSource" in source:
+        address = source["S3DataSource"]["S3Uri"]
+        yield f"channel {RUN_CHANNEL} = {address!r} is each host's own copy: checkpoints would be lost; {RUN_REMEDY}"
+    elif (mode := source["FileSystemDataSource"]["FileSystemAccessMode"]) != "rw":
+        yield f"channel {RUN_CHANNEL} has the access mode {mode!r}; end its address with ?rw to write checkpoints"

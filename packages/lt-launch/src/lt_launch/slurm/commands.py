@@ -16,32 +16,17 @@ from lt_launch.errors import LaunchError
 from lt_launch.target import StageState, TargetNode
 
 FIELD_PATTERN = re.compile(r"(?:^| )([A-Za-z:/_]+)=((?:(?! [A-Za-z:/_]+=).)*)")
-STATES: Mapping[str, StageState] = {
-    "PENDING": "pending",
-    "CONFIGURING": "pending",
-    "REQUEUED": "requeued",
-    "REQUEUE_HOLD": "requeued",
-    "SPECIAL_EXIT": "requeued",
-    "RUNNING": "running",
-    "COMPLETING": "running",
-    "STAGE_OUT": "running",
-    "SUSPENDED": "running",
-    "SIGNALING": "running",
-    "RESIZING": "running",
-    "STOPPED": "running",
-    "COMPLETED": "completed",
-    "CANCELLED": "cancelled",
-    "DEADLINE": "failed",
-    "FAILED": "failed",
-    "TIMEOUT": "failed",
-    "OUT_OF_MEMORY": "failed",
-    "BOOT_FAIL": "lost",
-    "NODE_FAIL": "lost",
-    "PREEMPTED": "requeued",
+NAMES: Mapping[StageState, str] = {
+    "pending": "PENDING CONFIGURING",
+    "requeued": "REQUEUED REQUEUE_HOLD SPECIAL_EXIT PREEMPTED",
+    "running": "RUNNING COMPLETING STAGE_OUT SUSPENDED SIGNALING RESIZING STOPPED",
+    "completed": "COMPLETED",
+    "cancelled": "CANCELLED",
+    "failed": "FAILED DEADLINE TIMEOUT OUT_OF_MEMORY",
+    "lost": "BOOT_FAIL NODE_FAIL",
 }
-
-
-NODE_FIELDS = 5
+STATES: Mapping[str, StageState] = {name: state for state, names in NAMES.items() for name in names.split()}
+"""State of a stage by Slurm's name of it."""
 NO_CLUSTER_ERRORS = (
     "configuration source",
     "Unable to contact slurm controller",
@@ -130,12 +115,10 @@ def parse_nodes(text: str) -> list[TargetNode]:
     """
     nodes = []
     for line in text.splitlines():
-        words = [word.strip() for word in line.split("|", 4)]
-        if len(words) != NODE_FIELDS:
-            raise LaunchError(
-                f"sinfo: {line[:200]!r} is not a line of NODE|PARTITION|STATE|GRES|REASON; try it by hand"
-            )
-        name, partition, state, gres, reason = words
+        try:
+            name, partition, state, gres, reason = (word.strip() for word in line.split("|", 4))
+        except ValueError:
+            raise LaunchError(f"sinfo: {line[:200]!r} is not a line of NODE|PARTITION|STATE|GRES|REASON") from None
         nodes.append(
             TargetNode(
                 name=name,

@@ -29,24 +29,23 @@ def findings(target: LaunchTarget, profile: Profile, pipeline: Pipeline | None) 
     except LaunchError as exc:
         yield Finding(level="error", check="controller", detail=str(exc), remedy="ask its admin")
         return
-    up = "is UP" in answer
-    yield Finding(
-        level="ok" if up else "error", check="controller", detail=answer, remedy="" if up else "ask its admin"
-    )
-    if not up:
+    if "is UP" not in answer:
+        yield Finding(level="error", check="controller", detail=answer, remedy="ask its admin")
         return
+    yield Finding(level="ok", check="controller", detail=answer)
     counts = Counter(f"{node.partition} {node.state}" for node in target.nodes(profile))
     yield Finding(level="ok", check="nodes", detail=", ".join(f"{n} {name}" for name, n in sorted(counts.items())))
     if pipeline is None:
         return
-    options = profile.options("slurm", SlurmOptions)
+    config, options = run_slurm_command("scontrol", "show", "config"), profile.options("slurm", SlurmOptions)
     yield _check_shared_folder(Path(pipeline.out).absolute())
     scripts = target.render(pipeline, profile).files
     for stage in pipeline.stages:
         yield _check_schedulable(stage, scripts[f"{stage.name}.sbatch"])
         if stage.job.is_training:
-            yield _check_kill_wait(stage)
-        yield from _check_srun_plugins(stage, options)
+            yield _check_kill_wait(stage, config)
+        if HYPERPOD_MARKER.is_dir() and options.auto_resume != "off":
+            yield check_auto_resume(run_slurm_command("srun", "--help"), config, stage)
 
 
 def _check_shared_folder(folder: Path) -> Finding:
@@ -56,13 +55,8 @@ def _check_shared_folder(folder: Path) -> Finding:
     result = subprocess.run(["stat", "-f", "-c", "%T", existing], capture_output=True, text=True, check=False)
     kind = result.stdout.strip()
     if kind in LOCAL_FILE_SYSTEMS:
-        remedy = "use a folder on the cluster's shared file system (--out), or make sure that this one is exported"
-        return Finding(
-            level="warning",
-            check="shared folder",
-            detail=f"{existing} is {kind}, a node-local file system",
-            remedy=remedy,
-        )
+        text, remedy = f"{existing} is {kind}, a node-local file system", "use a folder that the nodes share (--out)"
+        return Finding(level="warning", check="shared folder", detail=text, remedy=remedy)
     return Finding(level="ok", check="shared folder", detail=f"{existing} is {kind}")
 
 
@@ -76,26 +70,15 @@ def _check_schedulable(stage: Stage, script: str) -> Finding:
     return Finding(level="ok", check=f"stage {stage.name}", detail=text)
 
 
-def _check_kill_wait(stage: Stage) -> Finding:
+def _check_kill_wait(stage: Stage, config: str) -> Finding:
     """Check the time to save at preemption: KillWait, or the partition's GraceTime if set."""
-    match = re.search(r"^KillWait\s*=\s*(\d+)", run_slurm_command("scontrol", "show", "config"), re.MULTILINE)
+    match = re.search(r"^KillWait\s*=\s*(\d+)", config, re.MULTILINE)
     kill_wait_s = int(match[1]) if match else 0
     if kill_wait_s < stage.job.grace_period_s:
         remedy = "ask for a longer KillWait or GraceTime, or save more often (checkpoint.interval)"
         text = f"a preempted job has {kill_wait_s} s, fault_tolerance.grace_period_s is {stage.job.grace_period_s:g}"
         return Finding(level="warning", check="time to save", detail=text, remedy=remedy)
     return Finding(level="ok", check="time to save", detail=f"KillWait is {kill_wait_s} s")
-
-
-def _check_srun_plugins(stage: Stage, options: SlurmOptions) -> Iterator[Finding]:
-    help_ = run_slurm_command("srun", "--help")
-    if HYPERPOD_MARKER.is_dir() and options.auto_resume != "off":
-        yield check_auto_resume(help_, run_slurm_command("scontrol", "show", "config"), stage)
-    if stage.job.container.image and options.container_runtime != "enroot":
-        supported = "--container-image" in help_
-        text = "srun supports --container-image" if supported else "srun has no --container-image"
-        remedy = "" if supported else "enroot is used if the nodes have it; else install pyxis"
-        yield Finding(level="ok" if supported else "warning", check="containers", detail=text, remedy=remedy)
 
 
 def check_auto_resume(srun_help: str, config: str, stage: Stage) -> Finding:
@@ -106,19 +89,18 @@ def check_auto_resume(srun_help: str, config: str, stage: Stage) -> Finding:
         config: what `scontrol show config` prints.
         stage: the stage; with GPUs as generic resources HyperPod requeues its job instead.
     """
-
-    def finding(level: Literal["ok", "warning"], detail: str, remedy: str = "") -> Finding:
-        return Finding(level=level, check="auto-resume", detail=detail, remedy=remedy)
-
+    task_plugin = re.search(r"^TaskPlugin\s*=\s*(\S+)", config, re.MULTILINE)
+    level: Literal["ok", "warning"] = "warning"
     if "--auto-resume" not in srun_help:
-        return finding("warning", "a HyperPod cluster whose srun has no --auto-resume", "install its SPANK plugin")
-    match = re.search(r"^TaskPlugin\s*=\s*(\S+)", config, re.MULTILINE)
-    if match and match[1] != "task/none":
+        text, remedy = "a HyperPod cluster whose srun has no --auto-resume", "install its SPANK plugin"
+    elif task_plugin and task_plugin[1] != "task/none":
+        text = f"TaskPlugin is {task_plugin[1]}, with which HyperPod does not resume steps"
         remedy = "ask its admin for TaskPlugin=task/none, or set slurm.auto_resume to off: the policy requeues then"
-        return finding("warning", f"TaskPlugin is {match[1]}, with which HyperPod does not resume steps", remedy)
-    if not stage.job.resources.exclusive:
+    elif not stage.job.resources.exclusive:
+        text = "srun supports --auto-resume, and the job shares its nodes"
         remedy = "set resources.exclusive: other jobs of a replaced node are lost"
-        return finding("warning", "srun supports --auto-resume, and the job shares its nodes", remedy)
-    if stage.job.resources.gpus_per_node:
-        return finding("ok", "srun supports --auto-resume; HyperPod requeues a job with generic resources (GPUs)")
-    return finding("ok", "srun supports --auto-resume")
+    else:
+        level, text, remedy = "ok", "srun supports --auto-resume", ""
+        if stage.job.resources.gpus_per_node:
+            text += "; HyperPod requeues a job with generic resources (GPUs)"
+    return Finding(level=level, check="auto-resume", detail=text, remedy=remedy)

@@ -6,17 +6,14 @@ Sources of the status in order of precedence: launch directory, controller, acco
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from lt_launch.errors import LaunchError
 from lt_launch.job import Pipeline
-from lt_launch.launch_dir import read_log
-from lt_launch.launch_dir_status import element_status, find_stage_dir
-from lt_launch.policy import Place, log_file
+from lt_launch.launch_dir_status import element_status, read_logs
+from lt_launch.policy import Place
 from lt_launch.profile import Profile
 from lt_launch.slurm.commands import (
     STATES,
@@ -95,17 +92,8 @@ class SlurmTarget(LaunchTarget):
         """Return the accounting status of a job that the controller has purged and that left no record."""
         if not own.job_id:
             return own
-        text = run_slurm_command(
-            "sacct",
-            "-X",
-            "-n",
-            "-P",
-            "-o",
-            "JobID,State,ExitCode",
-            "-j",
-            own.job_id,
-            allowed_errors=NO_ACCOUNTING_ERRORS,
-        )
+        words = ("sacct", "-X", "-n", "-P", "-o", "JobID,State,ExitCode", "-j", own.job_id)
+        text = run_slurm_command(*words, allowed_errors=NO_ACCOUNTING_ERRORS)
         state, code = parse_sacct(text).get(own.job_id, ("", ""))
         if not state:
             return replace(own, state="lost", reason="Slurm no longer knows the job, and it left no exit record")
@@ -129,17 +117,12 @@ class SlurmTarget(LaunchTarget):
         return ", ".join(dict.fromkeys(f"job {job.id}" for job in active))
 
     def logs(self, launch: Launch, *, stage: str, rank: int, follow: bool) -> Iterator[str]:
-        """Yield log lines from the attempts' folders; before the first attempt, the script's output."""
-        place = find_stage_dir(launch, stage)
-        offsets: dict[Path, int] = {}
-        while True:
-            is_last = not follow or self._has_ended(launch, place)
-            for number in place.attempts():
-                path = log_file(place.attempt(number), rank)
-                yield from _read_new_lines(path, offsets, last=is_last)
-            if is_last:
-                return
-            time.sleep(POLL_S)
+        """Yield log lines from the attempts' folders."""
+
+        def has_ended(place: Place) -> bool:
+            return self._has_ended(launch, place)
+
+        return read_logs(launch, stage=stage, rank=rank, follow=follow, has_ended=has_ended, poll_s=POLL_S)
 
     def _has_ended(self, launch: Launch, place: Place) -> bool:
         return (
@@ -212,11 +195,3 @@ def _attempt_nodes(place: Place, default: tuple[str, ...]) -> tuple[str, ...]:
     except OSError:
         return default
     return (words[2],) if len(words) == 3 else default
-
-
-def _read_new_lines(path: Path, offsets: dict[Path, int], *, last: bool) -> Iterator[str]:
-    """Yield complete lines appended since the last call; with `last` also an unterminated one."""
-    data = read_log(path, offsets.get(path, 0))
-    complete = data if last else data[: data.rfind(b"\n") + 1]
-    offsets[path] = offsets.get(path, 0) + len(complete)
-    yield from (line.decode("utf-8", "replace") for line in complete.removesuffix(b"\n").split(b"\n") if complete)
