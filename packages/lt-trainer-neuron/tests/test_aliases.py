@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from lt_trainer.config.hyperparameters import hyperparameter_fields, read_hyperparameters
+from lt_trainer.config.hyperparameters import read_hyperparameters
 from lt_trainer.config.recipe import load, to_dict
 from lt_trainer.errors import RecipeError
-from lt_trainer_neuron.hyperparameter_aliases import ALIASES
 from lt_trainer_neuron.options import NeuronOptions
 
 BASE = {"run": {"engine": "neuron"}, "data": {"store": "stores/train"}, "model": {"preset": "llama2-7b"}}
@@ -112,6 +111,10 @@ KNOBS = [
     ("checkpoint_freq", "10600", "checkpoint.interval", 10600),
     ("num_kept_checkpoint", "5", "checkpoint.keep_last", 5),
     ("num_kept_checkpoint", "-1", "checkpoint.keep_every", 1),
+    ("kv_replicator", "4", "engine.neuron.kv_size_multiplier", 4),
+    ("kv_size_multiplier", "4", "engine.neuron.kv_size_multiplier", 4),
+    ("qkv_linear", "1", "engine.neuron.qkv_linear", True),
+    ("fuse_qkv", "1", "engine.neuron.fuse_qkv", True),
     ("save_load_xser", "0", "engine.neuron.save_xser", False),
     ("loading_step", "-1", "checkpoint.resume", False),
 ]
@@ -119,7 +122,9 @@ KNOBS = [
 
 @pytest.mark.parametrize(("name", "value", "dotted", "wanted"), KNOBS, ids=lambda part: str(part))
 def test_each_knob_of_the_scripts_sets_its_field(name: str, value: str, dotted: str, wanted: object) -> None:
-    sets = ["parallel.tp=8"] if "sequence_parallel" in dotted else []  # alone it has no effect, and is refused
+    needed = {"sequence_parallel": "parallel.tp=8", "kv_size": "engine.neuron.qkv_linear=true"}
+    needed["fuse"] = needed["kv_size"]
+    sets = [given for part, given in needed.items() if part in dotted]  # alone they have no effect, and are refused
     resolved = load(base=BASE, hyperparameters={name: value}, overrides=sets)
     inner = to_dict(resolved.recipe)
     for part in dotted.split("."):
@@ -132,26 +137,6 @@ def test_each_knob_of_the_scripts_sets_its_field(name: str, value: str, dotted: 
 def test_pretrained_weights_are_looked_for_where_the_scripts_say(name: str, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=f"model.init_from = .* \\(hyperparameter {name}\\): .*no such file"):
         load(base=BASE | {"model": {}}, hyperparameters={name: str(tmp_path / "missing")})
-
-
-@pytest.mark.parametrize("name", ["qkv_linear", "kv_replicator", "fuse_qkv", "kv_size_multiplier"])
-def test_each_knob_of_replicated_heads_sets_its_field(name: str) -> None:
-    given = {"qkv_linear": "1", name: "4" if name.startswith("kv_") else "1"}
-    options = load(base=BASE, hyperparameters=given).recipe.engine["neuron"]
-    assert isinstance(options, NeuronOptions)
-    field = {"kv_replicator": "kv_size_multiplier"}.get(name, name)
-    changed = {key for key, value in options.model_dump().items() if value != NeuronOptions().model_dump()[key]}
-    assert changed == {"qkv_linear", field}
-
-
-def test_every_knob_names_fields_that_exist_and_no_hyperparameter_of_ours() -> None:
-    known = to_dict(load(base=BASE).recipe)
-    for name, meaning in ALIASES.items():
-        for dotted in meaning(name, "-1" if name == "LOADING_STEP" else "1"):
-            inner = known
-            for part in dotted.split("."):
-                inner = inner[part]
-    assert not set(ALIASES) & set(hyperparameter_fields())
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from lt_model import LlamaConfig
 from lt_trainer.config.recipe import llama_config, load
 from lt_trainer.engine import World
 from lt_trainer_neuron.malloc import limit_malloc_arenas
@@ -51,28 +50,16 @@ def test_a_running_process_makes_no_more_arenas(tmp_path: Path) -> None:
     assert arenas("os.environ['MALLOC_ARENA_MAX'] = '2'", tmp_path) > 2
 
 
-def test_what_is_no_number_changes_nothing() -> None:
-    assert limit_malloc_arenas("") is False
-    assert limit_malloc_arenas("many") is False
-
-
-def test_a_rank_bounds_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything of Neuron is loaded, and by the person's value where there is one."""
+def test_a_rank_bounds_its_own_by_the_users_value_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr("lt_trainer_neuron.spec.limit_malloc_arenas", asked.append)
-    monkeypatch.setattr("lt_trainer_neuron.spec.require_installed", _nothing)
     monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
-    recipe = load(
-        base={"data": {"store": "x"}}, overrides=["run.engine=neuron", "engine.neuron.num_neuroncores=1"]
-    ).recipe
-    model: LlamaConfig = llama_config(recipe, 512)
-    for mine in (None, "7"):
+    sets = ["run.engine=neuron", "engine.neuron.num_neuroncores=1"]
+    recipe = load(base={"data": {"store": "x"}}, overrides=sets).recipe
+    for mine in ("", "7"):
         if mine:
             monkeypatch.setenv("MALLOC_ARENA_MAX", mine)
         with pytest.raises(NotInstalledError):
-            SPEC.open(recipe, model, World())
+            SPEC.open(recipe, llama_config(recipe, 512), World())
     assert asked == ["64", "7"]
-
-
-def _nothing() -> None:
-    raise NotInstalledError("looked for")
+    assert limit_malloc_arenas("many") is False

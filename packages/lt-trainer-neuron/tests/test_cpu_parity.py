@@ -244,12 +244,17 @@ def test_a_z_loss_is_in_the_gradient_and_not_in_the_loss_that_is_told(ranks, alo
     assert abs(one.norms[0] / alone(shape).norms[0] - 1) > 1e-3, "the z-loss must be at work"
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_the_norm_counts_copies_of_heads_only_where_nxd_is_to_be_followed(ranks, alone, fused: bool) -> None:
+@pytest.mark.parametrize(
+    ("shape", "sets"),
+    [(GROUPED, (TP4,)), (GROUPED, (TP4, FUSED)), (Shape(kv_heads=1, tied=True), (TP2, PP2))],
+    ids=["tp4", "tp4-fused", "tp2-pp2-tied"],
+)
+def test_the_norm_counts_copies_of_heads_only_where_nxd_is_to_be_followed(
+    ranks, alone, shape: Shape, sets: tuple[str, ...]
+) -> None:
     """NxD counts the gradient of each copy: with m copies the squares of k and v are in its norm m times."""
-    one: Alone = alone(GROUPED)
-    sets = (TP4, *GQA2, "engine.neuron.nxd_grad_norm=true", *((FUSED,) if fused else ()))
-    found = ranks.run(train, GROUPED, sets, ROWS, ranks=4)
+    one: Alone = alone(shape)
+    found = ranks.run(train, shape, (*sets, *GQA2, "engine.neuron.nxd_grad_norm=true"), ROWS, ranks=4)
     squares = {name: np.square(gradient).sum() for name, gradient in one.gradients.items()}
     once = sum(squares.values())
     copied = sum(square for name, square in squares.items() if "k_proj" in name or "v_proj" in name)

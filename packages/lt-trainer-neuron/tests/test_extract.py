@@ -1,5 +1,8 @@
 """The steps that `lt train precompile` traces have the shapes of the run's."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -72,3 +75,12 @@ def test_a_step_has_all_its_micro_batches_and_validation_one(
     steps = [("step", (3, 2, 16)), "read"] * 2
     traced = [("validate", (1, 2, 16))] * validate + [("score", (1, 2, 16))] * evaluate
     assert engine.calls == [*steps, *traced, "closed"]
+
+
+def test_the_command_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(RECIPE)
+    program = [sys.executable, "-m", "lt_trainer_neuron.graph_extraction", "run.toml", "--steps", "2", "--validate"]
+    environ = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(program, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]

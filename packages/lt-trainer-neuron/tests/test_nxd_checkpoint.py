@@ -1,19 +1,16 @@
 """What the engine saves: NxD's kind of folder, a checkpoint of ours, and what the ranks hold, bit for bit."""
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from lt_ckpt import (
     Checkpoint,
     CheckpointMetadata,
-    OptimizerRecord,
     begin_save,
     commit_save,
     open_source,
@@ -27,12 +24,8 @@ from lt_ckpt.torchfile.file import load_pt
 from lt_model import LlamaConfig, config_from_hf
 from lt_test_helpers.layouts import step_batch
 from lt_trainer.checkpointing.pretrained import PretrainedWeights
-from lt_trainer.config.optimizer_section import OptimizerOptions
 from lt_trainer.config.recipe import load
 from lt_trainer.engine import StepBatch, World
-from lt_trainer.errors import RecipeError
-from lt_trainer.optimizers import OPTIMIZERS
-from lt_trainer.optimizers.spec import OptimizerSpec, ParamSlice, StateSlot, UpdateFn
 from lt_trainer_neuron.engine import NeuronEngine
 from lt_trainer_neuron.spec import SPEC
 
@@ -177,55 +170,6 @@ def test_the_folder_holds_what_the_ranks_hold_for_us_and_for_nxd(ranks, tmp_path
         assert any(name.endswith("weight_qkv") for name in stored) == (GQA[-1] in sets)
     norms = load_pt(path / "optim" / "dp_rank_00_tp_rank_00_pp_rank_00.pt")["param_groups"][1]
     assert norms["weight_decay"] == 0.0
-
-
-def sgd_update(options: OptimizerOptions, lr: Tensor | float, step: Tensor) -> UpdateFn:
-    """Return a step of SGD with momentum."""
-
-    def update(
-        param: ParamSlice, weight: Tensor, gradient: Tensor, slots: Mapping[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        assert param.specs
-        momentum = slots["momentum"] * options.beta1 + gradient
-        return weight - lr * momentum, {"momentum": momentum}
-
-    return update
-
-
-SGD = OptimizerSpec(
-    name="sgd", slots=(StateSlot(name="momentum"),), options=frozenset({"beta1"}), make_update=sgd_update
-)
-
-
-def saved_by_sgd(model: LlamaConfig, sets: tuple[str, ...], folder: str) -> tuple[str, Boxes, int]:
-    OPTIMIZERS[SGD.name] = SGD
-    return saved(model, sets, folder)
-
-
-def resumed_by_sgd(model: LlamaConfig, sets: tuple[str, ...], path: str) -> Boxes:
-    OPTIMIZERS[SGD.name] = SGD
-    engine = open_engine(model, "run.seed=7", *sets)
-    engine.restore(Checkpoint.open(path))
-    held = boxes(engine)
-    engine.close()
-    return held
-
-
-def test_another_optimizers_slots_are_saved_and_resharded(ranks, tmp_path: Path) -> None:
-    model, sgd = config(4, False), "optimizer.name=sgd"
-    found = ranks.run(saved_by_sgd, model, (TP2, BF16, sgd), str(tmp_path), ranks=4)
-    path = Path(found[0][0])
-    checkpoint = Checkpoint.open(path)
-    assert verify(path).is_ok
-    assert checkpoint.manifest.optimizer == OptimizerRecord(name="sgd", slots=("momentum",))
-    assert set(checkpoint.groups) == {"weights", "momentum", "cast_weights"}
-    theirs = open_nxd(path, config=open_source(path).config, optimizer=True)
-    assert bytes_of(theirs, "momentum") == bytes_of(open_source(path), "momentum")
-    for rank in ranks.run(resumed_by_sgd, model, (PP2, FP32, sgd), str(path), ranks=2):
-        for group, tensor, offset, shape, data in rank:
-            assert checkpoint.read(group, tensor, offset=offset, shape=shape).tobytes() == data, (group, tensor)
-    with pytest.raises(RecipeError, match=r"holds the state of 'sgd' \(momentum\), but 'adamw' needs its own"):
-        ranks.run(resumed_by_sgd, model, (PP2, FP32), str(path), ranks=2)
 
 
 def bytes_of(source: Source, group: str) -> dict[str, bytes]:

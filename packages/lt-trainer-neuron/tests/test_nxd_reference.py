@@ -23,7 +23,6 @@ from lt_trainer.checkpointing.pretrained import PretrainedWeights
 from lt_trainer.config.recipe import load
 from lt_trainer.engine import StepBatch, World
 from lt_trainer_neuron.engine import NeuronEngine
-from lt_trainer_neuron.grid import build_nxd_options
 from lt_trainer_neuron.nxd.backend import NxdBackend
 from lt_trainer_neuron.spec import SPEC
 
@@ -252,14 +251,3 @@ def test_three_steps_of_nxds_zero1_in_bf16_with_fp32_masters(ranks) -> None:
         assert relative(changes(found)) <= 6e-2
         for moment in ("exp_avg", "exp_avg_sq"):
             assert relative(list(found.rows[moment].values())) <= 2e-2
-
-
-def test_the_cut_of_the_cases_is_the_recipes() -> None:
-    """What `compute` relies on: two kv heads twice over four ranks, plain projections without qkv_linear."""
-    base = {"run": {"engine": "neuron"}, "data": {"store": "unused"}, "model": {"n_heads": 8, "n_kv_heads": 2}}
-    plain = build_nxd_options(load(base=base, overrides=("parallel.tp=2",)).recipe)
-    assert (plain.tp, plain.pp, plain.qkv, plain.kv_size_multiplier) == (2, 1, "separate", 1)
-    grouped = build_nxd_options(load(base=base, overrides=("parallel.tp=4", "parallel.pp=2", *GQA)).recipe)
-    assert (grouped.tp, grouped.pp, grouped.qkv, grouped.kv_size_multiplier) == (4, 2, "gqa", 2)
-    fused = build_nxd_options(load(base=base, overrides=("parallel.tp=4", *GQA, "engine.neuron.fuse_qkv=true")).recipe)
-    assert fused.qkv == "gqa_fused"

@@ -39,10 +39,6 @@ def resolved() -> Callable[..., ResolvedRecipe]:
     return resolve
 
 
-def test_the_examples_are_all_here() -> None:
-    assert {path.name for path in EXAMPLES.iterdir()} == set(KNOWN)
-
-
 @pytest.mark.parametrize("name", KNOWN)
 def test_an_example_resolves_and_fits(name: str) -> None:
     millions, dp, accumulation, tokens, warmup = KNOWN[name]
@@ -159,14 +155,10 @@ def test_time_follows_the_peak_of_all_cores(resolved) -> None:
 
 
 def test_the_command_plans_with_the_engine_that_trains(resolved) -> None:
-    fits, text, values = plan_recipe(resolved(), device="trn1", devices=32, nodes=None, mfu=None)
+    fits, text, values = plan_recipe(resolved("parallel.tp=1"), device="trn1", devices=32, nodes=None, mfu=None)
+    assert fits is values["fits"] is False
     assert "NeuronCore-v2" in text
-    assert values["fits"] == fits
-    gpu = load(base={"model": {"preset": "llama2-7b"}, "data": {"store": "x"}, "batch": {"micro_batch_size": 1}})
-    fits, text, values = plan_recipe(gpu, device="h100", devices=8, nodes=None, mfu=None)
-    assert fits
-    assert values["device"]["name"] == "h100"
-    assert "H100" in text
+    assert "DOES NOT FIT" in text
 
 
 @pytest.mark.parametrize(
@@ -186,10 +178,3 @@ def test_what_cannot_be_planned_is_refused(
     with pytest.raises(RecipeError) as caught:
         make_plan(resolved(*sets), **({"device": "trn1", "devices": 32} | given))
     assert told in str(caught.value)
-
-
-def test_what_does_not_fit_says_what_helps(resolved) -> None:
-    made = make_plan(resolved("parallel.tp=1", "engine.neuron.zero1=false"), device="trn1", devices=32)
-    assert not made["fits"]
-    assert "DOES NOT FIT" in format_plan(made)
-    assert "larger parallel.tp" in format_plan(made)
