@@ -14,8 +14,6 @@ from markdown_it import MarkdownIt
 
 from lt_ckpt.finished_folder import list_finished_files
 from lt_ckpt.hash_list import HASH_LIST, format_hash_list
-from lt_data import prepare
-from lt_data.store.manifest import Selection
 from lt_trainer.config.recipe import load
 from lt_trainer.release.bundle import ReleaseError, hash_file, list_files
 from lt_trainer.release.facts import Facts
@@ -244,16 +242,6 @@ def test_all_that_is_wrong_is_in_one_list_and_nothing_is_written(work: Path, lt:
     assert "--licenses = none: No such file" in text
     assert "not a run directory" in lt("release", "make", "text", "--out", "x", cwd=work, code=64)
     assert "not a release" in lt("release", "verify", "text", cwd=work, code=64)
-
-
-def test_a_store_that_leaves_out_duplicates_by_a_list_is_refused(work: Path, tmp_path: Path) -> None:
-    tokenizer, selection = work / "train" / "tokenizer", Selection(drop_duplicates=True)
-    prepare([work / "text" / "train"], tokenizer=tokenizer, out=work / "units", unit_bytes=2000, selection=selection)
-    recipe = json.loads((work / "run" / "recipe.json").read_text())
-    recipe["recipe"]["data"] |= {"store": "units"}
-    (work / "run" / "recipe.json").write_text(json.dumps(recipe))
-    with pytest.raises(ReleaseError, match=r"data\.store = 'units': leaves out duplicates .*--unit-bytes\)"):
-        make_with(LICENSES, tmp_path / "out")
 
 
 def test_names_of_strangers_change_no_card(made: tuple[Path, str]) -> None:

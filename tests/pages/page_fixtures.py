@@ -95,7 +95,7 @@ PAGES: dict[str, Page] = {
         files={"store": "train", "tokenizer": "tokenizer"},
         replacements={
             "STORE": "store",
-            "FORMAT": "hf",
+            "FORMAT": "litespark",
             "FOLDER": "rows",
             "N": "64",
             "TOKENIZER": "tokenizer",
@@ -155,7 +155,7 @@ PAGES: dict[str, Page] = {
     "packages/lt-ckpt/README.md": Page(
         files={"run": "run"}, replacements={"PATH": "run", "OUT": "out", "DIR": "exported"}, needs_s3=True
     ),
-    "packages/lt-data/README.md": Page(files={"runs/first": "run"}, replacements={"2048": "320", "1200": "3"}),
+    "packages/lt-data/README.md": Page(files={"corpus.txt": "text/train"}, replacements={"2048": "320", "4096": "64"}),
     "packages/lt-launch/README.md": Page(
         files=LOCAL_RUN_FILES, replacements={"RUN.toml": "run.toml", "RUN": "runs/run"}
     ),

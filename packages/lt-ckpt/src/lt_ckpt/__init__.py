@@ -3,19 +3,25 @@
 Saving (without collectives, protocol in `lt_ckpt.save`): `begin_save`, `write_rank_files`, `commit_save`. Reading:
 `Checkpoint`, `find_latest_valid`. Other formats: `open_source`, `convert_checkpoint`. The rest is imported from its
 module, for example `lt_ckpt.s3.transfer`.
+
+These names are imported on first use, so importing the package is cheap.
 """
 
-from lt_ckpt.checkpoint import Checkpoint, ReadItem
-from lt_ckpt.discovery import find_latest_valid, list_steps, prune_checkpoints
-from lt_ckpt.errors import CheckpointError
-from lt_ckpt.formats import ConvertOptions, convert_checkpoint, open_source
-from lt_ckpt.integrity import verify
-from lt_ckpt.manifest import CheckpointMetadata
-from lt_ckpt.records import OptimizerRecord
-from lt_ckpt.save import begin_save, commit_save, write_rank_files
-from lt_ckpt.shards import Shard
-from lt_ckpt.source import Source
-from lt_ckpt.tensorfile import TensorSpec
+import pkgutil
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lt_ckpt.checkpoint import Checkpoint, ReadItem
+    from lt_ckpt.discovery import find_latest_valid, list_steps, prune_checkpoints
+    from lt_ckpt.errors import CheckpointError
+    from lt_ckpt.formats import ConvertOptions, convert_checkpoint, open_source
+    from lt_ckpt.integrity import verify
+    from lt_ckpt.manifest import CheckpointMetadata
+    from lt_ckpt.records import OptimizerRecord
+    from lt_ckpt.save import begin_save, commit_save, write_rank_files
+    from lt_ckpt.shards import Shard
+    from lt_ckpt.source import Source
+    from lt_ckpt.tensorfile import TensorSpec
 
 __all__ = [
     "Checkpoint",
@@ -37,3 +43,31 @@ __all__ = [
     "verify",
     "write_rank_files",
 ]
+_MODULES = {
+    "Checkpoint": "checkpoint",
+    "CheckpointError": "errors",
+    "CheckpointMetadata": "manifest",
+    "ConvertOptions": "formats",
+    "OptimizerRecord": "records",
+    "ReadItem": "checkpoint",
+    "Shard": "shards",
+    "Source": "source",
+    "TensorSpec": "tensorfile",
+    "begin_save": "save",
+    "commit_save": "save",
+    "convert_checkpoint": "formats",
+    "find_latest_valid": "discovery",
+    "list_steps": "discovery",
+    "open_source": "formats",
+    "prune_checkpoints": "discovery",
+    "verify": "integrity",
+    "write_rank_files": "save",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = pkgutil.resolve_name(f"{__name__}.{_MODULES[name]}:{name}")
+    globals()[name] = value
+    return value
