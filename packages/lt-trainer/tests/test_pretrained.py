@@ -231,9 +231,11 @@ def test_ids_must_mean_the_same(own_tokenizer, tmp_path) -> None:
 def test_a_model_of_a_hub(model, tmp_path, monkeypatch) -> None:
     """The recipe needs its configuration alone; ranks agree on one commit, although the branch moves at every look."""
     asked: list[str] = []
+    verified: list[bool] = []
 
     def look(address: str, **options: Any) -> Source:
         asked.append(address)
+        verified.append(options["verify"])
         revision = address.partition("@")[2] or f"{len(asked):040x}"
         return replace(open_source(model, **options), format_info={"hub": "org/name", "revision": revision})
 
@@ -252,6 +254,9 @@ def test_a_model_of_a_hub(model, tmp_path, monkeypatch) -> None:
     pretrained = opened(resolved.recipe.model, CONFIG)
     assert f"org/name at commit {1:040x}" in pretrained.describe()
     assert asked == ["hf://org/name", f"hf://org/name@{1:040x}"], "the branch is looked at once for all ranks"
+    for rank, local in ((1, 1), (8, 0)):  # of the second machine's ranks the first reads all files once
+        open_pretrained(resolved.recipe.model, CONFIG, {}, Control(), rank, lambda: None, verifies=local == 0)
+    assert verified == [True, False, False, True], "rank 0 has verified the files where it looked"
 
 
 def test_a_run_starts_from_it_once_and_resume_wins(model, recipe_base, fake_engine, capsys) -> None:

@@ -127,6 +127,7 @@ def open_source(
     master_weights: bool = False,
     optimizer: bool | None = False,
     head_order: str = "trn1",
+    verify: bool = True,
     progress: files.ProgressCallback | None = None,
 ) -> Source:
     """Open a model in any format, or on the Hugging Face hub.
@@ -140,6 +141,7 @@ def open_source(
             one of ours, its group `master`.
         optimizer: Of an NxD checkpoint, also the moments of its ZeRO-1 state; None: if it has one.
         head_order: Of an NxD checkpoint with the GQA layer: trn1 or trn2; the files do not show it.
+        verify: Of a hub model, hash its files; False where another process of this machine does.
         progress: Called with the bytes downloaded.
 
     Raises:
@@ -150,7 +152,7 @@ def open_source(
     if str(path).startswith(HUB):
         from lt_ckpt.hub.model import fetch_model
 
-        fetched = fetch_model(str(path), cache=cache_dir, progress=progress)
+        fetched = fetch_model(str(path), cache=cache_dir, verify=verify, progress=progress)
         source = open_source(fetched.path, config=config)
         return replace(source, format_info={**source.format_info, **fetched.about})
     local_path = Path(path)

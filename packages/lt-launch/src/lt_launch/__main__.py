@@ -70,7 +70,7 @@ def _run(given: list[str]) -> int:
 
 
 def _print_error(text: str, code: int) -> int:
-    from lt_launch.terminal import echo_error
+    from lt_ckpt.terminal_text import echo_error
 
     echo_error(text)
     return code

@@ -138,7 +138,7 @@ def render(
     if output_dir is None:
         text = format_rendered(rendered)
         if sys.stdout.isatty():  # in a file it is what is sent, byte for byte
-            from lt_launch.terminal import escape_controls
+            from lt_ckpt.terminal_text import escape_controls
 
             text = escape_controls(text)
         sys.stdout.write(text)
@@ -178,9 +178,9 @@ def logs(
 @app.command()
 def cancel(run: Run) -> None:
     """Cancel a run; training saves a checkpoint within its grace period."""
+    from lt_ckpt.terminal_text import echo
     from lt_launch.launch_dir import load_launch, log_event
     from lt_launch.target import get_target
-    from lt_launch.terminal import echo
 
     launch = load_launch(run)
     log_event(launch, "cancel_requested")
@@ -240,8 +240,8 @@ def sagemaker_entrypoint(
     """
     import os
 
+    from lt_ckpt.terminal_text import escape_controls
     from lt_launch.sagemaker.entrypoint import run_entrypoint
-    from lt_launch.terminal import escape_controls
 
     sys.exit(run_entrypoint(root, os.environ, lambda text: typer.echo(escape_controls(f"# {text}", keep=""))))
 

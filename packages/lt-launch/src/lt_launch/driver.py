@@ -65,7 +65,7 @@ def submit(launch: Launch, *, detach: bool) -> tuple[Mapping[str, str], int]:
     """
     folder = launch.directory.parent
     if not detach:
-        from lt_launch.terminal import escape_controls
+        from lt_ckpt.terminal_text import escape_controls
 
         line = f"# folder: {folder}; elsewhere: lt launch status {shlex.quote(folder.name)}"
         sys.stderr.write(escape_controls(line, keep="") + "\n")

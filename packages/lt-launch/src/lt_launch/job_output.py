@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import TextIO
 
-from lt_launch.terminal import escape_controls
+from lt_ckpt.terminal_text import escape_controls
 
 COLOR = re.compile(r"\x1b\[[0-9;:]*m")
 

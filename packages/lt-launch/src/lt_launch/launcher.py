@@ -24,8 +24,8 @@ def launch(pipeline: Pipeline, profile: Profile, on: str, *, detach: bool = Fals
     Raises:
         LaunchError: and RecipeError, before anything is written or sent.
     """
+    from lt_ckpt.terminal_text import echo_error
     from lt_launch import launch_dir
-    from lt_launch.terminal import echo_error
 
     target = get_target(on)
     rendered = target.render(pipeline, profile)
@@ -38,7 +38,7 @@ def launch(pipeline: Pipeline, profile: Profile, on: str, *, detach: bool = Fals
     ids, code = target.submit(new_launch, rendered, detach=detach)
     if ids:
         launch_dir.save_job_ids(new_launch, ids)
-        from lt_launch.terminal import escape_controls
+        from lt_ckpt.terminal_text import escape_controls
 
         sys.stdout.write(escape_controls(format_submitted(new_launch.directory.parent, ids)))
     return code

@@ -7,6 +7,6 @@ def escape(text: str) -> str:
     """Return the text as rich must be given it: no markup, no ANSI escapes, one line."""
     from rich.markup import escape as escape_markup
 
-    from lt_launch.terminal import escape_controls
+    from lt_ckpt.terminal_text import escape_controls
 
     return escape_markup(escape_controls(text, keep=""))

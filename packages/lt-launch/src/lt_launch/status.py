@@ -15,13 +15,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lt_ckpt.terminal_text import echo_error
 from lt_launch.errors import LaunchError
 from lt_launch.launch_dir import find_launch_dir, list_launch_dirs, load_launch
 from lt_launch.markup import escape
 from lt_launch.policy import read_table
 from lt_launch.progress import RUN_DIR_MARKER, Progress, parse_progress, read_progress
 from lt_launch.target import Launch, StageStatus, get_target
-from lt_launch.terminal import echo_error
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -107,7 +107,7 @@ def load_pt_stream(stream: Any, where: str) -> Any:
             tree = torch.load(stream, weights_only=True, map_location="cpu")
     except OSError:
         raise
-    except Exception as exc:
+    except Exception as exc:  # a damaged file may raise any
         found = _UNSAFE.search(str(exc))  # its text goes on with advice to run the pickle all the same
         reason = found[0] if found else str(exc).partition("\n")[0] or type(exc).__name__
         raise CheckpointError(f"{where}: torch cannot read it: {reason}; is it a whole file of torch.save?") from exc

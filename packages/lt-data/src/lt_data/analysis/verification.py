@@ -29,10 +29,13 @@ _CHUNK = 2**22  # ids checked at a time
 
 def find_problems(store: TokenStore, progress: Progress = no_progress) -> Iterator[str]:
     """Check a store and its packs; yield each problem with the name of its file."""
-    for check in (store.tokenizer, lambda: store.source_files):
-        yield from _problem_of(check)
+    damaged = False
     for name, sha256 in store.manifest.tokenizer.files.items():
-        yield from _check_hash(store.folder / store.manifest.tokenizer_folder / name, sha256)
+        for problem in _check_hash(store.folder / store.manifest.tokenizer_folder / name, sha256):
+            damaged = True
+            yield problem
+    for check in (lambda: store.source_files, *([] if damaged else [store.tokenizer])):  # `tokenizers` may abort on one
+        yield from _problem_of(check)
     done, total = 0, sum(shard.tokens for shard in store.manifest.shards) * store.dtype.itemsize
     are_indexes_valid = True
     for number in range(len(store.manifest.shards)):

@@ -144,6 +144,8 @@ def open_pretrained(
     control: Control,
     rank: int,
     heartbeat: Callable[[], None],
+    *,
+    verifies: bool = True,
 ) -> PretrainedWeights:
     """Open `model.init_from` on every rank; a hub model is downloaded where it is not cached.
 
@@ -154,6 +156,7 @@ def open_pretrained(
         control: Control collectives, to agree on a hub's commit.
         rank: This rank.
         heartbeat: Called while waiting.
+        verifies: Whether this rank hashes a hub model's files; one of each machine does.
 
     Raises:
         RecipeError: (on every rank) the model cannot be opened, has another architecture than the recipe, or its
@@ -161,9 +164,9 @@ def open_pretrained(
     """
     address = options.init_from
 
-    def open_at(place: str) -> Source:
+    def open_at(place: str, *, verify: bool = True) -> Source:
         with as_recipe_error(address):
-            return open_source(place, config=options.init_config or None)
+            return open_source(place, config=options.init_config or None, verify=verify)
 
     def resolve() -> str:
         source = open_at(address)
@@ -184,7 +187,9 @@ def open_pretrained(
     fallbacks: list[str] = []
     resolved = run_with_keepalive(control, rank == 0, resolve, heartbeat, KEEPALIVE_S)
     opened: list[Source] = []
-    run_on_all_ranks(control, lambda: opened.append(open_at(resolved)), heartbeat, KEEPALIVE_S)
+    run_on_all_ranks(
+        control, lambda: opened.append(open_at(resolved, verify=verifies and rank != 0)), heartbeat, KEEPALIVE_S
+    )
     source = replace(opened[0], fallbacks=tuple(fallbacks))
     assert source.config is not None, "open_source requires a config"
     with as_recipe_error(address):

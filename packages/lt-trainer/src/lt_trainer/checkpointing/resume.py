@@ -11,6 +11,7 @@ all ranks take the next older valid checkpoint, which overwrites what they have 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -130,10 +131,17 @@ def _open_batches(run: Run, saved: Mapping[str, Any] | None) -> None:
 
 def _load_pretrained(run: Run) -> None:
     from lt_trainer.checkpointing.pretrained import open_pretrained  # most runs need none of its formats
+    from lt_trainer.engine import World
 
     options, engine = run.recipe.model, run.engine
     pretrained = open_pretrained(
-        options, run.model, run.data.tokenizer_files, engine.control, engine.topology.rank, run.watchdog.heartbeat
+        options,
+        run.model,
+        run.data.tokenizer_files,
+        engine.control,
+        engine.topology.rank,
+        run.watchdog.heartbeat,
+        verifies=World.from_env(os.environ).local_rank == 0,
     )
     engine.load_weights(pretrained)
     pretrained.check_finite(engine.control)
