@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 
 from lt_ckpt import find_latest_valid, list_steps
 from lt_launch.__main__ import main
-from lt_model import LlamaConfig, config_to_hf, param_specs
+from lt_model import ModelConfig, config_to_hf, param_specs
 from lt_trainer.run_directory.run_dir import RunDir
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 128, "n_heads": 4, "n_kv_heads": 2, "n_layers": 2, "vocab_size": 320}
@@ -84,7 +84,7 @@ def test_one_clear_error(prepared: Path, error: Error, tmp_path: Path, arguments
 
 def pretrained(folder: Path, **changes: int) -> None:
     """A Hugging Face folder `model`, with changes of its shape."""
-    config = LlamaConfig(max_position_embeddings=64, tie_word_embeddings=True, **SHAPE | changes)
+    config = ModelConfig(max_position_embeddings=64, tie_word_embeddings=True, **SHAPE | changes)
     (folder / "model").mkdir()
     weights = {p.name: np.full(p.shape, 0.01, np.float32) for p in param_specs(config)}
     save_file(weights, folder / "model" / "model.safetensors", metadata={"format": "pt"})

@@ -134,12 +134,12 @@ def compare_plain(spec: dict[str, Any]) -> tuple[float, float, dict[str, Any]]:
     from gpu_plain import PlainLlama, cross_entropy
     from gpu_worker import measure_steps
 
-    from lt_model import Llama
+    from lt_model import Decoder
     from lt_model.init import init_model
 
     torch.set_num_threads(1)
     config = replace(preset("tiny-2m"), n_layers=2)
-    wanted = Llama(config)
+    wanted = Decoder(config)
     init_model(wanted, 0)
     plain = PlainLlama(config)
     names = {name for name, _ in plain.named_parameters()}

@@ -6,10 +6,10 @@ import pytest
 
 from lt_ckpt.conversion import convert
 from lt_ckpt.dcp.format import dcp_target, open_dcp
-from lt_model import LlamaConfig, config_to_hf
+from lt_model import ModelConfig, config_to_hf
 from lt_test_helpers.pool import RankPool
 
-CONFIG = LlamaConfig(
+CONFIG = ModelConfig(
     vocab_size=29, hidden_size=16, intermediate_size=20, n_heads=2, n_kv_heads=1, n_layers=2, max_position_embeddings=16
 )
 """Odd numbers of rows, so that the ranks' shares differ."""
@@ -28,11 +28,11 @@ def train_and_save(config, seed, steps, folder):
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
     from torch.distributed.fsdp import fully_shard
 
-    from lt_model import Llama
+    from lt_model import Decoder
 
     dist.init_process_group("gloo")
     torch.manual_seed(seed)
-    model = Llama(config)
+    model = Decoder(config)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     for block in model.model.layers:
@@ -67,10 +67,10 @@ def load_sharded(config, folder):
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
     from torch.distributed.fsdp import fully_shard
 
-    from lt_model import Llama
+    from lt_model import Decoder
 
     dist.init_process_group("gloo")
-    model = Llama(config)
+    model = Decoder(config)
     for parameter in model.parameters():
         torch.nn.init.ones_(parameter)
     fully_shard(model)

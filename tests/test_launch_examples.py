@@ -17,7 +17,7 @@ from lt_launch.job import Stage
 from lt_launch.profile import Profile
 from lt_launch.run_file import RunOverrides, read_run_file
 from lt_test_helpers.runs import run
-from lt_trainer.config.recipe import from_dict, llama_config, load, to_dict
+from lt_trainer.config.recipe import from_dict, load, model_config, to_dict
 from lt_trainer.config.sections import Recipe
 from lt_trainer.run_directory.jsonl import read_jsonl
 from lt_trainer_neuron.compile_key import check_compiled
@@ -138,7 +138,7 @@ def test_precompile_compiles_the_graphs_of_the_train_stage(name: str, tmp_path: 
     arguments = " ".join(json.loads((tmp_path / "cache" / "arguments.json").read_text()))
     assert "--nproc-per-node 32 --nnodes 16 --node-rank 3 --master-addr node-0 --master-port 29500" in arguments
 
-    model = llama_config(train, train.model.vocab_size)
+    model = model_config(train, train.model.vocab_size)
     assert train.engine["neuron"].compile_key == "error"  # raises where no key fits
     assert check_compiled(train, model, environ | neuron_env(train, environ)) == ""
 

@@ -16,7 +16,7 @@ from lt_data import RowReader, TokenStore, open_pack
 from lt_data.streaming.rows import IGNORE_INDEX
 from lt_test_helpers.runs import run
 from lt_test_helpers.stores import make_stores
-from lt_trainer.config.recipe import llama_config, load
+from lt_trainer.config.recipe import load, model_config
 from lt_trainer.observability.inspection import inspect_step
 from lt_trainer.run_directory.jsonl import read_jsonl
 from lt_trainer_neuron.compile_key import check_compiled
@@ -111,7 +111,7 @@ def test_from_weights_to_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     environ = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "PYTHONPATH": f"{tmp_path}/packages"}
     lt("train", "precompile", "run.toml", **environ)
     given = load("run.toml").recipe
-    found = check_compiled(given, llama_config(given, 320), {**os.environ, **environ, **neuron_env(given, environ)})
+    found = check_compiled(given, model_config(given, 320), {**os.environ, **environ, **neuron_env(given, environ)})
     assert found == "", "the key that the run asks for"
 
     lt("train", "torchrun", "run-cpu.toml", "--nproc-per-node", "4")

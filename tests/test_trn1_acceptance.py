@@ -46,14 +46,14 @@ if name == "lt-ckpt" or arguments[0] == "neuron-cache":
     sys.exit(0)
 
 from lt_trainer.engine import World
-from lt_trainer.config.recipe import llama_config, load
+from lt_trainer.config.recipe import model_config, load
 from lt_trainer_neuron.checks import check_model
 from lt_trainer_neuron.spec import SPEC
 
 path = Path(next(argument for argument in arguments[1:] if argument.endswith(".toml")))
 recipe = load(path).recipe
 SPEC.check(recipe, World(rank=0, size=32, local_rank=0, local_size=32))
-check_model(recipe, llama_config(recipe, recipe.model.vocab_size))
+check_model(recipe, model_config(recipe, recipe.model.vocab_size))
 key = Path(f"{path}.key")
 if arguments[0] == "precompile":
     key.touch()

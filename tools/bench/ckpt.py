@@ -52,9 +52,9 @@ from lt_ckpt import (
 )
 from lt_ckpt.async_save import AsyncRankSaver
 from lt_ckpt.checkpoint import READER_THREADS
-from lt_model import LlamaConfig, param_specs
+from lt_model import ModelConfig, param_specs
 
-CONFIG = LlamaConfig(
+CONFIG = ModelConfig(
     vocab_size=32000,
     hidden_size=2048,
     intermediate_size=8192,

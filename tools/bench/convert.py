@@ -34,13 +34,13 @@ from pathlib import Path
 import numpy as np
 
 from lt_ckpt.tensorfile import HashingSafetensorsWriter, TensorSpec
-from lt_model import PRESETS, LlamaConfig, config_to_hf, param_specs
+from lt_model import PRESETS, ModelConfig, config_to_hf, param_specs
 
 BLOCK_BYTES = 4 * 2**20
 CHILD_ARGUMENT = "convert-child"
 
 
-def make_model(folder: Path, config: LlamaConfig, shard_bytes: int) -> int:
+def make_model(folder: Path, config: ModelConfig, shard_bytes: int) -> int:
     """Write random bf16 weights as a sharded Hugging Face folder; return their bytes."""
     folder.mkdir(parents=True)
     noise = np.random.default_rng(0).integers(0, 256, BLOCK_BYTES + 4096, dtype=np.uint8)

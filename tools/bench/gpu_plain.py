@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
-from lt_model import LlamaConfig
+from lt_model import ModelConfig
 
 LEARNING_RATE, BETAS, WEIGHT_DECAY, MAX_NORM, INIT_STD = 3e-6, (0.9, 0.95), 0.1, 1.0, 0.02
 
@@ -25,7 +25,7 @@ LEARNING_RATE, BETAS, WEIGHT_DECAY, MAX_NORM, INIT_STD = 3e-6, (0.9, 0.95), 0.1,
 class PlainAttention(nn.Module):
     """Causal grouped-query attention with rotary positions."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         self.q_proj = nn.Linear(config.hidden_size, config.n_heads * config.head_dim, bias=False)
@@ -48,7 +48,7 @@ class PlainAttention(nn.Module):
 class PlainMlp(nn.Module):
     """SwiGLU feed-forward layer."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
@@ -62,7 +62,7 @@ class PlainMlp(nn.Module):
 class PlainBlock(nn.Module):
     """Pre-norm decoder block."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.norm_eps)
         self.self_attn = PlainAttention(config)
@@ -78,7 +78,7 @@ class PlainBlock(nn.Module):
 class PlainDecoder(nn.Module):
     """Embedding, blocks and the last norm."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(PlainBlock(config) for _ in range(config.n_layers))
@@ -88,7 +88,7 @@ class PlainDecoder(nn.Module):
 class PlainLlama(nn.Module):
     """Llama with transformers' parameter names."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
         self.model = PlainDecoder(config)
@@ -111,7 +111,7 @@ def rotate_half(x: Tensor) -> Tensor:
     return torch.cat((-b, a), dim=-1)
 
 
-def rope_tables(config: LlamaConfig, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def rope_tables(config: ModelConfig, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the cosines and sines [T, K] of all positions."""
     exponents = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32) / config.head_dim
     angles = torch.outer(torch.arange(length, device=device, dtype=torch.float32), config.rope_theta**-exponents)
@@ -127,7 +127,7 @@ def cross_entropy(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
 class PlainTrainer:
     """Process group of one, model under FSDP2 and fused AdamW; float32 weights, bfloat16 compute on CUDA."""
 
-    def __init__(self, config: LlamaConfig, device: torch.device, *, is_compiled: bool) -> None:
+    def __init__(self, config: ModelConfig, device: torch.device, *, is_compiled: bool) -> None:
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] - documented as torch.distributed.HashStore
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=0, world_size=1)
         torch.manual_seed(0)

@@ -32,7 +32,7 @@ import numpy as np
 
 from lt_model import flops_per_token, n_parameters, preset
 from lt_model.costs import FLOPS_CONVENTIONS
-from lt_trainer.config.recipe import llama_config, load
+from lt_trainer.config.recipe import load, model_config
 from lt_trainer.engine import World
 from lt_trainer.planning.layout import layout_from_recipe
 from lt_trainer.planning.memory import plan_memory
@@ -44,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "helpers"
 if TYPE_CHECKING:
     import torch
 
-    from lt_model import LlamaConfig
+    from lt_model import ModelConfig
     from lt_trainer.engine import StepBatch
 
 EXIT_MARGIN_S = 10.0
@@ -222,7 +222,7 @@ def time_products(spec: dict[str, Any]) -> dict[str, Any]:
     return {"status": "ok", "products": products}
 
 
-def prepare_recipe(spec: dict[str, Any]) -> tuple[Any, LlamaConfig]:
+def prepare_recipe(spec: dict[str, Any]) -> tuple[Any, ModelConfig]:
     """Return recipe and model of a step of one micro-batch of `spec`; set the engine's environment variables."""
     model = {"preset": spec["preset"]} | ({"n_layers": spec["n_layers"]} if spec["n_layers"] else {})
     base = {
@@ -234,7 +234,7 @@ def prepare_recipe(spec: dict[str, Any]) -> tuple[Any, LlamaConfig]:
     recipe = load(base=base, overrides=spec["sets"], base_name="benchmark").recipe
     SPEC.check(recipe, World())
     os.environ.update(SPEC.env(recipe))
-    return recipe, llama_config(recipe, preset(spec["preset"]).vocab_size)
+    return recipe, model_config(recipe, preset(spec["preset"]).vocab_size)
 
 
 def random_ids(spec: dict[str, Any], vocab_size: int, seed: int) -> np.ndarray:
@@ -314,7 +314,7 @@ Opened = tuple[Callable[[int], Any], Callable[[list[Any]], dict[str, Any]]]
 """A step with the rows of a seed, and what is told of the results of all steps at the end."""
 
 
-def open_engine(spec: dict[str, Any], recipe: Any, config: LlamaConfig, device: torch.device) -> Opened:
+def open_engine(spec: dict[str, Any], recipe: Any, config: ModelConfig, device: torch.device) -> Opened:
     """Open the engine, with batches of random ids."""
     engine = SPEC.open(recipe, config, World())
     batches = [
@@ -337,7 +337,7 @@ def open_engine(spec: dict[str, Any], recipe: Any, config: LlamaConfig, device: 
     return lambda seed: engine.step(batches[seed], recipe.optimizer.lr / 100), finish
 
 
-def open_plain(spec: dict[str, Any], recipe: Any, config: LlamaConfig, device: torch.device) -> Opened:
+def open_plain(spec: dict[str, Any], recipe: Any, config: ModelConfig, device: torch.device) -> Opened:
     """Open the plain model, with the same ids."""
     import torch
     from gpu_plain import PlainTrainer
@@ -388,7 +388,7 @@ def time_steps(
     }
 
 
-def measure_size(spec: dict[str, Any], recipe: Any, config: LlamaConfig, timed: dict[str, Any]) -> dict[str, Any]:
+def measure_size(spec: dict[str, Any], recipe: Any, config: ModelConfig, timed: dict[str, Any]) -> dict[str, Any]:
     """Return tokens and FLOPs per second in both conventions, and the peak memory beside that of `lt train plan`."""
     import torch
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from lt_trainer.config.recipe import llama_config, load
+from lt_trainer.config.recipe import load, model_config
 from lt_trainer.engine import StepMetrics, World
 from lt_trainer.training.benchmark import resolve_bench_recipe, run_benchmark
 from lt_trainer_gpu.spec import SPEC
@@ -36,7 +36,7 @@ def train_layout(spec: dict[str, Any], folder: Path) -> dict[str, Any]:
     recipe = load(base=spec["base"], overrides=spec["sets"], base_name="benchmark").recipe
     SPEC.check(recipe, world)
     os.environ.update(SPEC.env(recipe))
-    engine = SPEC.open(recipe, llama_config(recipe, spec["vocab_size"]), world)
+    engine = SPEC.open(recipe, model_config(recipe, spec["vocab_size"]), world)
     shape = {"rows": ROWS, "seq_len": recipe.data.seq_len, "vocab": spec["vocab_size"]}
     micro_batch_size = recipe.batch.micro_batch_size
     metrics: list[StepMetrics] = []

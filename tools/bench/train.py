@@ -74,7 +74,7 @@ def learning_rate(step: int) -> float:
 
 def make_lt_step(seq_len: int, *, compiled: bool) -> Any:
     """Return the step function of our engine."""
-    from lt_trainer.config.recipe import llama_config, load
+    from lt_trainer.config.recipe import load, model_config
     from lt_trainer.engine import World
 
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "helpers"))
@@ -90,7 +90,7 @@ def make_lt_step(seq_len: int, *, compiled: bool) -> Any:
         "engine": {"gpu": {"device": "cpu", "dtype": "bfloat16", "compile": compiled}},
     }
     recipe = load(base=base).recipe
-    engine = SPEC.open(recipe, llama_config(recipe, VOCAB), World())
+    engine = SPEC.open(recipe, model_config(recipe, VOCAB), World())
     positions = np.arange(seq_len, dtype=np.int32).reshape(1, 1, seq_len)
 
     def step(row: np.ndarray, lr: float) -> float:

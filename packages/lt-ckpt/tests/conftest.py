@@ -20,7 +20,7 @@ from lt_ckpt.formats import ConvertOptions, convert_checkpoint, open_source
 from lt_ckpt.nxd.options import NxdOptions
 from lt_ckpt.records import OptimizerRecord
 from lt_ckpt.tensorfile import HashingSafetensorsWriter, TensorSpec, file_order
-from lt_model import LlamaConfig, config_to_hf, param_specs
+from lt_model import ModelConfig, config_to_hf, param_specs
 
 OPTIMIZER = OptimizerRecord(name="sgd", slots=("exp_avg",))
 DTYPES = {"F32": "<f4", "F64": "<f8", "BF16": "<u2", "I64": "<i8", "U8": "u1"}
@@ -104,10 +104,10 @@ def toy() -> SimpleNamespace:
     return SimpleNamespace(state=toy_state, shards=toy_shards, save=toy_save, check=toy_check, as_bytes=as_bytes)
 
 
-def toy_config(**changes: object) -> LlamaConfig:
+def toy_config(**changes: object) -> ModelConfig:
     """A model with everything that can go wrong: fewer key/value heads, a remainder of layers, an odd width."""
     shape = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "n_heads": 4, "n_kv_heads": 2, "n_layers": 5}
-    return LlamaConfig(**(shape | changes))  # type: ignore[arg-type]
+    return ModelConfig(**(shape | changes))  # type: ignore[arg-type]
 
 
 def toy_model(folder: Path, *, dtype: str = "BF16", seed: int = 0, **changes: object) -> Path:

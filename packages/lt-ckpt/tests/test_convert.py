@@ -16,7 +16,7 @@ from lt_ckpt import Checkpoint, CheckpointError, laid_out_files
 from lt_ckpt.comparison import compare
 from lt_ckpt.formats import ConvertOptions, convert_checkpoint, open_source
 from lt_ckpt.nxd.options import NxdOptions
-from lt_model import LlamaConfig, config_to_hf, param_specs
+from lt_model import ModelConfig, config_to_hf, param_specs
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -26,7 +26,7 @@ TINY = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 80, "n_heads":
 
 def make_hf(folder: Path, *, tied: bool = False, head: bool = False, dtype=torch.bfloat16, **changes) -> Path:
     """A random Llama as transformers writes it: config.json and one safetensors file."""
-    config = LlamaConfig(**{**TINY, **changes}, tie_word_embeddings=tied)
+    config = ModelConfig(**{**TINY, **changes}, tie_word_embeddings=tied)
     generator = torch.Generator().manual_seed(0)
     weights = {p.name: torch.randn(p.shape, generator=generator).to(dtype) for p in param_specs(config)}
     if tied and head:

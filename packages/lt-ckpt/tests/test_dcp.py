@@ -32,9 +32,9 @@ from lt_ckpt import CheckpointError
 from lt_ckpt.conversion import convert
 from lt_ckpt.dcp.format import SafeReader, dcp_target, open_dcp
 from lt_ckpt.meta_llama.names import dialect_key
-from lt_model import LlamaConfig, config_to_hf, param_specs
+from lt_model import ModelConfig, config_to_hf, param_specs
 
-CONFIG = LlamaConfig(vocab_size=26, hidden_size=16, intermediate_size=20, n_heads=4, n_kv_heads=2, n_layers=2)
+CONFIG = ModelConfig(vocab_size=26, hidden_size=16, intermediate_size=20, n_heads=4, n_kv_heads=2, n_layers=2)
 TIED = replace(CONFIG, tie_word_embeddings=True)
 HF = config_to_hf(CONFIG)
 GOLDEN = Path(__file__).parent / "data" / "dcp-torch-2.9"
@@ -115,7 +115,7 @@ def test_we_read_what_torch_writes(tmp_path, dialect, prefix):
 
 def test_a_checkpoint_of_torch_2_9_is_read():
     """torchtitan's names, saved by torch 2.9.1 from two ranks with half of the rows each, of some an odd number."""
-    config = LlamaConfig(vocab_size=13, hidden_size=12, intermediate_size=10, n_heads=2, n_kv_heads=1, n_layers=1)
+    config = ModelConfig(vocab_size=13, hidden_size=12, intermediate_size=10, n_heads=2, n_kv_heads=1, n_layers=1)
     source = open_dcp(GOLDEN, config=config_to_hf(config))
     for group, more in {"weights": 0.0, "exp_avg": 0.5}.items():
         tensors = {

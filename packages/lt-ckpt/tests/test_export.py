@@ -18,7 +18,7 @@ from lt_ckpt import (
     write_rank_files,
 )
 from lt_ckpt.hf.export import export_hf
-from lt_model import LlamaConfig, config_from_hf, param_specs
+from lt_model import ModelConfig, config_from_hf, param_specs
 
 TOKENIZER = {
     "tokenizer.json": json.dumps(
@@ -53,7 +53,7 @@ def config(**changes):
         "n_kv_heads": 2,
         "n_layers": 2,
     }
-    return LlamaConfig(**{**fields, **changes})
+    return ModelConfig(**{**fields, **changes})
 
 
 def save_model(root, model, *, dtype="F32", world=2, tokenizer=TOKENIZER, leave_out=()):

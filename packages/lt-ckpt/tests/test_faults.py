@@ -23,7 +23,7 @@ from lt_ckpt.files import finished_name
 from lt_ckpt.nxd.options import NxdOptions
 from lt_ckpt.nxd.rank_writer import NxdRankWriter, optimizer_state_keys
 from lt_ckpt.save import discard_save
-from lt_model import LlamaConfig
+from lt_model import ModelConfig
 
 
 def save(root, toy, step, opened=None):
@@ -209,7 +209,7 @@ def test_a_power_cut_at_any_call_leaves_the_old_or_the_new_one(fast_path, toy, m
 
 def save_for_nxd(root: Path, step: int, *, xser: bool) -> Path:
     """One rank saves files of NxD; every number in them is the step."""
-    config = LlamaConfig(vocab_size=4, hidden_size=4, intermediate_size=4, n_heads=2, n_kv_heads=2, n_layers=1)
+    config = ModelConfig(vocab_size=4, hidden_size=4, intermediate_size=4, n_heads=2, n_kv_heads=2, n_layers=1)
     cut = NxdOptions(xser=xser)
     part = NxdRankWriter(
         config=config,

@@ -11,9 +11,9 @@ from lt_ckpt import CheckpointError
 from lt_ckpt.meta_llama.format import open_meta
 from lt_ckpt.meta_llama.names import dialect_key, unpermute_rows
 from lt_ckpt.stored_slices import StoredSlice, read_box
-from lt_model import LlamaConfig, config_from_hf, config_to_hf, param_specs, preset
+from lt_model import ModelConfig, config_from_hf, config_to_hf, param_specs, preset
 
-CONFIG = LlamaConfig(
+CONFIG = ModelConfig(
     vocab_size=48,
     hidden_size=32,
     intermediate_size=40,

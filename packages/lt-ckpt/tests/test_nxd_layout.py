@@ -13,7 +13,7 @@ from lt_ckpt import CheckpointError
 from lt_ckpt.llama_tensors import tensor_shapes
 from lt_ckpt.nxd.layout import layers_per_stage, nxd_layout
 from lt_ckpt.nxd.options import NxdOptions
-from lt_model import LlamaConfig, config_from_hf
+from lt_model import ModelConfig, config_from_hf
 
 DATA = Path(__file__).parent / "data" / "nxd"
 
@@ -57,7 +57,7 @@ def cuts(draw):
     heads = kv_heads if qkv == "coalesced" else kv_heads * draw(st.integers(1, 4))
     assume(heads % tp == 0)
     pp, chunks = draw(st.integers(1, 3)), draw(st.integers(1, 2))
-    config = LlamaConfig(
+    config = ModelConfig(
         vocab_size=tp * draw(st.integers(1, 5)),
         hidden_size=heads * 2,
         intermediate_size=tp * draw(st.integers(1, 5)),
@@ -157,7 +157,7 @@ def test_every_rank_has_what_its_layers_ask_for(cut):
     ],
 )
 def test_heads_of_each_rank(qkv, head_order, query, key_value):
-    config = LlamaConfig(vocab_size=4, hidden_size=16, intermediate_size=4, n_heads=8, n_kv_heads=2, n_layers=1)
+    config = ModelConfig(vocab_size=4, hidden_size=16, intermediate_size=4, n_heads=8, n_kv_heads=2, n_layers=1)
     arrays = model(config)
     options = NxdOptions(tp=4, kv_size_multiplier=2, qkv=qkv, head_order=head_order)
     attention = "model.layers.0.self_attn."
@@ -190,7 +190,7 @@ def test_stages_give_the_remainder_to_the_last_and_interleave_chunks():
     ],
 )
 def test_paths(options, paths):
-    config = LlamaConfig(
+    config = ModelConfig(
         vocab_size=101, hidden_size=202, intermediate_size=101, n_heads=101, n_kv_heads=101, n_layers=1
     )
     found = [file.path for file in nxd_layout(config, options).files]
@@ -198,7 +198,7 @@ def test_paths(options, paths):
     assert paths or found[100].endswith("tp_rank_100_pp_rank_00.pt")
 
 
-LLAMA = LlamaConfig(vocab_size=96, hidden_size=96, intermediate_size=96, n_heads=24, n_kv_heads=6, n_layers=4)
+LLAMA = ModelConfig(vocab_size=96, hidden_size=96, intermediate_size=96, n_heads=24, n_kv_heads=6, n_layers=4)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ LLAMA = LlamaConfig(vocab_size=96, hidden_size=96, intermediate_size=96, n_heads
     ],
 )
 def test_cuts_that_cannot_be_right_are_refused(changes, options, message):
-    config = LlamaConfig.from_dict({**LLAMA.to_dict(), **changes})
+    config = ModelConfig.from_dict({**LLAMA.to_dict(), **changes})
     with pytest.raises(CheckpointError, match=message):
         nxd_layout(config, NxdOptions(**options))
 

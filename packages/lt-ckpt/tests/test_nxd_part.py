@@ -37,7 +37,7 @@ from lt_ckpt.nxd.rank_writer import NxdRankWriter, optimizer_state_keys
 from lt_ckpt.nxd.zero1 import shard_rows
 from lt_ckpt.save import discard_save
 from lt_ckpt.source import Source
-from lt_model import LlamaConfig, config_from_hf
+from lt_model import ModelConfig, config_from_hf
 
 DATA = Path(__file__).parent / "data" / "nxd"
 STEPS = DATA / "llama2-mha-tp2-dp2-zero1-steps"
@@ -95,7 +95,7 @@ def shards_of(part: NxdRankWriter, state: State) -> list[Shard]:
     return found
 
 
-def parts_of(config: LlamaConfig, options: NxdOptions, dp: int, **more: Any) -> list[NxdRankWriter]:
+def parts_of(config: ModelConfig, options: NxdOptions, dp: int, **more: Any) -> list[NxdRankWriter]:
     made: list[NxdRankWriter] = []
     for dp_rank, tp_rank, pp_rank in grid(options, dp):
         at = {"dp": dp, "dp_rank": dp_rank, "tp_rank": tp_rank, "pp_rank": pp_rank}
@@ -119,7 +119,7 @@ def save(root: Path, parts: list[NxdRankWriter], state: State, *, step: int = 3)
     return commit_save(tmp, world_size=len(parts), metadata=meta)
 
 
-def random_state(config: LlamaConfig, *, tied_head: bool, masters: bool, seed: int = 0) -> State:
+def random_state(config: ModelConfig, *, tied_head: bool, masters: bool, seed: int = 0) -> State:
     rng = np.random.default_rng(seed)
     shapes = stored_shapes(config, head_is_stored=True)
     kinds = ("weights", "exp_avg", "exp_avg_sq", *(["master"] if masters else []))
@@ -204,7 +204,7 @@ def test_our_checkpoint_holds_the_files_that_nxd_itself_writes(name, xser, tmp_p
 
 
 @st.composite
-def runs(draw: Callable[..., Any]) -> tuple[LlamaConfig, NxdOptions, int, dict[str, bool]]:
+def runs(draw: Callable[..., Any]) -> tuple[ModelConfig, NxdOptions, int, dict[str, bool]]:
     """A model, a cut that it admits, and a data-parallel degree; rows that do not divide among the ranks as well."""
     grouped = draw(st.booleans())
     kv_heads, repeats = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2]))
@@ -212,7 +212,7 @@ def runs(draw: Callable[..., Any]) -> tuple[LlamaConfig, NxdOptions, int, dict[s
     kv_heads = kv_heads if grouped else 2 * draw(st.sampled_from([1, 2]))
     heads = max(tp, kv_heads) * draw(st.sampled_from([1, 2]))
     coalesced = not grouped and heads == kv_heads and draw(st.booleans())
-    config = LlamaConfig(
+    config = ModelConfig(
         vocab_size=tp * draw(st.sampled_from([3, 5])),
         hidden_size=heads * 2,
         intermediate_size=tp * 3,
@@ -268,7 +268,7 @@ def by_nxds_names(found: Mapping[tuple[str, str], Any]) -> dict[tuple[str, str],
     return {(names.get(kind, kind), name): value for (kind, name), value in found.items()}
 
 
-def own(found: Mapping[tuple[str, str], Any], config: LlamaConfig) -> dict[tuple[str, str], Any]:
+def own(found: Mapping[tuple[str, str], Any], config: ModelConfig) -> dict[tuple[str, str], Any]:
     """Without a tied head, which is the embedding."""
     return {at: value for at, value in found.items() if not (config.tie_word_embeddings and at[1] == HEAD)}
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from lt_ckpt import CheckpointError
 from lt_ckpt.formats import ConvertOptions, convert_checkpoint, open_source
 from lt_ckpt.nxd.options import NxdOptions
-from lt_model import LlamaConfig, config_to_hf, param_specs
+from lt_model import ModelConfig, config_to_hf, param_specs
 
 DATA = Path(__file__).parent / "data" / "nxd"
 STEPS = DATA / "llama2-mha-tp2-dp2-zero1-steps"
@@ -74,7 +74,7 @@ def test_any_cut_holds_the_same_state(cut, dp, tmp_path):
 @pytest.mark.parametrize("settings", [1, 2])
 def test_grouped_heads_tied_heads_and_one_group(cut, tied, settings, tmp_path):
     """Moments that are the weights themselves: every row must come back to its place."""
-    config = LlamaConfig(
+    config = ModelConfig(
         vocab_size=64,
         hidden_size=32,
         intermediate_size=48,

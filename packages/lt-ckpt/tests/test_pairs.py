@@ -15,18 +15,18 @@ from safetensors.torch import save_file
 from lt_ckpt.comparison import compare, find_replica_mismatches
 from lt_ckpt.formats import FORMATS, ConvertOptions, convert_checkpoint, open_source
 from lt_ckpt.nxd.options import NxdOptions
-from lt_model import LlamaConfig, config_to_hf, param_specs
+from lt_model import ModelConfig, config_to_hf, param_specs
 
 HEAD = "lm_head.weight"
 
 
 @st.composite
-def models(draw: st.DrawFn) -> LlamaConfig:
+def models(draw: st.DrawFn) -> ModelConfig:
     kv_heads = draw(st.sampled_from([1, 2, 4]))
     group = draw(st.sampled_from([1, 2, 4]))
     heads = kv_heads * group
     head_dim = draw(st.sampled_from([2, 4]))
-    return LlamaConfig(
+    return ModelConfig(
         vocab_size=8 * draw(st.integers(1, 5)),
         hidden_size=heads * head_dim,
         intermediate_size=8 * draw(st.integers(1, 4)),
@@ -38,7 +38,7 @@ def models(draw: st.DrawFn) -> LlamaConfig:
 
 
 @st.composite
-def cuts(draw: st.DrawFn, config: LlamaConfig) -> NxdOptions:
+def cuts(draw: st.DrawFn, config: ModelConfig) -> NxdOptions:
     """A cut that the model admits, of every kind."""
     pp = draw(st.integers(1, config.n_layers))
     chunks = draw(st.integers(1, config.n_layers // pp))
@@ -60,7 +60,7 @@ def cuts(draw: st.DrawFn, config: LlamaConfig) -> NxdOptions:
     return NxdOptions(tp=tp, qkv=qkv, **common)
 
 
-def write_hf(folder: Path, config: LlamaConfig, dtype: torch.dtype) -> Path:
+def write_hf(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Path:
     generator = torch.Generator().manual_seed(1)
     folder.mkdir()
     weights = {p.name: torch.randn(p.shape, generator=generator).to(dtype) for p in param_specs(config)}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lt_model import LlamaConfig, ModelError
+from lt_model import ModelConfig, ModelError
 from lt_model.activation_memory import (
     SELECTIVE_SAVED_PRODUCTS,
     activation_bytes_per_token,
@@ -12,19 +12,19 @@ from lt_model.activation_memory import (
     loss_chunk_tokens,
     non_block_bytes_per_token,
 )
-from lt_model.llama import Llama
+from lt_model.decoder import Decoder
 from lt_model.loss import default_chunk_tokens
 from lt_model.swiglu import swiglu
 
 SHAPES = {
-    "gqa": LlamaConfig(vocab_size=96, hidden_size=64, intermediate_size=160, n_heads=4, n_kv_heads=2, n_layers=3),
-    "mha, wide": LlamaConfig(vocab_size=64, hidden_size=48, intermediate_size=200, n_heads=6, n_kv_heads=6, n_layers=2),
+    "gqa": ModelConfig(vocab_size=96, hidden_size=64, intermediate_size=160, n_heads=4, n_kv_heads=2, n_layers=3),
+    "mha, wide": ModelConfig(vocab_size=64, hidden_size=48, intermediate_size=200, n_heads=6, n_kv_heads=6, n_layers=2),
 }
 
 
-def kept_bytes(config: LlamaConfig, batch: int, n_tokens: int, dtype: torch.dtype) -> int:
+def kept_bytes(config: ModelConfig, batch: int, n_tokens: int, dtype: torch.dtype) -> int:
     """Bytes of the distinct storages that the decoder keeps for its backward pass, parameters not counted."""
-    model = Llama(config, attention="sdpa").to(dtype)
+    model = Decoder(config, attention="sdpa").to(dtype)
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, tuple[torch.Tensor, int]] = {}  # the tensor is held so that no address is used twice
 
@@ -54,7 +54,7 @@ def test_each_width_counts_by_itself() -> None:
     """A wider feed-forward, one more key head and one more block change the bytes by what the formula says."""
     base = SHAPES["gqa"]
     for change in ({"intermediate_size": 224}, {"n_kv_heads": 4}, {"n_layers": 5}):
-        other = LlamaConfig(**{**base.to_dict(), "rope_scaling": None, **change})
+        other = ModelConfig(**{**base.to_dict(), "rope_scaling": None, **change})
         found = kept_bytes(other, 1, 64, torch.bfloat16) - kept_bytes(base, 1, 64, torch.bfloat16)
         said = [config.n_layers * sum(activation_bytes_per_token(config).values()) * 64 for config in (other, base)]
         assert found == pytest.approx(said[0] - said[1], rel=0.01), change

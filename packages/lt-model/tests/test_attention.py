@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from lt_model import DocumentBoundaries, Llama, ModelError  # noqa: E402
+from lt_model import Decoder, DocumentBoundaries, ModelError  # noqa: E402
 from lt_model.attention import BACKENDS, attention_backend, available_backends, unavailable_reason  # noqa: E402
+from lt_model.decoder import DecoderBlock  # noqa: E402
 from lt_model.documents import (  # noqa: E402
     flash_attn_attention,
     torch_varlen_metadata,
     varlen_attention,
     varlen_metadata,
 )
-from lt_model.llama import LlamaBlock  # noqa: E402
 from lt_model.rope import rope_tables  # noqa: E402
 from lt_model.sdpa import reference_attention, sdpa_attention  # noqa: E402
 
@@ -105,11 +105,11 @@ def test_a_document_that_comes_back_is_refused():
 
 
 def test_the_cpu_takes_documents_apart_by_default(gqa_config):
-    model = Llama(gqa_config)
+    model = Decoder(gqa_config)
     assert BACKENDS["auto"].make_mask(_boundaries(ROWS), CPU, torch.float32) == [5, 1, 4, 2, 11, 1]
     ids = torch.arange(24).view(2, 12)
     out = model(ids, doc_ids_BT=ROWS)
-    reference = Llama(gqa_config, attention="reference")
+    reference = Decoder(gqa_config, attention="reference")
     reference.load_state_dict(model.state_dict())
     torch.testing.assert_close(out, reference(ids, doc_ids_BT=ROWS), rtol=1e-5, atol=1e-6)
 
@@ -120,9 +120,9 @@ def test_what_cannot_run_here_says_why_and_what_can(name, gqa_config):
         attention_backend(name, device="cpu")
     if unavailable_reason(name, None, None):  # torch 2.9 has no varlen: said when the model is made
         with pytest.raises(ModelError, match="is not available"):
-            Llama(gqa_config, attention=name)
+            Decoder(gqa_config, attention=name)
         return
-    model = Llama(gqa_config, attention=name)  # it may yet be moved to a device that can
+    model = Decoder(gqa_config, attention=name)  # it may yet be moved to a device that can
     with pytest.raises(ModelError, match="it runs on cuda, not on cpu"):
         model(torch.arange(8)[None])
 
@@ -206,7 +206,7 @@ def test_a_compiled_block_is_compiled_once_for_boundaries_of_one_length(monkeypa
     module.varlen_attn = lambda q, k, v, cu_q, cu_k, max_q, max_k, *, window_size, enable_gqa: q * cu_q.sum()
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", module)
     compiled = CompileCounter()
-    block = LlamaBlock(gqa_config, varlen_attention)
+    block = DecoderBlock(gqa_config, varlen_attention)
     block.forward = torch.compile(block.forward, fullgraph=True, backend=compiled)
     x, rope = torch.randn(2, 12, gqa_config.hidden_size), rope_tables(gqa_config, torch.arange(12), torch.float32)
     for n_documents in (1, 2, 3, 4):

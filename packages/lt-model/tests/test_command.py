@@ -31,7 +31,7 @@ def test_importing_loads_nothing_heavy_and_nothing_of_ours():
     loaded = _loaded_after("import lt_model")
     assert loaded.isdisjoint(HEAVY)
     assert {name for name in loaded if name.startswith("lt_model")} == {"lt_model"}
-    assert _loaded_after("from lt_model import preset, param_specs, flops_per_token, LlamaConfig").isdisjoint(HEAVY)
+    assert _loaded_after("from lt_model import preset, param_specs, flops_per_token, ModelConfig").isdisjoint(HEAVY)
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["list"], ["show", "tiny-2m"], ["show", "--help"]])
@@ -53,9 +53,9 @@ def test_every_exported_name_is_there():
 
 
 def test_without_torch_a_missing_name_names_the_extra():
-    code = "import sys; sys.modules['torch'] = None\nimport lt_model\ntry: lt_model.Llama\n"
+    code = "import sys; sys.modules['torch'] = None\nimport lt_model\ntry: lt_model.Decoder\n"
     done = _run("-c", f"{code}except ModuleNotFoundError as exc: print(exc.name, '|', exc)")
-    assert done.stdout == "torch | lt_model.Llama needs torch: pip install 'lt-model[torch]'\n"
+    assert done.stdout == "torch | lt_model.Decoder needs torch: pip install 'lt-model[torch]'\n"
 
 
 def test_list_shows_each_preset_with_its_size():
@@ -81,7 +81,7 @@ def test_show_reads_a_config_json(tmp_path):
         facts = json.loads(_run("-m", "lt_model", "show", str(argument), "--json").stdout)
         assert facts["parameters"] == 4_951_296
         assert facts["seq_len"] == config.max_position_embeddings
-        assert lt_model.LlamaConfig.from_dict(facts["config"]) == config
+        assert lt_model.ModelConfig.from_dict(facts["config"]) == config
 
 
 def test_mistakes_are_one_line_and_exit_code_64(tmp_path):

@@ -3,24 +3,24 @@ import json
 
 import pytest
 
-from lt_model import LlamaConfig, ModelError, RopeScaling
+from lt_model import ModelConfig, ModelError, RopeScaling
 
 SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 
 
 def test_defaults_are_those_of_the_litespark_listing():
-    config = LlamaConfig(vocab_size=32000)
+    config = ModelConfig(vocab_size=32000)
     assert dataclasses.astuple(config) == (32000, 768, 2072, 12, 12, 12, 4096, 10000.0, None, 1e-5, False)
     assert config.head_dim == 64
 
 
 def test_it_is_frozen_hashable_and_keyword_only():
-    config = LlamaConfig(vocab_size=10)
+    config = ModelConfig(vocab_size=10)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.vocab_size = 11  # type: ignore[misc]
-    assert hash(config) == hash(LlamaConfig(vocab_size=10))
+    assert hash(config) == hash(ModelConfig(vocab_size=10))
     with pytest.raises(TypeError):
-        LlamaConfig(10)  # type: ignore[call-arg]
+        ModelConfig(10)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_it_is_frozen_hashable_and_keyword_only():
 )
 def test_bad_fields_are_named_with_their_value(fields, message):
     with pytest.raises(ModelError, match=message):
-        LlamaConfig(**{"vocab_size": 100, **fields})
+        ModelConfig(**{"vocab_size": 100, **fields})
 
 
 @pytest.mark.parametrize(
@@ -66,12 +66,12 @@ def test_errors_are_value_errors_with_the_exit_code_of_a_user_error():
 
 
 def test_whole_floats_may_be_given_as_ints():
-    assert LlamaConfig(vocab_size=10, rope_theta=500000) == LlamaConfig(vocab_size=10, rope_theta=500000.0)
-    assert isinstance(LlamaConfig(vocab_size=10, rope_theta=500000).rope_theta, float)
+    assert ModelConfig(vocab_size=10, rope_theta=500000) == ModelConfig(vocab_size=10, rope_theta=500000.0)
+    assert isinstance(ModelConfig(vocab_size=10, rope_theta=500000).rope_theta, float)
 
 
 def test_dict_round_trip_through_json(config):
-    assert LlamaConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
 @pytest.mark.parametrize(
@@ -88,4 +88,4 @@ def test_dict_round_trip_through_json(config):
 )
 def test_from_dict_names_the_source(values, message):
     with pytest.raises(ModelError, match=message):
-        LlamaConfig.from_dict(values, "run.toml")
+        ModelConfig.from_dict(values, "run.toml")

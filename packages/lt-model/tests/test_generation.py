@@ -26,7 +26,7 @@ def test_greedy_equals_the_uncached_forward_pass(config, make_model, attention):
 
 
 def test_cached_logits_equal_uncached_ones_in_any_split(config, make_model):
-    from lt_model.llama import KVCache
+    from lt_model.decoder import KVCache
 
     model = make_model(config)
     ids = torch.arange(12)[None] * 7 % config.vocab_size

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from lt_model import Llama, LlamaConfig, ParamSpec, init_model, init_slice, param_specs, preset  # noqa: E402
+from lt_model import Decoder, ModelConfig, ParamSpec, init_model, init_slice, param_specs, preset  # noqa: E402
 
 WORD = 2**64
 
@@ -117,7 +117,7 @@ def test_dtypes_are_roundings_of_the_same_values():
 
 
 def test_init_model_fills_every_parameter_in_place(config):
-    model = Llama(config)
+    model = Decoder(config)
     pointers = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
     init_model(model, seed=5)
     found = dict(model.named_parameters())
@@ -129,8 +129,8 @@ def test_init_model_fills_every_parameter_in_place(config):
 
 
 def test_first_loss_is_that_of_a_uniform_guess():
-    config = LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=128, n_heads=4, n_kv_heads=2, n_layers=2)
-    model = Llama(config)
+    config = ModelConfig(vocab_size=512, hidden_size=64, intermediate_size=128, n_heads=4, n_kv_heads=2, n_layers=2)
+    model = Decoder(config)
     init_model(model, 0)
     ids = torch.randint(0, 512, (2, 65), generator=torch.Generator().manual_seed(0))
     loss = model(ids[:, :-1], labels_BT=ids[:, 1:]).item() / 128

@@ -16,9 +16,9 @@ from torch.nn import functional as F  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
-from lt_model import IGNORE_INDEX, LlamaConfig, ModelError, cross_entropy_sum, linear_loss_parts, param_specs  # noqa: E402
+from lt_model import IGNORE_INDEX, ModelConfig, ModelError, cross_entropy_sum, linear_loss_parts, param_specs  # noqa: E402
 from lt_model import linear_cross_entropy_sum as linear_loss  # noqa: E402
-from lt_model.llama import Llama  # noqa: E402
+from lt_model.decoder import Decoder  # noqa: E402
 from lt_model.loss import vocab_parallel_loss_parts, vocab_parallel_softmax  # noqa: E402
 
 Z = 0.37  # large, so that a wrong factor shows
@@ -193,13 +193,13 @@ def test_rows_of_a_padded_weight_get_neither_probability_nor_gradient(dtype):
 
 def test_padding_is_done_in_the_matrix_products(monkeypatch):
     """The products see the padded width; the model's parameters and their table see the true one."""
-    config = LlamaConfig(vocab_size=101, hidden_size=48, intermediate_size=72, n_heads=4, n_kv_heads=4, n_layers=1)
+    config = ModelConfig(vocab_size=101, hidden_size=48, intermediate_size=72, n_heads=4, n_kv_heads=4, n_layers=1)
     seen = []
     real = F.pad
     monkeypatch.setattr("lt_model.loss.F.pad", lambda *a: seen.append(real(*a).shape) or real(*a))
     torch.manual_seed(0)
-    model = Llama(config, pad_vocab_to_multiple_of=64).double()
-    plain = Llama(config).double()
+    model = Decoder(config, pad_vocab_to_multiple_of=64).double()
+    plain = Decoder(config).double()
     plain.load_state_dict(model.state_dict())
     ids = torch.arange(12)[None]
     losses = [one(ids, labels_BT=ids) for one in (model, plain)]
@@ -226,7 +226,7 @@ def test_options_out_of_range_are_refused(gqa_config):
     with pytest.raises(ModelError, match="pad_to_multiple_of = 0"):
         linear_loss(hidden, weight, labels, pad_to_multiple_of=0)
     with pytest.raises(ModelError, match="pad_vocab_to_multiple_of = 0"):
-        Llama(gqa_config, pad_vocab_to_multiple_of=0)
+        Decoder(gqa_config, pad_vocab_to_multiple_of=0)
 
 
 class _Live(TorchDispatchMode):

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from lt_model import DocumentBoundaries, Llama, ModelError  # noqa: E402
+from lt_model import Decoder, DocumentBoundaries, ModelError  # noqa: E402
 from lt_model.attention import available_backends, document_bias  # noqa: E402
 
 LENGTHS = ((7, 12, 5), (24,), (1, 22, 1), (11, 4))  # the last row ends in 9 positions of padding
@@ -103,7 +103,7 @@ def test_without_document_ids_everything_earlier_is_seen(gqa_config, make_model)
 
 def test_unknown_backend_is_named(gqa_config):
     with pytest.raises(ModelError, match="attention = 'fash': unknown; the backends are auto, reference, sdpa"):
-        Llama(gqa_config, attention="fash")
+        Decoder(gqa_config, attention="fash")
 
 
 def test_int32_inputs_give_the_same_bits(gqa_config, make_model):

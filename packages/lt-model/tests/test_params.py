@@ -5,7 +5,7 @@ import pytest
 
 from lt_model import (
     PRESETS,
-    LlamaConfig,
+    ModelConfig,
     ModelError,
     config_to_hf,
     estimate_memory,
@@ -76,7 +76,7 @@ def test_table_has_the_names_and_shapes_of_transformers(name):
 
 
 def test_whole_table_of_a_small_model():
-    config = LlamaConfig(vocab_size=10, hidden_size=8, intermediate_size=12, n_heads=4, n_kv_heads=2, n_layers=2)
+    config = ModelConfig(vocab_size=10, hidden_size=8, intermediate_size=12, n_heads=4, n_kv_heads=2, n_layers=2)
     residual = 0.02 / math.sqrt(4)
     block = [
         ("self_attn.q_proj", (8, 8), "q_proj", 0, True, 0.02),
@@ -128,11 +128,11 @@ def test_flops_match_what_torch_counts():
     torch = pytest.importorskip("torch")
     from torch.utils.flop_counter import FlopCounterMode
 
-    from lt_model import Llama, cross_entropy_sum
+    from lt_model import Decoder, cross_entropy_sum
 
     config = preset("tiny-2m")
     n_rows, seq_len = 2, 96
-    model = Llama(config, attention="reference")
+    model = Decoder(config, attention="reference")
     ids = torch.zeros(n_rows, seq_len, dtype=torch.long)
     with FlopCounterMode(display=False) as counter:
         cross_entropy_sum(model(ids), ids).backward()
@@ -164,7 +164,7 @@ def test_sizes_that_are_no_multiple_of_64_are_named():
     (warning,) = alignment_warnings(PRESETS["litespark-default"])
     assert warning.startswith("intermediate_size = 2072 is not a multiple of 64")
     assert "2048 or 2112" in warning
-    odd = LlamaConfig(vocab_size=32003, hidden_size=768, intermediate_size=2048)
+    odd = ModelConfig(vocab_size=32003, hidden_size=768, intermediate_size=2048)
     (warning,) = alignment_warnings(odd)
     assert warning.startswith("vocab_size = 32003")
     assert "pad_vocab_to_multiple_of" in warning

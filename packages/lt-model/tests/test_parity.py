@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers")
 
 from torch.overrides import TorchFunctionMode  # noqa: E402
 
-from lt_model import Llama, config_to_hf, linear_label_scores, param_specs  # noqa: E402
+from lt_model import Decoder, config_to_hf, linear_label_scores, param_specs  # noqa: E402
 
 N_ROWS, N_TOKENS = 3, 40
 TOLERANCE = 1e-10
@@ -127,7 +127,7 @@ def test_bfloat16_is_close_to_fp32(gqa_config, make_model):
 
 def test_names_shapes_and_order_are_those_of_the_parameter_table(config):
     with torch.device("meta"):
-        model = Llama(config)
+        model = Decoder(config)
     found = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
     assert found == [(parameter.name, parameter.shape) for parameter in param_specs(config)]
     assert model(torch.empty(2, 5, dtype=torch.long, device="meta")).shape == (2, 5, config.vocab_size)

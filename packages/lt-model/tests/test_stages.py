@@ -5,13 +5,13 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lt_model import LlamaConfig, stage_layers
+from lt_model import ModelConfig, stage_layers
 
 
 @given(st.integers(1, 90), st.integers(1, 16), st.integers(16, 200_000), st.booleans())
 def test_stages_are_balanced(n_layers: int, n_stages: int, vocab: int, tied: bool) -> None:
     n_stages = min(n_stages, n_layers)
-    config = LlamaConfig(
+    config = ModelConfig(
         vocab_size=vocab,
         hidden_size=64,
         intermediate_size=160,
@@ -31,7 +31,7 @@ def test_stages_are_balanced(n_layers: int, n_stages: int, vocab: int, tied: boo
 
 def test_the_head_counts_as_layers() -> None:
     # Llama 3 8B: the head has as many weights as 2.4 blocks.
-    config = LlamaConfig(
+    config = ModelConfig(
         vocab_size=128256,
         hidden_size=4096,
         intermediate_size=14336,

@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from lt_model.llama import vocab_parallel_embedding  # noqa: E402
+from lt_model.decoder import vocab_parallel_embedding  # noqa: E402
 
 
 @pytest.mark.parametrize("n_ranks", [1, 2, 4])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from lt_model import LlamaConfig
+from lt_model import ModelConfig
 from lt_trainer.config.recipe import load
 from lt_trainer.config.sections import Recipe
 from lt_trainer.engine import StepBatch, World
@@ -59,8 +59,8 @@ def batches():
 
 
 @pytest.fixture(params=[False, True], ids=["untied", "tied"])
-def config(request: pytest.FixtureRequest) -> LlamaConfig:
-    return LlamaConfig(
+def config(request: pytest.FixtureRequest) -> ModelConfig:
+    return ModelConfig(
         vocab_size=VOCAB,
         hidden_size=32,
         intermediate_size=48,
@@ -104,7 +104,7 @@ def open_on(recipe) -> Iterator[Callable[..., GpuEngine]]:
     """Opens an engine on a device, after closing the one that was open."""
     opened: list[GpuEngine] = []
 
-    def open_one(device: str, config: LlamaConfig, *sets: str) -> GpuEngine:
+    def open_one(device: str, config: ModelConfig, *sets: str) -> GpuEngine:
         close()
         made = recipe(f"engine.gpu.device={device}", *sets)
         opened.append(GpuEngine(made, config, World()))

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from lt_model import LlamaConfig
+from lt_model import ModelConfig
+from lt_model.decoder import Decoder
 from lt_model.init import init_model
-from lt_model.llama import Llama
 from lt_test_helpers import layouts
 from lt_test_helpers.layouts import TrainResult
 from lt_trainer_gpu import activation_offload
@@ -16,7 +16,7 @@ from lt_trainer_gpu.activation_offload import ActivationOffload, SavedBlock, app
 
 MODEL: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "n_heads": 4, "n_kv_heads": 4, "n_layers": 4}
 VOCAB, SEQ_LEN, ROWS = 61, 16, 4
-CONFIG = LlamaConfig(vocab_size=VOCAB, max_position_embeddings=SEQ_LEN, **MODEL)
+CONFIG = ModelConfig(vocab_size=VOCAB, max_position_embeddings=SEQ_LEN, **MODEL)
 CPU = torch.device("cpu")
 
 
@@ -63,22 +63,22 @@ def test_training_has_the_same_bits(ranks, name: str) -> None:
 
 
 @pytest.fixture
-def model(monkeypatch: pytest.MonkeyPatch) -> Llama:
+def model(monkeypatch: pytest.MonkeyPatch) -> Decoder:
     """A model in float64, and no tensor too small to be moved."""
     monkeypatch.setattr(activation_offload, "MIN_BYTES", 1)
-    made = Llama(CONFIG, attention="sdpa").to(torch.float64)
+    made = Decoder(CONFIG, attention="sdpa").to(torch.float64)
     init_model(made, seed=0)
     return made
 
 
-def loss_of(model: Llama) -> torch.Tensor:
+def loss_of(model: Decoder) -> torch.Tensor:
     ids = torch.arange(2 * SEQ_LEN).view(2, SEQ_LEN) % VOCAB
     loss = model(ids, labels_BT=ids)
     assert isinstance(loss, torch.Tensor)
     return loss
 
 
-def test_all_blocks_but_the_last_are_moved_and_parameters_are_not(model: Llama) -> None:
+def test_all_blocks_but_the_last_are_moved_and_parameters_are_not(model: Decoder) -> None:
     """Of a block: 4 D of the norms' ends, queries, keys, values and attention's output, gate, up and their product."""
     offload = apply_activation_offload(list(model.model.layers), CPU)
     loss_of(model)
@@ -90,7 +90,7 @@ def test_all_blocks_but_the_last_are_moved_and_parameters_are_not(model: Llama) 
     assert model.model.layers[-1].forward.__func__ is type(model.model.layers[-1]).forward  # pyright: ignore[reportFunctionMemberAccess]
 
 
-def test_blocks_come_back_one_ahead(model: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_come_back_one_ahead(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first tensor that is needed of a block has its own and the previous one fetched, each once."""
     fetched: list[SavedBlock] = []
     fetch = SavedBlock.fetch
@@ -113,7 +113,7 @@ def test_blocks_come_back_one_ahead(model: Llama, monkeypatch: pytest.MonkeyPatc
     assert fetched == [third, third.previous, first]
 
 
-def test_host_memory_is_free_after_the_backward_pass(model: Llama) -> None:
+def test_host_memory_is_free_after_the_backward_pass(model: Decoder) -> None:
     offload = apply_activation_offload(list(model.model.layers), CPU)
     loss = loss_of(model)
     held = []
@@ -128,7 +128,7 @@ def test_host_memory_is_free_after_the_backward_pass(model: Llama) -> None:
     assert all(one() is None for one in held)
 
 
-def test_small_tensors_stay(model: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_tensors_stay(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activation_offload, "MIN_BYTES", 1 << 20)
     offload = apply_activation_offload(list(model.model.layers), CPU)
     loss_of(model).backward()
@@ -137,7 +137,7 @@ def test_small_tensors_stay(model: Llama, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch's own, while it traces
-def test_compiled_blocks_have_the_same_gradients(model: Llama) -> None:
+def test_compiled_blocks_have_the_same_gradients(model: Decoder) -> None:
     model.float()  # torch 2.11 compiles no float64 attention on a CPU
 
     def gradients() -> list[torch.Tensor]:

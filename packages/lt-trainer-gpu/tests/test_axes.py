@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lt_model import LlamaConfig
+from lt_model import ModelConfig
 from lt_test_helpers import layouts
 from lt_test_helpers.layouts import NamedTensors, StateSlice, assemble, assert_near
 from lt_trainer.config.recipe import load
@@ -23,7 +23,7 @@ from lt_trainer_gpu import engine as engine_module
 
 STEPS, ROWS, SEQ_LEN, VOCAB = 3, 4, 32, 61
 MODEL: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "n_heads": 2, "n_kv_heads": 2, "n_layers": 4}
-CONFIG = LlamaConfig(vocab_size=VOCAB, max_position_embeddings=SEQ_LEN, tie_word_embeddings=False, **MODEL)
+CONFIG = ModelConfig(vocab_size=VOCAB, max_position_embeddings=SEQ_LEN, tie_word_embeddings=False, **MODEL)
 
 AXES = {
     "tp": ("parallel.tp=2",),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lt_ckpt import Checkpoint
-from lt_model import LlamaConfig, param_specs, stochastic_rounding
+from lt_model import ModelConfig, param_specs, stochastic_rounding
 from lt_model.init import init_slice
 from lt_test_helpers import layouts
 from lt_test_helpers.layouts import StateSlice, TrainResult, assemble, copy_slices
@@ -22,7 +22,7 @@ from lt_trainer_gpu.optimizer import GpuOptimizer
 
 ROWS, SEQ_LEN, VOCAB = 8, 16, 61
 MODEL = {"hidden_size": 32, "intermediate_size": 44, "n_heads": 8, "n_kv_heads": 4, "n_layers": 2}
-CONFIG = LlamaConfig(vocab_size=VOCAB, max_position_embeddings=SEQ_LEN, tie_word_embeddings=False, **MODEL)
+CONFIG = ModelConfig(vocab_size=VOCAB, max_position_embeddings=SEQ_LEN, tie_word_embeddings=False, **MODEL)
 SPECS = {spec.name: spec for spec in param_specs(CONFIG)}
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from lt_model import LlamaConfig
+from lt_model import ModelConfig
 from lt_test_helpers.layouts import step_batch
 from lt_trainer.engine import StepBatch, StepMetrics
 from lt_trainer_gpu.engine import GpuEngine
@@ -19,7 +19,7 @@ from lt_trainer_gpu.engine import GpuEngine
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda")]
 
 LONG = 128
-MASKED = LlamaConfig(
+MASKED = ModelConfig(
     vocab_size=512,
     hidden_size=256,
     intermediate_size=512,

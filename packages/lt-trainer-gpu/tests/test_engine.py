@@ -15,10 +15,10 @@ from lt_ckpt import (
     Checkpoint,
     CheckpointError,
 )
-from lt_model import LlamaConfig, param_specs
+from lt_model import ModelConfig, param_specs
+from lt_model.decoder import Decoder
 from lt_model.documents import DocumentBoundaries
 from lt_model.init import init_model
-from lt_model.llama import Llama
 from lt_test_helpers.layouts import save_checkpoint
 from lt_trainer.engine import StepBatch, World
 from lt_trainer.errors import RecipeError
@@ -34,10 +34,10 @@ def open_engine(open_on, device: str) -> Callable[..., GpuEngine]:
 
 
 def plain_torch(
-    config: LlamaConfig, batches: list[StepBatch], lr: float, clip: float, *, embeddings: bool = False
+    config: ModelConfig, batches: list[StepBatch], lr: float, clip: float, *, embeddings: bool = False
 ) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """The same steps with one backward over all rows at once and torch's own clip and AdamW."""
-    model = Llama(config, attention="reference").to(torch.float64)
+    model = Decoder(config, attention="reference").to(torch.float64)
     init_model(model, seed=0)
     decays = {p.name for p in param_specs(config) if p.decay or (embeddings and p.role == "embed")}
     groups = [
@@ -160,7 +160,7 @@ def test_restore_refuses_another_dtype_and_another_model(open_engine, config, tm
     path = save_checkpoint(engine, str(tmp_path), step=0)
     with pytest.raises(CheckpointError, match=r"different: weights/\S+ is F64 .* instead of F32"):
         open_engine(config, "engine.gpu.dtype=float32").restore(Checkpoint.open(path))
-    deeper = LlamaConfig(**{**config.to_dict(), "n_layers": 3})
+    deeper = ModelConfig(**{**config.to_dict(), "n_layers": 3})
     with pytest.raises(CheckpointError, match=r"missing: weights/model.layers.2"):
         open_engine(deeper).restore(Checkpoint.open(path))
 
@@ -198,7 +198,7 @@ def test_memory_of_a_cpu_is_the_most_that_was_resident_in_bytes(open_on, config)
 
 def test_without_the_mask_positions_see_the_documents_before(open_on, config, batches) -> None:
     (batch,) = batches(1, n_micro=1, micro_batch_size=2)
-    model = Llama(config, attention="reference").to(torch.float64)
+    model = Decoder(config, attention="reference").to(torch.float64)
     init_model(model, seed=0)
     ids, positions, docs, labels = (
         torch.from_numpy(a[0]).long() for a in (batch.input_ids, batch.position_ids, batch.doc_ids, batch.labels)

@@ -11,7 +11,7 @@ from lt_data import Document, RowReader, Tokenizer, TokenStore, open_pack, pack,
 from lt_test_helpers.harness_tasks import write_task
 from lt_test_helpers.layouts import global_batches, open_engine, rank_batch
 from lt_test_helpers.runs import run
-from lt_trainer.config.recipe import llama_config, load
+from lt_trainer.config.recipe import load, model_config
 from lt_trainer.engine import World
 from lt_trainer.evaluation.scorer import BatchShape
 from lt_trainer.evaluation.store_losses import evaluate_store
@@ -38,7 +38,7 @@ def evaluated(folder: str, sets: tuple[str, ...]) -> list[dict[str, Any]]:
     }
     recipe, world, store = load(base=base, overrides=sets).recipe, World.from_env(os.environ), TokenStore(folder)
     SPEC.check(recipe, world)
-    engine = SPEC.open(recipe, llama_config(recipe, store.vocab_size), world)
+    engine = SPEC.open(recipe, model_config(recipe, store.vocab_size), world)
     reader = RowReader(store, open_pack(store, seq_len=SEQ_LEN))
     shape = BatchShape(micro_batch_size=MICRO_BATCH_SIZE, seq_len=SEQ_LEN)
     losses = evaluate_store(engine, reader, shape, name="held-out")

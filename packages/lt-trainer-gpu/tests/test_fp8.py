@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lt_model import LlamaConfig
-from lt_model.llama import Llama
+from lt_model import ModelConfig
+from lt_model.decoder import Decoder
 from lt_test_helpers import layouts
 from lt_test_helpers.layouts import TrainResult, assemble, step_batch
 from lt_trainer.engine import StepMetrics
@@ -142,9 +142,9 @@ VOCAB, SEQ_LEN, ROWS = 61, 16, 4
 
 
 def test_inner_blocks_change_their_class_and_nothing_else() -> None:
-    config = LlamaConfig(vocab_size=VOCAB, max_position_embeddings=SEQ_LEN, **MODEL | {"n_layers": 5})
+    config = ModelConfig(vocab_size=VOCAB, max_position_embeddings=SEQ_LEN, **MODEL | {"n_layers": 5})
     with torch.device("meta"):
-        plain, model = Llama(config), Llama(config)
+        plain, model = Decoder(config), Decoder(config)
     assert apply_fp8(model, "rowwise", 2) == 7
     changed = {name for name, module in model.named_modules() if type(module) in LINEAR_CLASSES.values()}
     projections = {f"self_attn.{one}_proj" for one in "qkvo"} | {f"mlp.{one}_proj" for one in ("gate", "up", "down")}
@@ -206,7 +206,7 @@ def test_weights_in_bfloat16_have_gradients_in_float8(ranks, scaling: str) -> No
 
 
 def test_a_run_says_that_it_computes_in_float8(open_on) -> None:
-    config = LlamaConfig(vocab_size=VOCAB, max_position_embeddings=SEQ_LEN, **MODEL)
+    config = ModelConfig(vocab_size=VOCAB, max_position_embeddings=SEQ_LEN, **MODEL)
     device = open_on("cpu", config, "engine.gpu.fp8=tensorwise").device
     assert device.resolved["engine.gpu.fp8"] == "tensorwise"
     wanted = "fp8 tensorwise in the blocks' linear layers; mfu is relative to the bfloat16 peak"
@@ -219,7 +219,7 @@ def test_a_run_says_that_it_computes_in_float8(open_on) -> None:
 
 def loss_curve(open_on, fp8: str) -> list[float]:
     """Losses of 50 steps on rows of a random Markov chain, in bfloat16."""
-    config = LlamaConfig(
+    config = ModelConfig(
         vocab_size=256, hidden_size=128, intermediate_size=256, n_heads=4, n_kv_heads=2, n_layers=4,
         max_position_embeddings=64,
     )  # fmt: skip

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from lt_model import LlamaConfig, flops_per_token
+from lt_model import ModelConfig, flops_per_token
 from lt_model.costs import recomputed_flops_per_token
-from lt_model.llama import Llama
+from lt_model.decoder import Decoder
 from lt_trainer.config.sections import MetricsOptions
 from lt_trainer.engine import STEP_PARTS
 from lt_trainer_gpu import flight_recorder
@@ -23,7 +23,7 @@ from lt_trainer_gpu.step_profiler import StepProfiler
 from lt_trainer_gpu.timing import create_stopwatch
 
 CPU = torch.device("cpu")
-LITTLE = LlamaConfig(
+LITTLE = ModelConfig(
     vocab_size=64,
     hidden_size=32,
     intermediate_size=48,
@@ -177,7 +177,7 @@ def test_what_is_computed_again_is_what_torch_counts(mode: str) -> None:
     attention = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: two_products}
 
     def counted(checkpointing: str) -> int:
-        model = Llama(LITTLE, attention="sdpa")
+        model = Decoder(LITTLE, attention="sdpa")
         if checkpointing != "none":
             apply_activation_checkpointing(list(model.model.layers), checkpointing)
         ids, positions = torch.zeros(2, 16, dtype=torch.int64), torch.arange(16).repeat(2, 1)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from lt_model import LlamaConfig, config_to_hf, param_specs
+from lt_model import ModelConfig, config_to_hf, param_specs
 from lt_test_helpers.layouts import step_batch
 from lt_trainer.checkpointing.pretrained import open_pretrained
 from lt_trainer.config.recipe import load
@@ -32,7 +32,7 @@ def recipe_of(folder: str, dtype: str, sets: tuple[str, ...] = ()) -> Recipe:
     return load(base=base, overrides=sets).recipe
 
 
-def first_state(folder: str, config: LlamaConfig, dtype: str, sets: tuple[str, ...] = ()) -> list[tuple]:
+def first_state(folder: str, config: ModelConfig, dtype: str, sets: tuple[str, ...] = ()) -> list[tuple]:
     """In a rank: what its engine holds after it took over the model's weights."""
     recipe, world = recipe_of(folder, dtype, sets), World.from_env(os.environ)
     engine = SPEC.open(recipe, config, world)
@@ -47,7 +47,7 @@ def first_state(folder: str, config: LlamaConfig, dtype: str, sets: tuple[str, .
     return held
 
 
-def written(folder: Path, config: LlamaConfig) -> dict[str, np.ndarray]:
+def written(folder: Path, config: ModelConfig) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(3)
     weights = {p.name: rng.standard_normal(p.shape).astype(np.float32) for p in param_specs(config)}
     folder.mkdir()
@@ -92,7 +92,7 @@ def test_one_and_three_ranks_hold_the_models_weights(config, ranks, tmp_path) ->
             check([piece for rank in pieces for piece in rank], expected)
 
 
-def first_loss(folder: str, config: LlamaConfig, dtype: str) -> float:
+def first_loss(folder: str, config: ModelConfig, dtype: str) -> float:
     """In a rank: the loss of some rows under the model's weights, before any step."""
     recipe = recipe_of(folder, dtype)
     engine = SPEC.open(recipe, config, World.from_env(os.environ))
@@ -116,7 +116,7 @@ def test_the_weights_are_computed_with_from_the_first_step_on(config, ranks, tmp
     assert losses[1] == pytest.approx(losses[0], rel=0.05)
 
 
-def refusal(folder: str, config: LlamaConfig) -> str:
+def refusal(folder: str, config: ModelConfig) -> str:
     """In a rank: what is said of weights of which another rank holds one that is not a number."""
     recipe, world = recipe_of(folder, "bfloat16"), World.from_env(os.environ)
     engine = SPEC.open(recipe, config, world)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from lt_model import LlamaConfig
+from lt_model import ModelConfig
 from lt_test_helpers import layouts
 from lt_test_helpers.meshes import CONTEXTS, DATA, DATA_RANKS, MAX_RANKS, PIPELINES, TENSORS
 from lt_trainer.config.recipe import load
@@ -191,7 +191,7 @@ def train(name: str, change: str) -> tuple[list[float], int]:
     recipe, world = recipe_of(mesh, change), World.from_env(os.environ)
     SPEC.check(recipe, world)
     shape = {name: getattr(recipe.model, name) for name in MODEL}
-    config = LlamaConfig(vocab_size=VOCAB, max_position_embeddings=64, tie_word_embeddings=False, **shape)
+    config = ModelConfig(vocab_size=VOCAB, max_position_embeddings=64, tie_word_embeddings=False, **shape)
     engine = SPEC.open(recipe, config, world)
     losses = []
     for _ in range(2):

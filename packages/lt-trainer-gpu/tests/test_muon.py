@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from lt_model import LlamaConfig, param_specs
+from lt_model import ModelConfig, param_specs
 from lt_test_helpers import layouts
 from lt_test_helpers.layouts import TrainResult, assemble, assert_near
 from lt_trainer.config.optimizer_section import OptimizerOptions
@@ -26,7 +26,7 @@ from lt_trainer_gpu.optimizer import GpuOptimizer
 
 ROWS, SEQ_LEN, VOCAB = 12, 16, 61
 MODEL = {"hidden_size": 32, "intermediate_size": 44, "n_heads": 8, "n_kv_heads": 4, "n_layers": 2}
-CONFIG = LlamaConfig(vocab_size=VOCAB, max_position_embeddings=SEQ_LEN, tie_word_embeddings=False, **MODEL)
+CONFIG = ModelConfig(vocab_size=VOCAB, max_position_embeddings=SEQ_LEN, tie_word_embeddings=False, **MODEL)
 SPECS = {spec.name: spec for spec in param_specs(CONFIG)}
 MATRICES = {spec.name for spec in SPECS.values() if spec.role == "block" and spec.kind != "norm"}
 SETS = ("optimizer.name=muon", "optimizer.newton_schulz_dtype=float32", "optimizer.momentum=0.8")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lt_model import LlamaConfig
+from lt_model import ModelConfig
 from lt_test_helpers import layouts
 from lt_test_helpers.layouts import StateSlice
 from lt_trainer_gpu import optimizer_offload
@@ -16,7 +16,7 @@ from lt_trainer_gpu.optimizer_offload import ChunkPipeline
 
 MODEL: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "n_heads": 4, "n_kv_heads": 4, "n_layers": 2}
 VOCAB, SEQ_LEN, ROWS = 64, 16, 4
-CONFIG = LlamaConfig(vocab_size=VOCAB, max_position_embeddings=SEQ_LEN, **MODEL)
+CONFIG = ModelConfig(vocab_size=VOCAB, max_position_embeddings=SEQ_LEN, **MODEL)
 OFFLOAD = "engine.gpu.optimizer_offload=true"
 CHUNK_BYTES = 3000
 """Some rows of a matrix, or several norms."""

@@ -13,7 +13,7 @@ import pytest
 from torch import Tensor
 
 from lt_ckpt import Checkpoint, OptimizerRecord
-from lt_model import LlamaConfig, n_parameters, param_specs
+from lt_model import ModelConfig, n_parameters, param_specs
 from lt_test_helpers import layouts
 from lt_test_helpers.layouts import StateSlice, assemble, assert_near
 from lt_trainer.config.optimizer_section import OptimizerOptions
@@ -28,7 +28,7 @@ from lt_trainer_gpu.engine import GpuEngine
 
 ROWS, SEQ_LEN, VOCAB = 8, 16, 61
 MODEL = {"hidden_size": 32, "intermediate_size": 48, "n_heads": 4, "n_kv_heads": 2, "n_layers": 2}
-CONFIG = LlamaConfig(vocab_size=VOCAB, max_position_embeddings=SEQ_LEN, tie_word_embeddings=False, **MODEL)
+CONFIG = ModelConfig(vocab_size=VOCAB, max_position_embeddings=SEQ_LEN, tie_word_embeddings=False, **MODEL)
 
 
 def row_update(options: OptimizerOptions, lr: Tensor | float, step: Tensor) -> UpdateFn:

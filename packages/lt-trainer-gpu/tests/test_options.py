@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lt_model import LlamaConfig
+from lt_model import ModelConfig
 from lt_trainer.engine import World
 from lt_trainer_gpu.options import GpuOptions
 from lt_trainer_gpu.spec import SPEC
@@ -72,7 +72,7 @@ def test_a_value_trains_or_is_refused_before_the_first_step(
     shape = {"hidden_size": 64, "intermediate_size": 96, "n_heads": 4, "n_kv_heads": 2, "n_layers": 4}
     sets = [f"model.{name}={value}" for name, value in shape.items()] + ["data.seq_len=32", "engine.gpu.dtype=float32"]
     made = recipe(*sets, *(f"engine.gpu.{one}" for one in change))
-    config = LlamaConfig(vocab_size=64, max_position_embeddings=64, tie_word_embeddings=False, **shape)
+    config = ModelConfig(vocab_size=64, max_position_embeddings=64, tie_word_embeddings=False, **shape)
     engine = None
     try:
         SPEC.check(made, World())

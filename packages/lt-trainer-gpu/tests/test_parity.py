@@ -15,7 +15,7 @@ import pytest
 
 from lt_data import Document, Stream, Tokenizer, TokenStore, pack, prepare
 from lt_test_helpers.layouts import NamedTensors, StateSlice, assemble, assert_near, copy_slices
-from lt_trainer.config.recipe import llama_config, load
+from lt_trainer.config.recipe import load, model_config
 from lt_trainer.config.sections import Recipe
 from lt_trainer.data.training_data import open_data, open_stream, to_step_batch, validation_batches
 from lt_trainer.engine import World
@@ -62,7 +62,7 @@ def train(root: str, micro_batch_size: int, tied: bool, sets: tuple[str, ...] = 
     recipe, world = recipe_of(root, micro_batch_size, tied, sets), World.from_env(os.environ)
     SPEC.check(recipe, world)
     data = open_data(recipe)
-    engine = SPEC.open(recipe, llama_config(recipe, data.vocab_size), world)
+    engine = SPEC.open(recipe, model_config(recipe, data.vocab_size), world)
     stream = open_stream(recipe, data, engine.topology, None)
 
     def state() -> list[StateSlice]:

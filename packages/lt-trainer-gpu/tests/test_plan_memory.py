@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lt_test_helpers.layouts import step_batch
-from lt_trainer.config.recipe import llama_config, load
+from lt_trainer.config.recipe import load, model_config
 from lt_trainer.config.sections import Recipe
 from lt_trainer.engine import Engine, StepBatch, World
 from lt_trainer.planning.layout import layout_from_recipe
@@ -57,7 +57,7 @@ def recipe_of(
 def measured_bytes(recipe: Recipe, passes: int) -> int:
     """The most that lives during a step after the first, in this process."""
     torch.set_num_threads(1)
-    config = llama_config(recipe, recipe.model.vocab_size)
+    config = model_config(recipe, recipe.model.vocab_size)
     engine = SPEC.open(recipe, config, World.from_env(os.environ))
     rng, shape = np.random.default_rng(0), (passes, recipe.batch.micro_batch_size, recipe.data.seq_len)
     ids = rng.integers(0, config.vocab_size, shape, dtype=np.int32)
@@ -107,7 +107,7 @@ CASES = {
 def test_one_process_holds_what_the_plan_says(case: str) -> None:
     model, seq_len, micro_batch_size, passes, sets, moment = CASES[case]
     recipe = recipe_of(model, seq_len, micro_batch_size, passes, 1, sets)
-    config = llama_config(recipe, recipe.model.vocab_size)
+    config = model_config(recipe, recipe.model.vocab_size)
     said = plan_memory(
         config,
         seq_len,

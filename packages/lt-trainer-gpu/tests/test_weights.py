@@ -8,8 +8,8 @@ import torch
 
 from lt_ckpt import Checkpoint
 from lt_model import param_specs
+from lt_model.decoder import Decoder
 from lt_model.init import init_model
-from lt_model.llama import Llama
 from lt_test_helpers.layouts import save_checkpoint
 from lt_trainer_gpu.engine import GpuEngine
 from lt_trainer_gpu.weights import MixedPrecisionWeights
@@ -19,7 +19,7 @@ BF16 = "engine.gpu.dtype=bfloat16"
 
 def spelled_out(config, batches, lr: float, clip: float) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Gradients of a bfloat16 copy of fp32 weights, widened and summed in fp32, clipped, and torch's AdamW."""
-    masters = Llama(config)
+    masters = Decoder(config)
     init_model(masters, seed=0)
     decays = {row.name for row in param_specs(config) if row.decay}
     groups = [
@@ -29,7 +29,7 @@ def spelled_out(config, batches, lr: float, clip: float) -> tuple[list[float], d
     optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
     norms = []
     for batch in batches:
-        model = Llama(config, attention="sdpa").to(torch.bfloat16)
+        model = Decoder(config, attention="sdpa").to(torch.bfloat16)
         model.load_state_dict(masters.state_dict())
         for row in range(batch.input_ids.shape[0]):
             ids, positions, docs, labels = (

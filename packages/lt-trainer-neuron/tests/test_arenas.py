@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lt_trainer.config.recipe import llama_config, load
+from lt_trainer.config.recipe import load, model_config
 from lt_trainer.engine import World
 from lt_trainer_neuron.malloc import limit_malloc_arenas
 from lt_trainer_neuron.sdk import NotInstalledError
@@ -60,6 +60,6 @@ def test_a_rank_bounds_its_own_by_the_users_value_where_there_is_one(monkeypatch
         if mine:
             monkeypatch.setenv("MALLOC_ARENA_MAX", mine)
         with pytest.raises(NotInstalledError):
-            SPEC.open(recipe, llama_config(recipe, 512), World())
+            SPEC.open(recipe, model_config(recipe, 512), World())
     assert asked == ["64", "7"]
     assert limit_malloc_arenas("many") is False

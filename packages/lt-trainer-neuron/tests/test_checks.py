@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from lt_model import preset
-from lt_trainer.config.recipe import from_dict, llama_config, load, to_dict
+from lt_trainer.config.recipe import from_dict, load, model_config, to_dict
 from lt_trainer.config.sections import Recipe
 from lt_trainer.engine import World, engine_spec
 from lt_trainer.errors import RecipeError
@@ -147,9 +147,9 @@ def test_ranks_that_are_not_one_per_core(size: int, local: int) -> None:
 
 
 def test_opening_checks_the_vocabulary_and_then_what_is_missing_to_train_on_trainium() -> None:
-    check_model(recipe(), llama_config(recipe(), 32000))
+    check_model(recipe(), model_config(recipe(), 32000))
     with pytest.raises(RecipeError, match=r"model\.vocab_size = 32004, parallel\.tp = 8: .* or prepare a vocabulary"):
-        check_model(recipe(), llama_config(recipe(), 32004))
+        check_model(recipe(), model_config(recipe(), 32004))
     with pytest.raises(RecipeError, match="power of 2"):
         SPEC.open(recipe("parallel.tp=6"), preset("llama2-7b"), World())
     with pytest.raises(RecipeError, match=r"model\.vocab_size = 32001"):

@@ -1,7 +1,7 @@
 """The cpu backend on every kind of layout against one process of lt-model, in float64.
 
-The one process is `lt_model.llama.Llama` with attention by the formula, autograd and `torch.optim.AdamW`; nothing of
-the engine is in it. Gradients, weights, losses and norms of three steps agree to ten digits, per parameter:
+The one process is `lt_model.decoder.Decoder` with attention by the formula, autograd and `torch.optim.AdamW`; nothing
+of the engine is in it. Gradients, weights, losses and norms of three steps agree to ten digits, per parameter:
 ||difference|| <= 1e-10 ||gradient||. Documents are of uneven length, some rows have hardly a label, vocabularies are
 such that ZeRO-1 has to pad, and stages have unlike numbers of layers.
 """
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from lt_model import LlamaConfig
+from lt_model import ModelConfig
 from lt_test_helpers import layouts
 from lt_test_helpers.layouts import (
     NamedTensors,
@@ -46,8 +46,8 @@ class Shape:
     tied: bool = False
 
     @property
-    def config(self) -> LlamaConfig:
-        return LlamaConfig(
+    def config(self) -> ModelConfig:
+        return ModelConfig(
             vocab_size=self.vocab,
             hidden_size=32,
             intermediate_size=40,
@@ -105,11 +105,11 @@ class Alone:
 
 def train_alone(shape: Shape, z_loss: float = 0.0) -> Alone:
     """Three steps by lt-model, autograd and torch's AdamW."""
+    from lt_model.decoder import Decoder
     from lt_model.init import init_model
-    from lt_model.llama import Llama
     from lt_model.params import param_specs
 
-    model = Llama(shape.config, attention="reference").double()
+    model = Decoder(shape.config, attention="reference").double()
     init_model(model, seed=load(base={"data": {"store": "unused"}}).recipe.run.seed)
     table, named = {p.name: p for p in param_specs(shape.config)}, dict(model.named_parameters())
     groups = [

@@ -21,7 +21,7 @@ from lt_ckpt.dtypes import cast
 from lt_ckpt.nxd.format import open_nxd
 from lt_ckpt.source import Source
 from lt_ckpt.torchfile.file import load_pt
-from lt_model import LlamaConfig, config_from_hf
+from lt_model import ModelConfig, config_from_hf
 from lt_test_helpers.layouts import step_batch
 from lt_trainer.checkpointing.pretrained import PretrainedWeights
 from lt_trainer.config.recipe import load
@@ -36,8 +36,8 @@ PLAIN = "engine.neuron.save_xser=false"
 BF16, FP32 = "engine.neuron.cpu_dtype=bfloat16", "engine.neuron.cpu_dtype=float32"
 
 
-def config(kv_heads: int, tied: bool) -> LlamaConfig:
-    return LlamaConfig(
+def config(kv_heads: int, tied: bool) -> ModelConfig:
+    return ModelConfig(
         vocab_size=VOCAB if kv_heads == 4 else 64,
         hidden_size=16,
         intermediate_size=24,
@@ -49,7 +49,7 @@ def config(kv_heads: int, tied: bool) -> LlamaConfig:
     )
 
 
-def open_engine(model: LlamaConfig, *sets: str) -> NeuronEngine:
+def open_engine(model: ModelConfig, *sets: str) -> NeuronEngine:
     world = World.from_env(os.environ)
     shape = ("hidden_size", "intermediate_size", "n_heads", "n_kv_heads", "n_layers", "tie_word_embeddings")
     base: dict[str, dict[str, Any]] = {
@@ -93,7 +93,7 @@ def boxes(engine: NeuronEngine) -> Boxes:
     return [(s.group, s.name, s.offset, s.shape, s.bytes().tobytes()) for s in engine.iter_model_shards()]
 
 
-def saved(model: LlamaConfig, sets: tuple[str, ...], folder: str) -> tuple[str, Boxes, int]:
+def saved(model: ModelConfig, sets: tuple[str, ...], folder: str) -> tuple[str, Boxes, int]:
     """In a rank: two steps and a save; its path, what the rank held, and the bytes that it had announced."""
     engine = open_engine(model, *sets)
     rank, world = engine.topology.rank, engine.topology.world_size
@@ -183,7 +183,7 @@ def bytes_of(source: Source, group: str) -> dict[str, bytes]:
 DATA = Path(__file__).parents[2] / "lt-ckpt" / "tests" / "data" / "nxd" / "llama3-gqa-tp4-pp2-kv2"
 
 
-def started(model: LlamaConfig, sets: tuple[str, ...], source: str) -> Boxes:
+def started(model: ModelConfig, sets: tuple[str, ...], source: str) -> Boxes:
     """In a rank: an engine that starts from a model."""
     engine = open_engine(model, *sets)
     opened = open_source(source, config=DATA / "hf" / "config.json")

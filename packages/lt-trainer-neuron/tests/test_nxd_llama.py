@@ -8,7 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from lt_ckpt.nxd.options import NxdOptions, Qkv
-from lt_model import Llama, LlamaConfig, init_model
+from lt_model import Decoder, ModelConfig, init_model
 from lt_trainer_neuron.nxd.attention import eager_attention
 from lt_trainer_neuron.nxd.layers import LayerFactory
 from lt_trainer_neuron.nxd.llama import NxdPipelineStage
@@ -34,10 +34,10 @@ def nxd_name(name: str, qkv: Qkv) -> tuple[str, int]:
 @pytest.mark.parametrize("documents", [False, True], ids=["whole-rows", "documents"])
 @pytest.mark.parametrize(("qkv", "kv_heads"), [("separate", 4), ("gqa", 2), ("gqa_fused", 2)])
 def test_logits_and_gradients_are_those_of_lt_model(qkv: Qkv, kv_heads: int, documents: bool, recompute: bool) -> None:
-    config = LlamaConfig(
+    config = ModelConfig(
         vocab_size=41, hidden_size=32, intermediate_size=24, n_heads=4, n_kv_heads=kv_heads, n_layers=2
     )
-    model = Llama(config, attention="reference").to(WIDE)
+    model = Decoder(config, attention="reference").to(WIDE)
     init_model(model, seed=3)
     stage = NxdPipelineStage(
         config,

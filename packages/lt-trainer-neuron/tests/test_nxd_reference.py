@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from lt_ckpt import open_source
-from lt_model import LlamaConfig, config_from_hf
+from lt_model import ModelConfig, config_from_hf
 from lt_test_helpers.layouts import step_batch
 from lt_trainer.checkpointing.pretrained import PretrainedWeights
 from lt_trainer.config.recipe import load
@@ -35,7 +35,7 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 
 
-def config_in(folder: Path) -> LlamaConfig:
+def config_in(folder: Path) -> ModelConfig:
     return config_from_hf(json.loads((folder / "config.json").read_text()))
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from lt_model import LlamaConfig
+from lt_model import ModelConfig
 from lt_test_helpers.layouts import step_batch
 from lt_trainer.config.recipe import load
 from lt_trainer.engine import World
@@ -39,9 +39,9 @@ class RecordingDevice(TensorDevice):
         self._events.append("mark")
 
 
-def shape(tied: bool = False, layers: int = 2, even: bool = False) -> LlamaConfig:
+def shape(tied: bool = False, layers: int = 2, even: bool = False) -> ModelConfig:
     """Return one of the little models; with `even`, of sizes that two tensor-parallel ranks can share."""
-    return LlamaConfig(
+    return ModelConfig(
         vocab_size=62 if even else 63,
         hidden_size=24,
         intermediate_size=34 if even else 33,
@@ -53,7 +53,7 @@ def shape(tied: bool = False, layers: int = 2, even: bool = False) -> LlamaConfi
     )
 
 
-def trained(config: LlamaConfig, policy: DtypePolicy | None, *sets: str) -> dict[str, Any]:
+def trained(config: ModelConfig, policy: DtypePolicy | None, *sets: str) -> dict[str, Any]:
     """In a rank: four steps, the third of which is told that no token counts; everything that can be compared."""
     world = World.from_env(os.environ)
     names = ("hidden_size", "intermediate_size", "n_heads", "n_kv_heads", "n_layers", "tie_word_embeddings")
@@ -102,7 +102,7 @@ def trained(config: LlamaConfig, policy: DtypePolicy | None, *sets: str) -> dict
 
 
 def recording_backend(
-    recipe: Any, config: LlamaConfig, world: World, policy: DtypePolicy | None, events: list[str]
+    recipe: Any, config: ModelConfig, world: World, policy: DtypePolicy | None, events: list[str]
 ) -> nxd.NxdBackend:
     """The cpu backend; `events` is told of passes, transfers and ends of graphs."""
     real = nxd._open_runtime
@@ -143,7 +143,7 @@ def whole(ranks: list[dict[str, Any]]) -> dict[str, np.ndarray]:
 
 PP2, PP3 = "parallel.pp=2", "parallel.pp=3"
 TP2_SP = ("parallel.tp=2", "parallel.sequence_parallel=true")
-STAGES: dict[str, tuple[int, LlamaConfig, DtypePolicy | None, tuple[str, ...]]] = {
+STAGES: dict[str, tuple[int, ModelConfig, DtypePolicy | None, tuple[str, ...]]] = {
     # name: ranks, the model, precision, options; 4 rows
     "pp2-more-micros-than-stages": (2, shape(layers=3), None, (PP2,)),
     "pp3-fewer-micros-than-stages": (3, shape(layers=4), None, (PP3, "batch.micro_batch_size=2")),

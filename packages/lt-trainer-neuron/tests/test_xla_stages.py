@@ -21,7 +21,7 @@ SCRIPT = """
 import json
 import numpy as np, torch
 import torch_xla.debug.metrics as met
-from lt_model import LlamaConfig
+from lt_model import ModelConfig
 from lt_trainer.control import Control
 from lt_trainer.engine import World
 from lt_test_helpers.layouts import step_batch
@@ -32,7 +32,7 @@ from lt_trainer_neuron.nxd.device import XlaDevice
 from lt_trainer_neuron.nxd.layers import LayerFactory
 from lt_trainer_neuron.nxd.collectives import Collectives
 
-config = LlamaConfig(
+config = ModelConfig(
     vocab_size=30, hidden_size=16, intermediate_size=24, n_layers=3, n_heads=2, n_kv_heads=1,
     max_position_embeddings=16, tie_word_embeddings=True,
 )

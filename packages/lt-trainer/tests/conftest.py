@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from lt_ckpt import Checkpoint, Shard
 from lt_data import Tokenizer, TokenStore, pack, prepare
 from lt_data.sources.reader import read_documents
-from lt_model import LlamaConfig, config_to_hf, param_specs
+from lt_model import ModelConfig, config_to_hf, param_specs
 from lt_trainer import engine as engine_module
 from lt_trainer.checkpointing.pretrained import PretrainedWeights
 from lt_trainer.config.section import Section
@@ -33,7 +33,7 @@ class FakeEngine:
     `on_step` hears of every call of `step` (from 1), `poison` tells which of them are not finite.
     """
 
-    def __init__(self, recipe: Recipe, model: LlamaConfig, world: World) -> None:
+    def __init__(self, recipe: Recipe, model: ModelConfig, world: World) -> None:
         self.topology = Topology(rank=world.rank, world_size=world.size, dp_rank=world.rank, dp_size=world.size)
         self.control = Control()
         self.device = Device(name="fake", kind="cpu", count=world.size, peak_flops=1e12, peak_source="made up")
@@ -132,7 +132,7 @@ class FakeSpec:
     def env(self, recipe: Recipe) -> dict[str, str]:
         return {}
 
-    def open(self, recipe: Recipe, model: LlamaConfig, world: World) -> FakeEngine:
+    def open(self, recipe: Recipe, model: ModelConfig, world: World) -> FakeEngine:
         engine = FakeEngine(recipe, model, world)
         engine.on_step, engine.poison, engine.poisoned = self.on_step, self.poison, self.poisoned
         self.opened.append(engine)
@@ -178,7 +178,7 @@ def model(tmp_path_factory: pytest.TempPathFactory, little_data: Path) -> Path:
     """A Hugging Face folder: random weights, a context of 64, the tokenizer of the little data."""
     folder, rng = tmp_path_factory.mktemp("model"), np.random.default_rng(0)
     shape = {"hidden_size": 32, "intermediate_size": 48, "n_heads": 4, "n_kv_heads": 2, "n_layers": 2}
-    config = LlamaConfig(vocab_size=300, max_position_embeddings=64, **shape)
+    config = ModelConfig(vocab_size=300, max_position_embeddings=64, **shape)
     weights = {p.name: (rng.standard_normal(p.shape) * 0.3).astype(np.float32) for p in param_specs(config)}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config_to_hf(config)))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from lt_model import PRESETS, flops_per_token, n_parameters, param_specs
 from lt_model.devices import DEVICES
 from lt_trainer.config.optimizer_section import OptimizerOptions
-from lt_trainer.config.recipe import llama_config, load
+from lt_trainer.config.recipe import load, model_config
 from lt_trainer.config.sections import Recipe
 from lt_trainer.errors import RecipeError
 from lt_trainer.planning.layout import PlannedLayout
@@ -121,7 +121,7 @@ RAMP = ("batch.ramp.start=64", "batch.ramp.increment=64", "batch.ramp.steps=30")
 @pytest.mark.parametrize(("ramp", "rows"), [((), 40 * 256), (RAMP, 10 * (64 + 128 + 192 + 256))])
 def test_time_is_flops_over_what_the_devices_do(ramp: tuple[str, ...], rows: int) -> None:
     recipe = recipe_of("schedule.max_steps=40", "schedule.warmup_steps=4", *ramp)
-    config = llama_config(recipe, PRESETS["llama3-8b"].vocab_size)
+    config = model_config(recipe, PRESETS["llama3-8b"].vocab_size)
     found = plan_time(recipe, config, LAYOUT, DEVICES["h100"], 0.4)
     tokens = rows * 4096
     assert found.tokens == tokens
@@ -135,7 +135,7 @@ def test_time_is_flops_over_what_the_devices_do(ramp: tuple[str, ...], rows: int
 def test_what_is_computed_again_costs_mfu_where_none_is_given() -> None:
     """Recomputing every block, but for its last product, is nearly a third more of what blocks do."""
     recipe = recipe_of()
-    config = llama_config(recipe, PRESETS["llama3-8b"].vocab_size)
+    config = model_config(recipe, PRESETS["llama3-8b"].vocab_size)
     plain, full = (
         plan_time(recipe, config, replace(LAYOUT, activation_checkpointing=mode), DEVICES["h200"], None)
         for mode in ("none", "full")

@@ -17,7 +17,7 @@ from lt_ckpt import Checkpoint, Source, convert_checkpoint, list_steps, open_sou
 from lt_ckpt.formats import ConvertOptions
 from lt_ckpt.torchfile.file import write_pt
 from lt_data import DataError, TokenStore
-from lt_model import LlamaConfig, RopeScaling, config_to_hf, param_specs
+from lt_model import ModelConfig, RopeScaling, config_to_hf, param_specs
 from lt_test_helpers.runs import start
 from lt_trainer.checkpointing import pretrained as pretrained_module
 from lt_trainer.checkpointing.pretrained import open_pretrained
@@ -27,7 +27,7 @@ from lt_trainer.control import Control
 from lt_trainer.errors import RecipeError
 from lt_trainer.run_directory.jsonl import read_jsonl
 
-CONFIG = LlamaConfig(
+CONFIG = ModelConfig(
     vocab_size=300,
     hidden_size=32,
     intermediate_size=48,
@@ -44,12 +44,12 @@ CONFIG = LlamaConfig(
 SHAPE = ("hidden_size", "intermediate_size", "n_heads", "n_kv_heads", "n_layers", "norm_eps", "tie_word_embeddings")
 
 
-def weights_of(config: LlamaConfig, seed: int = 0) -> dict[str, np.ndarray]:
+def weights_of(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
     return {p.name: rng.standard_normal(p.shape).astype(np.float32) for p in param_specs(config)}
 
 
-def write_model(folder: Path, config: LlamaConfig, tokenizer: dict[str, bytes] | None = None) -> dict[str, np.ndarray]:
+def write_model(folder: Path, config: ModelConfig, tokenizer: dict[str, bytes] | None = None) -> dict[str, np.ndarray]:
     folder.mkdir()
     weights = weights_of(config)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -65,7 +65,7 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def opened(options: ModelOptions, config: LlamaConfig, tokenizer: dict[str, bytes] | None = None):
+def opened(options: ModelOptions, config: ModelConfig, tokenizer: dict[str, bytes] | None = None):
     return open_pretrained(options, config, tokenizer or {}, Control(), 0, lambda: None)
 
 
@@ -98,13 +98,13 @@ def test_the_model_decides_the_architecture(model, tmp_path) -> None:
 def test_another_model_than_the_recipe_says_is_refused(model) -> None:
     base = {"data": {"store": "s", "seq_len": 32}, "model": {"init_from": str(model), "n_layers": 3}}
     options = load(base=base).recipe.model
-    three = LlamaConfig.from_dict(CONFIG.to_dict() | {"n_layers": 3})
+    three = ModelConfig.from_dict(CONFIG.to_dict() | {"n_layers": 3})
     with pytest.raises(RecipeError, match=r"model\.n_layers = 3.*has n_layers = 2; remove these fields"):
         opened(options, three)
-    grown = LlamaConfig.from_dict(CONFIG.to_dict() | {"vocab_size": 320})
+    grown = ModelConfig.from_dict(CONFIG.to_dict() | {"vocab_size": 320})
     with pytest.raises(RecipeError, match=r"model\.vocab_size = 320.*vocab_size = 300.*model\.resize_vocab"):
         opened(ModelOptions(init_from=str(model)), grown)
-    longer = LlamaConfig.from_dict(CONFIG.to_dict() | {"rope_theta": 1e6, "max_position_embeddings": 128})
+    longer = ModelConfig.from_dict(CONFIG.to_dict() | {"rope_theta": 1e6, "max_position_embeddings": 128})
     pretrained = opened(options, longer)
     assert "rope_theta 500000.0 -> 1000000.0" in pretrained.describe()
     assert "max_position_embeddings 64 -> 128" in pretrained.describe()
@@ -136,7 +136,7 @@ def test_a_vocabulary_of_another_size(model, new, begin, n, column, monkeypatch)
     weights = weights_of(CONFIG)
     begin = min(begin, new)
     n = min(n, new - begin)
-    resized = LlamaConfig.from_dict(CONFIG.to_dict() | {"vocab_size": new})
+    resized = ModelConfig.from_dict(CONFIG.to_dict() | {"vocab_size": new})
     pretrained = opened(ModelOptions(init_from=str(model), resize_vocab=True), resized)
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         old = weights[name].astype(np.float64)

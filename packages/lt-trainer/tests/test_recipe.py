@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lt_model import PRESETS, LlamaConfig, RopeScaling
+from lt_model import PRESETS, ModelConfig, RopeScaling
 from lt_trainer import engine as engine_module
 from lt_trainer.config.model_section import ModelOptions
 from lt_trainer.config.optimizer_section import OptimizerOptions
-from lt_trainer.config.recipe import engine_options, from_dict, llama_config, load, to_dict, to_toml
+from lt_trainer.config.recipe import engine_options, from_dict, load, model_config, to_dict, to_toml
 from lt_trainer.config.section import Section, leaves, option, unflatten
 from lt_trainer.config.sections import Recipe
 from lt_trainer.config.toml import dump
@@ -129,7 +129,7 @@ def test_malformed_sets() -> None:
 def test_a_preset_fills_what_is_not_given_also_of_a_section_made_in_python() -> None:
     resolved = load(base=STORE, overrides=["model.preset=llama3-8b", "data.seq_len=128"])
     config = PRESETS["llama3-8b"]
-    assert llama_config(resolved.recipe, config.vocab_size) == config
+    assert model_config(resolved.recipe, config.vocab_size) == config
     assert not resolved.is_given("model.n_layers")
     assert resolved.origins["model.vocab_size"] == "default"
     given = load(base={"data": {"store": "x"}, "model": {"preset": "llama3-8b", "n_layers": 12}})
@@ -141,13 +141,13 @@ def test_a_preset_fills_what_is_not_given_also_of_a_section_made_in_python() -> 
 
 def test_llama_config_takes_the_vocabulary_of_the_data_or_one_that_agrees() -> None:
     recipe = load(base=STORE, overrides=["data.seq_len=256"]).recipe
-    assert llama_config(recipe, 1000) == LlamaConfig(vocab_size=1000, max_position_embeddings=256)
+    assert model_config(recipe, 1000) == ModelConfig(vocab_size=1000, max_position_embeddings=256)
     scaled = load(base=STORE, overrides=["model.rope_scaling.factor=8", "model.max_position_embeddings=8192"]).recipe
     scaling = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
-    assert llama_config(scaled, 9).rope_scaling == scaling
-    assert llama_config(scaled, 9).max_position_embeddings == 8192
+    assert model_config(scaled, 9).rope_scaling == scaling
+    assert model_config(scaled, 9).max_position_embeddings == 8192
     recipe = load(base=STORE, hyperparameters={"VOCAB_SIZE": "32000"}).recipe
-    assert message_of(llama_config, recipe, 1000).startswith("model.vocab_size = 32000: the data's tokenizer has 1000")
+    assert message_of(model_config, recipe, 1000).startswith("model.vocab_size = 32000: the data's tokenizer has 1000")
 
 
 @pytest.mark.usefixtures("only_fake")

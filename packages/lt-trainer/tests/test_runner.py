@@ -15,7 +15,7 @@ import pytest
 
 from lt_ckpt import Checkpoint, CheckpointError, find_latest_valid, list_steps
 from lt_data import DataError, RowReader, Stream, TokenStore, open_pack
-from lt_model import LlamaConfig, flops_per_token
+from lt_model import ModelConfig, flops_per_token
 from lt_test_helpers.runs import losses, start
 from lt_trainer.config.data_section import DataOptions
 from lt_trainer.config.lr_schedule import learning_rate
@@ -125,7 +125,7 @@ def test_metrics_have_the_names_and_values_of_the_run(recipe_base, fake_engine, 
     assert [r["learning_rate"] for r in records if "loss" in r] == lrs
     found, _ = find_latest_valid(Path(recipe_base["run"]["dir"]) / "checkpoints")
     assert found is not None
-    model = LlamaConfig.from_dict(found.manifest.model)
+    model = ModelConfig.from_dict(found.manifest.model)
     assert last["flops_per_sec"] == pytest.approx(last["tokens_per_sec"] * flops_per_token(model, 32, "full"))
     assert last["memory_gib"] == 3
     assert last["samples_per_sec"] == pytest.approx(4 * last["batches_per_sec"])

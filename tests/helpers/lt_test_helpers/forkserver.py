@@ -36,7 +36,7 @@ PRELOADED_MODULES = (
     "lt_ckpt.discovery",
     "lt_ckpt.save",
     "lt_model.init",
-    "lt_model.llama",
+    "lt_model.decoder",
     "lt_trainer.cli.commands",
     "lt_trainer.config.hyperparameters",
     "lt_trainer.training.loop",

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from lt_ckpt import Checkpoint, CheckpointMetadata, Shard, begin_save, commit_save, write_rank_files
-from lt_trainer.config.recipe import llama_config, load
+from lt_trainer.config.recipe import load, model_config
 from lt_trainer.data.document_boundaries import find_document_starts, micro_batch_cu_seqlens
 from lt_trainer.engine import Engine, StepBatch, StepMetrics, World, engine_spec
 from lt_trainer.evaluation.position_scores import PositionScores
@@ -51,7 +51,7 @@ def open_engine(
     }
     recipe, world, spec = load(base=base, overrides=sets).recipe, World.from_env(os.environ), engine_spec("gpu")
     spec.check(recipe, world)
-    return spec.open(recipe, llama_config(recipe, vocab), world)
+    return spec.open(recipe, model_config(recipe, vocab), world)
 
 
 def global_batches(n_steps: int, *, rows: int, seq_len: int, vocab: int, seed: int = 0) -> list[StepBatch]:

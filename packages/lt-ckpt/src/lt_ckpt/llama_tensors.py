@@ -15,7 +15,7 @@ from lt_ckpt.errors import CheckpointError
 from lt_ckpt.shards import Ints, split_rows
 from lt_ckpt.source import Source, TensorGroup, check_names
 from lt_ckpt.tensorfile import TensorSpec
-from lt_model import LlamaConfig, config_from_hf
+from lt_model import ModelConfig, config_from_hf
 from lt_model import param_specs as model_param_specs
 from lt_model.params import ParamSpec
 
@@ -31,7 +31,7 @@ BLOCK_BYTES = 4 * 2**20
 MAX_LAYERS = 100_000
 
 
-def param_specs(config: LlamaConfig) -> tuple[ParamSpec, ...]:
+def param_specs(config: ModelConfig) -> tuple[ParamSpec, ...]:
     """Return the parameters of a model whose configuration is untrusted.
 
     Raises:
@@ -42,14 +42,14 @@ def param_specs(config: LlamaConfig) -> tuple[ParamSpec, ...]:
     return model_param_specs(config)
 
 
-def tensor_shapes(config: LlamaConfig) -> dict[str, Ints]:
+def tensor_shapes(config: ModelConfig) -> dict[str, Ints]:
     """Return model tensor → shape in model order, always with the head."""
     shapes: dict[str, Ints] = {parameter.name: parameter.shape for parameter in param_specs(config)}
     shapes.setdefault(HEAD, shapes[EMBED])
     return shapes
 
 
-def stored_shapes(config: LlamaConfig, head_is_stored: bool) -> dict[str, Ints]:
+def stored_shapes(config: ModelConfig, head_is_stored: bool) -> dict[str, Ints]:
     """Return `tensor_shapes`, without the head of a tied model whose files lack it."""
     shapes = tensor_shapes(config)
     if config.tie_word_embeddings and not head_is_stored:
@@ -57,7 +57,7 @@ def stored_shapes(config: LlamaConfig, head_is_stored: bool) -> dict[str, Ints]:
     return shapes
 
 
-def add_tied_head(group: TensorGroup, config: LlamaConfig) -> TensorGroup:
+def add_tied_head(group: TensorGroup, config: ModelConfig) -> TensorGroup:
     """Map a tied head that is not stored to the embedding's location."""
     if HEAD in group.specs or not config.tie_word_embeddings:
         return group

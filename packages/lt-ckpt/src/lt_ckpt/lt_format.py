@@ -30,7 +30,7 @@ from lt_ckpt.shards import Box, Shard, split_rows
 from lt_ckpt.source import Source, TensorGroup
 from lt_ckpt.stored_slices import StoredSlice
 from lt_ckpt.tensorfile import TensorSpec
-from lt_model import LlamaConfig, config_from_hf, config_to_hf
+from lt_model import ModelConfig, config_from_hf, config_to_hf
 
 SLICE_BYTES = 8 * 2**20
 
@@ -45,7 +45,7 @@ def open_lt(checkpoint: Checkpoint) -> Source:
     manifest, path = checkpoint.manifest, checkpoint.path
     if not manifest.model:
         raise CheckpointError(f"{path}: has no model configuration, so it cannot be converted")
-    config = LlamaConfig.from_dict(manifest.model, source=f"{path}: model")
+    config = ModelConfig.from_dict(manifest.model, source=f"{path}: model")
     groups = {name: _tensor_group(checkpoint, name) for name in checkpoint.groups}
     stored = checkpoint.specs("weights") if "weights" in groups else {}
     shapes = stored_shapes(config, HEAD in stored)
@@ -71,7 +71,7 @@ def open_lt(checkpoint: Checkpoint) -> Source:
     )
 
 
-def _model_files(checkpoint: Checkpoint, model: LlamaConfig, dtype: str) -> tuple[dict[str, Any], dict[str, bytes]]:
+def _model_files(checkpoint: Checkpoint, model: ModelConfig, dtype: str) -> tuple[dict[str, Any], dict[str, bytes]]:
     """Return config.json and the other files of the model.
 
     They are those of the model that the run or the conversion began with. Without any, the token ids are the
@@ -187,7 +187,7 @@ def save_lt(
 
 def _describe_shards(
     source: Source,
-    model: LlamaConfig,
+    model: ModelConfig,
     dtype: str | None,
     *,
     allow_overflow: bool,

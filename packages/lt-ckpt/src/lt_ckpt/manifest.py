@@ -37,7 +37,7 @@ class CheckpointMetadata:
     Attributes:
         step: Optimizer steps taken.
         recipe: The run's recipe as plain JSON values.
-        model: `lt_model.LlamaConfig.to_dict()`, or empty.
+        model: `lt_model.ModelConfig.to_dict()`, or empty.
         scalars: Scalar state by name; types are preserved, also inf and nan.
         data: Position in the data stream as plain JSON values, or None.
         tokenizer_files: File name → content; stored in the folder `tokenizer/`. A named chat template is

@@ -16,7 +16,7 @@ from lt_ckpt.dtypes import torch_dtype_name
 from lt_ckpt.hf.folder import CONFIG, read_aux_files, read_json
 from lt_ckpt.source import Source
 from lt_ckpt.tensorfile import TensorSpec
-from lt_model import LlamaConfig, config_from_hf, config_to_hf
+from lt_model import ModelConfig, config_from_hf, config_to_hf
 
 HF_CONFIG_DEFAULTS: Mapping[str, Any] = {
     "bos_token_id": 1,
@@ -70,7 +70,7 @@ def read_carried_files(folder: Path) -> tuple[dict[str, Any] | None, dict[str, b
     return (read_json(folder / CONFIG), read_aux_files(folder)) if (folder / CONFIG).is_file() else (None, {})
 
 
-def with_architecture(config: Mapping[str, Any], model: LlamaConfig) -> dict[str, Any]:
+def with_architecture(config: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
     """Return a configuration with another architecture, and all else as it was.
 
     Args:

@@ -30,7 +30,7 @@ from lt_ckpt.s3.transfer import check_upload_access, download, download_latest, 
 from lt_data import DataError
 from lt_data.remote.file_list import DamagedError
 from lt_data.remote.s3_folder import PART_BYTES, RemoteError, S3Folder, UnreachableError
-from lt_model import LlamaConfig
+from lt_model import ModelConfig
 
 
 def tree(folder):
@@ -59,7 +59,7 @@ def save_large(root, step):
 
 
 def save_nxd(root):
-    config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, n_heads=2, n_kv_heads=2, n_layers=1)
+    config = ModelConfig(vocab_size=8, hidden_size=8, intermediate_size=8, n_heads=2, n_kv_heads=2, n_layers=1)
     part = NxdRankWriter(
         config=config,
         options=NxdOptions(xser=True),

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from lt_ckpt import Checkpoint, Shard
-from lt_model import LlamaConfig
+from lt_model import ModelConfig
 from lt_trainer.checkpointing.pretrained import PretrainedWeights
 from lt_trainer.config.section import Section
 from lt_trainer.config.sections import Recipe
@@ -107,7 +107,7 @@ class StarControl(Control):
 class NumpyEngine:
     """One rank."""
 
-    def __init__(self, recipe: Recipe, model: LlamaConfig, world: World) -> None:
+    def __init__(self, recipe: Recipe, model: ModelConfig, world: World) -> None:
         self.topology = Topology(rank=world.rank, world_size=world.size, dp_rank=world.rank, dp_size=world.size)
         self.star = Star(world, recipe.fault_tolerance.hang_timeout_s)
         self.control = StarControl(self.star)
@@ -224,7 +224,7 @@ class NumpySpec:
     def env(self, recipe: Recipe) -> dict[str, str]:
         return {}
 
-    def open(self, recipe: Recipe, model: LlamaConfig, world: World) -> NumpyEngine:
+    def open(self, recipe: Recipe, model: ModelConfig, world: World) -> NumpyEngine:
         return NumpyEngine(recipe, model, world)
 
 

@@ -157,7 +157,7 @@ def loss_of_the_released_model(base: Path) -> float:
 def check_products(base: Path) -> None:
     from lt_ckpt import open_source
     from lt_test_helpers.runs import run
-    from lt_trainer.config.recipe import llama_config, load
+    from lt_trainer.config.recipe import load, model_config
     from lt_trainer.run_directory.jsonl import read_jsonl
     from lt_trainer_neuron.compile_key import check_compiled
     from lt_trainer_neuron.environment import neuron_env
@@ -173,7 +173,7 @@ def check_products(base: Path) -> None:
     assert rows[0]["loss"] == pytest.approx(loss_of_the_released_model(base), rel=1e-6)
     recipe = load(base / "llama3-70b.toml").recipe
     environ = {**os.environ, "PYTHONPATH": str(base / "packages")}
-    assert check_compiled(recipe, llama_config(recipe, 300), environ | neuron_env(recipe, environ)) == ""
+    assert check_compiled(recipe, model_config(recipe, 300), environ | neuron_env(recipe, environ)) == ""
     arguments = json.loads((base / "cache" / "arguments-1.json").read_text())
     assert "--nnodes 2 --node-rank 1" in " ".join(arguments)
     exported = open_source(base / "Llama-3-70B-wikicorpus")

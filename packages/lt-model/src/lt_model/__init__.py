@@ -1,21 +1,21 @@
 """Llama as data (shape, parameters, costs) and, with [torch], as a module.
 
 Importing the package imports nothing else: every name below is loaded from its module on first use (PEP 562). The names
-of `llama`, `documents`, `loss`, `scoring`, `init` and `generation` need torch (`pip install 'lt-model[torch]'`).
+of `decoder`, `documents`, `loss`, `scoring`, `init` and `generation` need torch (`pip install 'lt-model[torch]'`).
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lt_model.config import LlamaConfig, RopeScaling
+    from lt_model.config import ModelConfig, RopeScaling
     from lt_model.costs import MemoryEstimate, estimate_memory, flops_per_token, n_parameters
+    from lt_model.decoder import Decoder, DecoderBlock
     from lt_model.documents import DocumentBoundaries
     from lt_model.errors import ModelError
     from lt_model.generation import generate, generate_batch
     from lt_model.hf import config_from_hf, config_to_hf
     from lt_model.init import init_model, init_slice
-    from lt_model.llama import Llama, LlamaBlock
     from lt_model.loss import IGNORE_INDEX, LossParts, cross_entropy_sum, linear_cross_entropy_sum, linear_loss_parts
     from lt_model.params import ParamSpec, param_specs
     from lt_model.presets import PRESETS, preset
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lt_model.stages import stage_layers
 
 _MODULES = {
-    "LlamaConfig": "config",
+    "ModelConfig": "config",
     "RopeScaling": "config",
     "MemoryEstimate": "costs",
     "flops_per_token": "costs",
@@ -37,8 +37,8 @@ _MODULES = {
     "config_to_hf": "hf",
     "init_model": "init",
     "init_slice": "init",
-    "Llama": "llama",
-    "LlamaBlock": "llama",
+    "Decoder": "decoder",
+    "DecoderBlock": "decoder",
     "IGNORE_INDEX": "loss",
     "LossParts": "loss",
     "cross_entropy_sum": "loss",
@@ -56,13 +56,13 @@ _MODULES = {
 __all__ = [
     "IGNORE_INDEX",
     "PRESETS",
+    "Decoder",
+    "DecoderBlock",
     "DocumentBoundaries",
     "LabelScores",
-    "Llama",
-    "LlamaBlock",
-    "LlamaConfig",
     "LossParts",
     "MemoryEstimate",
+    "ModelConfig",
     "ModelError",
     "ParamSpec",
     "RopeScaling",

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from lt_model.config import LlamaConfig
+from lt_model.config import ModelConfig
 from lt_model.errors import ModelError
 
 CheckpointingMode = Literal["none", "full", "selective"]
@@ -35,7 +35,7 @@ _FP32_BYTES = 4  # of the numbers that are fp32 in any compute dtype
 
 
 def activation_bytes_per_token(
-    config: LlamaConfig,
+    config: ModelConfig,
     activation_checkpointing: CheckpointingMode = "none",
     *,
     element_bytes: int = 2,
@@ -94,7 +94,7 @@ def activation_bytes_per_token(
 
 
 def block_backward_bytes_per_token(
-    config: LlamaConfig,
+    config: ModelConfig,
     activation_checkpointing: CheckpointingMode = "none",
     *,
     element_bytes: int = 2,
@@ -127,7 +127,7 @@ def block_backward_bytes_per_token(
     return n_bytes
 
 
-def non_block_bytes_per_token(config: LlamaConfig, *, element_bytes: int = 2) -> float:
+def non_block_bytes_per_token(config: ModelConfig, *, element_bytes: int = 2) -> float:
     """Return the bytes per token saved outside the blocks: ids, rotary tables, the last norm's input.
 
     For `element_bytes` see `activation_bytes_per_token`.
@@ -142,7 +142,7 @@ def loss_chunk_tokens(vocab_size: int) -> int:
 
 
 def loss_bytes(
-    config: LlamaConfig, n_tokens: int, *, element_bytes: int = 2, chunk_tokens: int = 0, tp: int = 1
+    config: ModelConfig, n_tokens: int, *, element_bytes: int = 2, chunk_tokens: int = 0, tp: int = 1
 ) -> Mapping[str, float]:
     """Return the bytes that the chunked loss holds at its peak, in the forward pass, by part.
 

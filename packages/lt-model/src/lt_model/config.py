@@ -1,6 +1,6 @@
-"""Shape of a Llama: a frozen dataclass, validated when it is made.
+"""Shape of a decoder: a frozen dataclass, validated when it is made.
 
-`LlamaConfig` holds what decides the architecture and nothing about training. `hf.py` reads and writes the config.json
+`ModelConfig` holds what decides the architecture and nothing about training. `hf.py` reads and writes the config.json
 of `transformers`; `to_dict`/`from_dict` use our own field names (manifests, recipes).
 """
 
@@ -43,8 +43,8 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LlamaConfig:
-    """Architecture of a Llama.
+class ModelConfig:
+    """Architecture of a decoder.
 
     Attributes:
         vocab_size: number of token ids; no default, because the data decides it.
@@ -110,7 +110,7 @@ class LlamaConfig:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any], source: str = "model config") -> LlamaConfig:
+    def from_dict(cls, values: Mapping[str, Any], source: str = "model config") -> ModelConfig:
         """Build a config from our own field names.
 
         Args:
@@ -118,7 +118,7 @@ class LlamaConfig:
             source: origin of the values, for error messages.
 
         Raises:
-            ModelError: an unknown or missing field, or a value that `LlamaConfig` rejects.
+            ModelError: an unknown or missing field, or a value that `ModelConfig` rejects.
         """
         known = dict(_check_keys(cls, values, source))
         try:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from lt_model.activation_memory import SELECTIVE_SAVED_PRODUCTS, CheckpointingMode
-from lt_model.config import LlamaConfig, check_size
+from lt_model.config import ModelConfig, check_size
 from lt_model.errors import ModelError
 from lt_model.params import param_specs
 
@@ -21,18 +21,18 @@ FlopsConvention = Literal["full", "causal"]
 FLOPS_CONVENTIONS: tuple[FlopsConvention, ...] = ("full", "causal")
 
 
-def n_parameters(config: LlamaConfig) -> int:
+def n_parameters(config: ModelConfig) -> int:
     """Return the number of parameters; a tied embedding counts once."""
     return sum(parameter.numel for parameter in param_specs(config))
 
 
-def n_compute_parameters(config: LlamaConfig) -> int:
+def n_compute_parameters(config: ModelConfig) -> int:
     """Return the number of parameters multiplied per token: all but the input embedding, with the head."""
     embedding = config.vocab_size * config.hidden_size
     return n_parameters(config) - (0 if config.tie_word_embeddings else embedding)
 
 
-def flops_per_token(config: LlamaConfig, seq_len: int, convention: FlopsConvention = "full") -> int:
+def flops_per_token(config: ModelConfig, seq_len: int, convention: FlopsConvention = "full") -> int:
     """Return training FLOPs (forward and backward) per token at a sequence length of `seq_len` tokens.
 
     Args:
@@ -49,7 +49,7 @@ def flops_per_token(config: LlamaConfig, seq_len: int, convention: FlopsConventi
     return 6 * n_compute_parameters(config) + attention_flops_per_token(config, seq_len, convention)
 
 
-def attention_flops_per_token(config: LlamaConfig, length: int, convention: FlopsConvention = "full") -> int:
+def attention_flops_per_token(config: ModelConfig, length: int, convention: FlopsConvention = "full") -> int:
     """Return the training FLOPs of attention per token that attends to `length` positions.
 
     Args:
@@ -61,7 +61,7 @@ def attention_flops_per_token(config: LlamaConfig, length: int, convention: Flop
     return attention if convention == "full" else attention // 2
 
 
-def recomputed_flops_per_token(config: LlamaConfig, seq_len: int, activation_checkpointing: CheckpointingMode) -> int:
+def recomputed_flops_per_token(config: ModelConfig, seq_len: int, activation_checkpointing: CheckpointingMode) -> int:
     """Return FLOPs per token that activation checkpointing recomputes, in the "full" convention.
 
     "selective" keeps attention and every other matrix product. With "full" torch ends the recomputation once the
@@ -91,7 +91,7 @@ class MemoryEstimate:
         grads: their gradients.
         moments: AdamW's two moments.
         logits: the output of the head for one micro-batch and its gradient, in fp32, if both are materialized
-            (the loss of `Llama.forward` holds only a chunk of them).
+            (the loss of `Decoder.forward` holds only a chunk of them).
     """
 
     params: int
@@ -106,7 +106,7 @@ class MemoryEstimate:
 
 
 def estimate_memory(
-    config: LlamaConfig,
+    config: ModelConfig,
     *,
     micro_batch_size: int,
     seq_len: int,

@@ -6,20 +6,20 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from lt_model.config import LlamaConfig
+from lt_model.config import ModelConfig
 from lt_model.costs import estimate_memory, flops_per_token, n_compute_parameters, n_parameters
 from lt_model.params import ParamSpec, param_specs
 
 ALIGNMENT = 64  # matrix sizes that are multiples of this run at full speed on tensor cores and on AMX
 
 
-def alignment_warnings(config: LlamaConfig) -> list[str]:
+def alignment_warnings(config: ModelConfig) -> list[str]:
     """Return a warning per matrix size that is not a multiple of `ALIGNMENT`, with the nearest ones."""
     sizes = {name: getattr(config, name) for name in ("vocab_size", "hidden_size", "intermediate_size")}
     return [
         f"{name} = {size} is not a multiple of {ALIGNMENT}: its matrix products run slower "
         + (
-            f"(Llama(pad_vocab_to_multiple_of={ALIGNMENT}) rounds them up, with the same results)"
+            f"(Decoder(pad_vocab_to_multiple_of={ALIGNMENT}) rounds them up, with the same results)"
             if name == "vocab_size"
             else f"({_nearest_aligned(size)} would be aligned)"
         )
@@ -28,7 +28,7 @@ def alignment_warnings(config: LlamaConfig) -> list[str]:
     ]
 
 
-def describe_model(config: LlamaConfig, *, seq_len: int, micro_batch_size: int = 1) -> dict[str, Any]:
+def describe_model(config: ModelConfig, *, seq_len: int, micro_batch_size: int = 1) -> dict[str, Any]:
     """Return shape, parameters, costs and warnings as plain values (JSON-ready).
 
     Args:
@@ -56,12 +56,12 @@ def describe_model(config: LlamaConfig, *, seq_len: int, micro_batch_size: int =
     }
 
 
-def format_description(config: LlamaConfig, *, seq_len: int, micro_batch_size: int = 1) -> str:
+def format_description(config: ModelConfig, *, seq_len: int, micro_batch_size: int = 1) -> str:
     """Return the values of `describe_model` and the shapes of all tensors as text."""
     return "\n".join(_iter_lines(config, describe_model(config, seq_len=seq_len, micro_batch_size=micro_batch_size)))
 
 
-def _iter_lines(config: LlamaConfig, facts: dict[str, Any]) -> Iterator[str]:
+def _iter_lines(config: ModelConfig, facts: dict[str, Any]) -> Iterator[str]:
     for name, value in facts["config"].items():
         yield f"{name:<24} {value}"
     yield f"{'head_dim':<24} {config.head_dim}"

@@ -18,12 +18,12 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor
 
+from lt_model.decoder import Decoder, KVCache
 from lt_model.errors import ModelError
-from lt_model.llama import KVCache, Llama
 
 
 def generate(
-    model: Llama,
+    model: Decoder,
     prompt_ids: Sequence[int],
     *,
     max_new_tokens: int,
@@ -66,7 +66,7 @@ def generate(
 
 
 def generate_batch(
-    model: Llama,
+    model: Decoder,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
@@ -135,7 +135,7 @@ def _sample_token(logits_V: Tensor, temperature: float, top_k: int, top_p: float
 
 
 def _check_arguments(
-    model: Llama, prompt_ids: Sequence[int], max_new_tokens: int, temperature: float, top_k: int, top_p: float
+    model: Decoder, prompt_ids: Sequence[int], max_new_tokens: int, temperature: float, top_k: int, top_p: float
 ) -> None:
     config = model.config
     if not prompt_ids:

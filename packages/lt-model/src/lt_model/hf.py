@@ -1,4 +1,4 @@
-"""Conversion of `LlamaConfig` to and from the config.json of `transformers.LlamaForCausalLM`.
+"""Conversion of `ModelConfig` to and from the config.json of `transformers.LlamaForCausalLM`.
 
 Up to 4.x, transformers keeps rotary settings in `rope_theta` and `rope_scaling`; from 5.0 on, in one `rope_parameters`.
 `config_to_hf` writes both spellings with equal values, so every version from 4.48 on reads the same model;
@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lt_model.config import LlamaConfig, RopeScaling
+from lt_model.config import ModelConfig, RopeScaling
 from lt_model.errors import ModelError
 
 MAX_CONFIG_BYTES = 2**24
@@ -53,7 +53,7 @@ DTYPES = ("float32", "float64", "float16", "bfloat16")
 
 
 def config_to_hf(
-    config: LlamaConfig,
+    config: ModelConfig,
     *,
     bos_token_id: int | None = None,
     eos_token_id: int | list[int] | None = None,
@@ -98,7 +98,7 @@ def config_to_hf(
     }
 
 
-def config_from_hf(values: Mapping[str, Any], source: str = "") -> LlamaConfig:
+def config_from_hf(values: Mapping[str, Any], source: str = "") -> ModelConfig:
     """Read a config.json of `LlamaForCausalLM`, of transformers 4 or 5.
 
     Args:
@@ -122,7 +122,7 @@ def config_from_hf(values: Mapping[str, Any], source: str = "") -> LlamaConfig:
         raise ModelError(f"{where}: {missing[0]} is missing")
     theta, scaling = _read_rope(values, where, found["max_position_embeddings"])
     try:
-        config = LlamaConfig(
+        config = ModelConfig(
             **{ours: found[theirs] for ours, theirs in HF_NAMES.items()},
             rope_theta=theta,
             rope_scaling=None if scaling is None else RopeScaling(**scaling),
@@ -138,7 +138,7 @@ def config_from_hf(values: Mapping[str, Any], source: str = "") -> LlamaConfig:
     return config
 
 
-def read_config(path: str | Path) -> LlamaConfig:
+def read_config(path: str | Path) -> ModelConfig:
     """Read a config.json, given as the file or as the folder of a Hugging Face model.
 
     Raises:

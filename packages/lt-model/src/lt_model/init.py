@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lt_model.llama import Llama
+from lt_model.decoder import Decoder
 from lt_model.params import ParamSpec, param_specs
 
 GAMMA = 0x9E3779B97F4A7C15
@@ -90,7 +90,7 @@ def init_slice(
 
 
 @torch.no_grad()
-def init_model(model: Llama, seed: int) -> None:
+def init_model(model: Decoder, seed: int) -> None:
     """Set every parameter of an unsharded, materialized model in place, from the run's seed."""
     targets = dict(model.named_parameters())
     for parameter in param_specs(model.config):

@@ -1,7 +1,7 @@
 """Parameter table: every tensor of a Llama as data, in model order, without torch.
 
 Sharding, optimizers, initialization and checkpoint conversion read this table. Names are those of `transformers`'
-`LlamaForCausalLM.state_dict()`, and equal `Llama.named_parameters()` in name, shape and order.
+`LlamaForCausalLM.state_dict()`, and equal `Decoder.named_parameters()` in name, shape and order.
 Cost: 9 small objects per layer.
 
 Initial weights follow GPT-2: normal with standard deviation 0.02, and 0.02 / sqrt(2 * n_layers) for the two
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from lt_model.config import LlamaConfig
+from lt_model.config import ModelConfig
 
 INIT_STD = 0.02
 ParamRole = Literal["embed", "block", "final"]
@@ -54,12 +54,12 @@ class ParamSpec:
         return math.prod(self.shape)
 
 
-def param_specs(config: LlamaConfig) -> tuple[ParamSpec, ...]:
+def param_specs(config: ModelConfig) -> tuple[ParamSpec, ...]:
     """Return the parameter table of a model, in model order. A tied model has no lm_head.weight."""
     return tuple(_iter_param_specs(config))
 
 
-def _iter_param_specs(config: LlamaConfig) -> Iterator[ParamSpec]:
+def _iter_param_specs(config: ModelConfig) -> Iterator[ParamSpec]:
     hidden, vocab = config.hidden_size, config.vocab_size
     yield _matrix_spec("model.embed_tokens", (vocab, hidden), None, "embed", 0, decay=False)
     for layer in range(config.n_layers):
@@ -69,7 +69,7 @@ def _iter_param_specs(config: LlamaConfig) -> Iterator[ParamSpec]:
         yield _matrix_spec("lm_head", (vocab, hidden), None, "final", 0)
 
 
-def _block_specs(config: LlamaConfig, layer: int) -> Iterator[ParamSpec]:
+def _block_specs(config: ModelConfig, layer: int) -> Iterator[ParamSpec]:
     hidden, inner = config.hidden_size, config.intermediate_size
     kv_width = config.n_kv_heads * config.head_dim
     residual_std = INIT_STD / math.sqrt(2 * config.n_layers)

@@ -15,12 +15,12 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from lt_model.config import LlamaConfig, RopeScaling
+from lt_model.config import ModelConfig, RopeScaling
 from lt_model.errors import ModelError
 
-PRESETS: Mapping[str, LlamaConfig] = MappingProxyType(
+PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
     {
-        "tiny-2m": LlamaConfig(  # 1,967,808 parameters
+        "tiny-2m": ModelConfig(  # 1,967,808 parameters
             vocab_size=2048,
             hidden_size=192,
             intermediate_size=512,
@@ -30,7 +30,7 @@ PRESETS: Mapping[str, LlamaConfig] = MappingProxyType(
             max_position_embeddings=2048,
             tie_word_embeddings=True,
         ),
-        "tiny-5m": LlamaConfig(  # 4,951,296 parameters
+        "tiny-5m": ModelConfig(  # 4,951,296 parameters
             vocab_size=2048,
             hidden_size=256,
             intermediate_size=704,
@@ -40,11 +40,11 @@ PRESETS: Mapping[str, LlamaConfig] = MappingProxyType(
             max_position_embeddings=2048,
             tie_word_embeddings=True,
         ),
-        "litespark-default": LlamaConfig(vocab_size=32000),  # 134,769,408
-        "llama-160m": LlamaConfig(
+        "litespark-default": ModelConfig(vocab_size=32000),  # 134,769,408
+        "llama-160m": ModelConfig(
             vocab_size=32000, intermediate_size=3072, max_position_embeddings=2048
         ),  # 162,417,408
-        "llama-1b": LlamaConfig(  # 1,100,048,384
+        "llama-1b": ModelConfig(  # 1,100,048,384
             vocab_size=32000,
             hidden_size=2048,
             intermediate_size=5632,
@@ -53,19 +53,19 @@ PRESETS: Mapping[str, LlamaConfig] = MappingProxyType(
             n_layers=22,
             max_position_embeddings=2048,
         ),
-        "llama-30b": LlamaConfig(  # 32,528,943,616
+        "llama-30b": ModelConfig(  # 32,528,943,616
             vocab_size=32000, hidden_size=6656, intermediate_size=17920, n_heads=52, n_kv_heads=52, n_layers=60
         ),
-        "llama2-7b": LlamaConfig(  # 6,738,415,616
+        "llama2-7b": ModelConfig(  # 6,738,415,616
             vocab_size=32000, hidden_size=4096, intermediate_size=11008, n_heads=32, n_kv_heads=32, n_layers=32
         ),
-        "llama2-13b": LlamaConfig(  # 13,015,864,320
+        "llama2-13b": ModelConfig(  # 13,015,864,320
             vocab_size=32000, hidden_size=5120, intermediate_size=13824, n_heads=40, n_kv_heads=40, n_layers=40
         ),
-        "llama2-70b": LlamaConfig(  # 68,976,648,192
+        "llama2-70b": ModelConfig(  # 68,976,648,192
             vocab_size=32000, hidden_size=8192, intermediate_size=28672, n_heads=64, n_kv_heads=8, n_layers=80
         ),
-        "llama3-8b": LlamaConfig(  # 8,030,261,248
+        "llama3-8b": ModelConfig(  # 8,030,261,248
             vocab_size=128256,
             hidden_size=4096,
             intermediate_size=14336,
@@ -75,7 +75,7 @@ PRESETS: Mapping[str, LlamaConfig] = MappingProxyType(
             max_position_embeddings=8192,
             rope_theta=500000.0,
         ),
-        "llama3-70b": LlamaConfig(  # 70,553,706,496
+        "llama3-70b": ModelConfig(  # 70,553,706,496
             vocab_size=128256,
             hidden_size=8192,
             intermediate_size=28672,
@@ -85,7 +85,7 @@ PRESETS: Mapping[str, LlamaConfig] = MappingProxyType(
             max_position_embeddings=8192,
             rope_theta=500000.0,
         ),
-        "llama3.2-1b": LlamaConfig(  # 1,235,814,400
+        "llama3.2-1b": ModelConfig(  # 1,235,814,400
             vocab_size=128256,
             hidden_size=2048,
             intermediate_size=8192,
@@ -99,7 +99,7 @@ PRESETS: Mapping[str, LlamaConfig] = MappingProxyType(
             ),
             tie_word_embeddings=True,
         ),
-        "llama3.2-3b": LlamaConfig(  # 3,212,749,824
+        "llama3.2-3b": ModelConfig(  # 3,212,749,824
             vocab_size=128256,
             hidden_size=3072,
             intermediate_size=8192,
@@ -117,8 +117,8 @@ PRESETS: Mapping[str, LlamaConfig] = MappingProxyType(
 )
 
 
-def preset(name: str, **overrides: Any) -> LlamaConfig:
-    """Return the preset `name`, with any fields of `LlamaConfig` replaced by `overrides`.
+def preset(name: str, **overrides: Any) -> ModelConfig:
+    """Return the preset `name`, with any fields of `ModelConfig` replaced by `overrides`.
 
     Raises:
         ModelError: an unknown preset or field, or sizes that do not divide.

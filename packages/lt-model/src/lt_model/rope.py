@@ -16,10 +16,10 @@ import math
 import torch
 from torch import Tensor
 
-from lt_model.config import LlamaConfig
+from lt_model.config import ModelConfig
 
 
-def inverse_frequencies(config: LlamaConfig, dtype: torch.dtype = torch.float32) -> Tensor:
+def inverse_frequencies(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the angle per position of each pair, [P] on the CPU (radians per token)."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64, device="cpu").to(dtype) / config.head_dim
     frequencies = 1.0 / config.rope_theta**exponents
@@ -35,7 +35,7 @@ def inverse_frequencies(config: LlamaConfig, dtype: torch.dtype = torch.float32)
     return torch.where(long, frequencies / scaling.factor, torch.where(short, frequencies, between))
 
 
-def rope_tables(config: LlamaConfig, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rope_tables(config: ModelConfig, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the cosines and sines of positions [..., T] for `apply_rope`, each [..., T, 1, P].
 
     They are computed on the positions' device in fp32 (float64 when `dtype` is float64) and rounded to `dtype`.

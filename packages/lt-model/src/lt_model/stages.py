@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from itertools import accumulate, pairwise
 
-from lt_model.config import LlamaConfig
+from lt_model.config import ModelConfig
 from lt_model.params import param_specs
 
 
-def stage_layers(config: LlamaConfig, n_stages: int) -> list[range]:
+def stage_layers(config: ModelConfig, n_stages: int) -> list[range]:
     """Return the layers of each stage, so that the slowest stage has the least work.
 
     The head counts as the number of layers with as many weights; the stages before the last share the other layers

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from lt_model.llama import LlamaBlock
+from lt_model.decoder import DecoderBlock
 
 _SAVED_OPS = (
     "aten::_scaled_dot_product_flash_attention",
@@ -36,7 +36,7 @@ _SAVED_OPS = (
 _MATMUL_OPS = ("aten::mm", "aten::addmm", "aten::_scaled_mm")
 
 
-def apply_activation_checkpointing(blocks: list[LlamaBlock], mode: str) -> None:
+def apply_activation_checkpointing(blocks: list[DecoderBlock], mode: str) -> None:
     """Apply `mode` ("full" or "selective") to `blocks`, in place; call before compiling them."""
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if mode == "selective":

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lt_model.llama import LlamaBlock
+from lt_model.decoder import DecoderBlock
 
 MIN_BYTES = 1 << 20
 """Size below which a tensor stays on the device."""
@@ -100,7 +100,7 @@ class ActivationOffload:
         self.moved_bytes = 0
         """Bytes moved to the host so far."""
 
-    def wrap(self, block: LlamaBlock, *, is_first: bool) -> None:
+    def wrap(self, block: DecoderBlock, *, is_first: bool) -> None:
         """Replace the forward of a block by one that moves what it saves; after compiling it.
 
         Args:
@@ -181,7 +181,7 @@ def _tensors(arguments: tuple[Any, ...]) -> list[Tensor]:
     return [one for one in tree_leaves(arguments) if isinstance(one, Tensor)]
 
 
-def apply_activation_offload(blocks: list[LlamaBlock], device: torch.device) -> ActivationOffload:
+def apply_activation_offload(blocks: list[DecoderBlock], device: torch.device) -> ActivationOffload:
     """Offload the activations of all blocks but the last, in place; call after compiling them."""
     offload = ActivationOffload(device)
     for index, block in enumerate(blocks[:-1]):

@@ -15,7 +15,7 @@ import shutil
 from importlib.util import find_spec
 
 from lt_model.attention import BACKENDS
-from lt_model.llama import LlamaBlock
+from lt_model.decoder import DecoderBlock
 from lt_trainer.errors import RecipeError
 from lt_trainer_gpu import checks
 from lt_trainer_gpu.checks import parse_torch_version
@@ -71,7 +71,7 @@ def find_missing_compiler() -> str:
     return ""
 
 
-def compile_blocks(blocks: list[LlamaBlock], activation_memory_budget: float) -> None:
+def compile_blocks(blocks: list[DecoderBlock], activation_memory_budget: float) -> None:
     """Wrap `blocks` in torch.compile; compilation happens on first use.
 
     Args:

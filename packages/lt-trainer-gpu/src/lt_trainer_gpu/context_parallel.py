@@ -36,7 +36,7 @@ from lt_model.documents import DocumentBoundaries, copy_to_device, torch_varlen_
 from lt_model.sdpa import reference_attention, sdpa_attention
 from lt_trainer_gpu.context_parallel_rows import QuerySegments, gathered_order
 from lt_trainer_gpu.mesh_layout import MeshLayout
-from lt_trainer_gpu.model import LlamaStage
+from lt_trainer_gpu.model import DecoderStage
 
 _ops = torch.ops._c10d_functional  # as in collectives.py
 
@@ -89,7 +89,7 @@ def init_context_parallel_group(mesh_layout: MeshLayout, timeout_s: float) -> Co
     return ContextParallelGroup(size=mesh_layout.cp, group_name=group.group_name)
 
 
-def apply_context_parallel(stage: LlamaStage, cp_group: ContextParallelGroup) -> None:
+def apply_context_parallel(stage: DecoderStage, cp_group: ContextParallelGroup) -> None:
     """Replace the attention of `stage`, in place.
 
     Its inputs are then this rank's positions, and `QuerySegments` as boundaries.

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from lt_ckpt import Checkpoint
-from lt_model import LlamaConfig
+from lt_model import ModelConfig
 from lt_model.costs import recomputed_flops_per_token
 from lt_model.loss import LossParts
 from lt_model.scoring import LabelScores
@@ -59,7 +59,7 @@ class GpuEngine:
     (built, parallelized, allocated), their passes, weights with the optimizer, instruments.
     """
 
-    def __init__(self, recipe: Recipe, config: LlamaConfig, world: World) -> None:
+    def __init__(self, recipe: Recipe, config: ModelConfig, world: World) -> None:
         timeout_s = recipe.fault_tolerance.collective_timeout_s
         computation = choose_computation(recipe, world)
         self._mesh_layout = layout = MeshLayout.from_options(

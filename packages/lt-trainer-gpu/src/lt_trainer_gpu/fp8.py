@@ -38,7 +38,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lt_model.llama import Llama
+from lt_model.decoder import Decoder
 from lt_trainer_gpu.checks import parse_torch_version
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -147,7 +147,7 @@ class RowwiseLinear(TensorwiseLinear):
 LINEAR_CLASSES: dict[str, type[TensorwiseLinear]] = {"tensorwise": TensorwiseLinear, "rowwise": RowwiseLinear}
 
 
-def apply_fp8(model: Llama, scaling: Scaling, skipped_blocks: int) -> int:
+def apply_fp8(model: Decoder, scaling: Scaling, skipped_blocks: int) -> int:
     """Change the linear layers of blocks to float8, in place; return their number.
 
     Args:

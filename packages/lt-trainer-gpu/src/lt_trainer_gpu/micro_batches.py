@@ -16,7 +16,7 @@ from lt_model.documents import DocumentBoundaries
 from lt_trainer.engine import StepBatch
 from lt_trainer.torch import micro_batches_to_device
 from lt_trainer_gpu.context_parallel_rows import rank_positions, split_boundaries
-from lt_trainer_gpu.model import LlamaStage
+from lt_trainer_gpu.model import DecoderStage
 
 
 class DeviceMicroBatch(NamedTuple):
@@ -99,7 +99,7 @@ class PassRunner(Protocol):
 class ModelRunner:
     """Passes through a model that is not pipelined, one micro-batch after the other."""
 
-    def __init__(self, model: LlamaStage) -> None:
+    def __init__(self, model: DecoderStage) -> None:
         self._model = model
 
     def forward_backward(self, micros: Sequence[DeviceMicroBatch], *, valid_tokens: int, z_loss: float) -> list[Tensor]:

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lt_model import LlamaConfig, ParamSpec, param_specs
+from lt_model import ModelConfig, ParamSpec, param_specs
+from lt_model.decoder import Decoder, DecoderBlock
 from lt_model.documents import DocumentBoundaries
-from lt_model.llama import Llama, LlamaBlock
 from lt_model.loss import LossParts, linear_loss_parts
 from lt_model.rope import rope_tables
 from lt_model.scoring import LabelScores, linear_label_scores
@@ -57,7 +57,7 @@ class LossHead(nn.Linear):
         )
 
 
-class LlamaStage(Llama):
+class DecoderStage(Decoder):
     """Consecutive layers of a Llama; made by `build_stage`.
 
     Attributes:
@@ -70,7 +70,7 @@ class LlamaStage(Llama):
 
     fsdp_sync: FsdpSync | None = None
     layers: range
-    blocks: list[LlamaBlock]
+    blocks: list[DecoderBlock]
     is_first: bool
     is_last: bool
 
@@ -105,19 +105,19 @@ class LlamaStage(Llama):
 
 
 def build_stage(
-    config: LlamaConfig,
+    config: ModelConfig,
     layers: range,
     *,
     attention: str,
     dtype: torch.dtype,
     pad_vocab_to_multiple_of: int = 1,
     loss_chunk_tokens: int = 0,
-) -> LlamaStage:
+) -> DecoderStage:
     """Return a stage with `layers` of the model, on the meta device."""
     with torch.device("meta"):
-        stage = Llama(config, attention=attention, pad_vocab_to_multiple_of=pad_vocab_to_multiple_of).to(dtype)
-    stage.__class__ = LlamaStage
-    assert isinstance(stage, LlamaStage)
+        stage = Decoder(config, attention=attention, pad_vocab_to_multiple_of=pad_vocab_to_multiple_of).to(dtype)
+    stage.__class__ = DecoderStage
+    assert isinstance(stage, DecoderStage)
     stage.layers, stage.is_first, stage.is_last = layers, layers.start == 0, layers.stop == config.n_layers
     head = stage.lm_head
     head.__class__ = LossHead
@@ -137,7 +137,7 @@ def build_stage(
     return stage
 
 
-def stage_param_specs(stage: LlamaStage) -> dict[str, ParamSpec]:
+def stage_param_specs(stage: DecoderStage) -> dict[str, ParamSpec]:
     """Return the parameters of a stage: name within the stage → row of the parameter table."""
     specs = {spec.name: spec for spec in param_specs(stage.config)}
     if stage.config.tie_word_embeddings:
@@ -145,7 +145,7 @@ def stage_param_specs(stage: LlamaStage) -> dict[str, ParamSpec]:
     return {name: specs[name] for name, _ in stage.named_parameters()}
 
 
-def stage_params(stage: LlamaStage) -> dict[str, nn.Parameter]:
+def stage_params(stage: DecoderStage) -> dict[str, nn.Parameter]:
     """Return the parameters of a stage by their names in checkpoints."""
     specs = stage_param_specs(stage)
     return {specs[name].name: parameter for name, parameter in stage.named_parameters()}

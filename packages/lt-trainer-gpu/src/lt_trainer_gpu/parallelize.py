@@ -21,12 +21,12 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lt_model import LlamaConfig, stage_layers
+from lt_model import ModelConfig, stage_layers
 from lt_trainer_gpu.computation import Computation
 from lt_trainer_gpu.devices import current_device
 from lt_trainer_gpu.fsdp_sync import FsdpSync
 from lt_trainer_gpu.mesh_layout import MeshLayout
-from lt_trainer_gpu.model import LlamaStage, build_stage
+from lt_trainer_gpu.model import DecoderStage, build_stage
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -35,8 +35,8 @@ MESH_DIM_NAMES = ("pp", "dp_replicate", "fsdp", "tp")
 
 
 def open_stages(
-    config: LlamaConfig, computation: Computation, mesh_layout: MeshLayout, timeout_s: float
-) -> list[LlamaStage]:
+    config: ModelConfig, computation: Computation, mesh_layout: MeshLayout, timeout_s: float
+) -> list[DecoderStage]:
     """Return this rank's stages: built without memory, parallelized, then allocated with undefined values.
 
     Args:
@@ -68,7 +68,7 @@ def open_stages(
 
 
 def _parallelize(
-    stages: Sequence[LlamaStage], computation: Computation, mesh_layout: MeshLayout, timeout_s: float
+    stages: Sequence[DecoderStage], computation: Computation, mesh_layout: MeshLayout, timeout_s: float
 ) -> None:
     """Shard, checkpoint, compile and wrap this rank's stages, in place; they are on the meta device."""
     options, device_type = computation.options, computation.device.type
@@ -134,7 +134,7 @@ def _init_mesh(mesh_layout: MeshLayout, device_type: str, timeout_s: float) -> D
     return mesh
 
 
-def _apply_fsdp(model: LlamaStage, mesh: DeviceMesh, mesh_layout: MeshLayout, computation: Computation) -> None:
+def _apply_fsdp(model: DecoderStage, mesh: DeviceMesh, mesh_layout: MeshLayout, computation: Computation) -> None:
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
     fsdp_mesh = mesh["dp_replicate", "fsdp"] if mesh_layout.dp_replicate > 1 else mesh["fsdp"]

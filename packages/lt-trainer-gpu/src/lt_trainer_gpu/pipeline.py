@@ -32,7 +32,7 @@ from lt_model.loss import LossParts
 from lt_trainer_gpu.computation import Computation
 from lt_trainer_gpu.mesh_layout import MeshLayout
 from lt_trainer_gpu.micro_batches import DeviceMicroBatch
-from lt_trainer_gpu.model import LlamaStage
+from lt_trainer_gpu.model import DecoderStage
 from lt_trainer_gpu.pipeline_schedule import StagePass, forward_passes, training_passes
 
 Edge = tuple[int, int]
@@ -112,7 +112,7 @@ class PipelineRunner:
     """
 
     def __init__(
-        self, stages: Sequence[LlamaStage], computation: Computation, mesh_layout: MeshLayout, timeout_s: float
+        self, stages: Sequence[DecoderStage], computation: Computation, mesh_layout: MeshLayout, timeout_s: float
     ) -> None:
         self._stages, self._layout = stages, mesh_layout
         self._device, self._dtype = computation.device, computation.dtype

@@ -11,7 +11,7 @@ from lt_trainer_gpu.checks import check_recipe
 from lt_trainer_gpu.options import GpuOptions
 
 if TYPE_CHECKING:
-    from lt_model import LlamaConfig
+    from lt_model import ModelConfig
     from lt_trainer.config.sections import Recipe
     from lt_trainer.engine import Engine, World
 
@@ -46,7 +46,7 @@ class GpuSpec:
             fixed[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
         return fixed | flight_recorder.env_variables(Path(recipe.run.dir) / "logs", os.environ)
 
-    def open(self, recipe: Recipe, model: LlamaConfig, world: World) -> Engine:
+    def open(self, recipe: Recipe, model: ModelConfig, world: World) -> Engine:
         """Select the device; build the process group, the model and the optimizer."""
         from lt_trainer_gpu.engine import GpuEngine
 

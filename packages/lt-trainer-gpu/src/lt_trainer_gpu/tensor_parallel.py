@@ -20,14 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from lt_model import param_specs
-from lt_model.llama import KVCache, LlamaAttention, LlamaMLP, vocab_parallel_embedding
+from lt_model.decoder import MLP, Attention, KVCache, vocab_parallel_embedding
 from lt_model.norm import RMSNorm, rms_norm
 from lt_trainer_gpu.collectives import TensorParallelGroup, copy_to_tp, reduce_from_tp, reduce_grad_in_backward
 from lt_trainer_gpu.mesh_layout import MeshLayout
-from lt_trainer_gpu.model import LlamaStage, LossHead, stage_param_specs
+from lt_trainer_gpu.model import DecoderStage, LossHead, stage_param_specs
 
 
-class TensorParallelAttention(LlamaAttention):
+class TensorParallelAttention(Attention):
     """Attention over this rank's heads."""
 
     tp_group: TensorParallelGroup
@@ -37,7 +37,7 @@ class TensorParallelAttention(LlamaAttention):
         return reduce_from_tp(super().forward(copy_to_tp(x_BTD, self.tp_group), rope, mask, cache), self.tp_group)
 
 
-class TensorParallelMLP(LlamaMLP):
+class TensorParallelMLP(MLP):
     """Feed-forward layer over this rank's inner features."""
 
     tp_group: TensorParallelGroup
@@ -71,14 +71,14 @@ class VocabParallelEmbedding(nn.Embedding):
 
 
 _TENSOR_PARALLEL_CLASSES: dict[type, type] = {
-    LlamaAttention: TensorParallelAttention,
-    LlamaMLP: TensorParallelMLP,
+    Attention: TensorParallelAttention,
+    MLP: TensorParallelMLP,
     RMSNorm: TensorParallelRMSNorm,
     nn.Embedding: VocabParallelEmbedding,
 }
 
 
-def apply_tensor_parallel(model: LlamaStage, mesh_layout: MeshLayout, tp_group: TensorParallelGroup) -> None:
+def apply_tensor_parallel(model: DecoderStage, mesh_layout: MeshLayout, tp_group: TensorParallelGroup) -> None:
     """Replace the parameters of `model` (on the meta device) by this rank's shards, in place."""
     for name, parameter in stage_param_specs(model).items():
         if parameter.tp_dim is None:

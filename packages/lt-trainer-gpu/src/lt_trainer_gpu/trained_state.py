@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from lt_ckpt import Checkpoint, Shard, TensorSpec
-from lt_model import LlamaConfig, param_specs
+from lt_model import ModelConfig, param_specs
 from lt_trainer.checkpointing.pretrained import PretrainedWeights
 from lt_trainer.config.sections import Recipe
 from lt_trainer.control import Control
@@ -34,7 +34,7 @@ from lt_trainer.torch import (
 from lt_trainer_gpu.computation import Computation
 from lt_trainer_gpu.matrix_exchange import matrix_exchange
 from lt_trainer_gpu.mesh_layout import MeshLayout
-from lt_trainer_gpu.model import LlamaStage, stage_params
+from lt_trainer_gpu.model import DecoderStage, stage_params
 from lt_trainer_gpu.optimizer import GpuOptimizer
 from lt_trainer_gpu.optimizer_offload import OffloadedOptimizer
 from lt_trainer_gpu.parameter_shards import parameter_shard
@@ -66,8 +66,8 @@ class TrainedState:
 
     def __init__(
         self,
-        stages: Sequence[LlamaStage],
-        config: LlamaConfig,
+        stages: Sequence[DecoderStage],
+        config: ModelConfig,
         recipe: Recipe,
         computation: Computation,
         mesh_layout: MeshLayout,

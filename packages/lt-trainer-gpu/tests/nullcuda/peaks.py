@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from null_device.ranks import Job, RankResult
 
-from lt_model import LlamaConfig
+from lt_model import ModelConfig
 from lt_trainer.config.recipe import load
 from lt_trainer.planning.layout import layout_from_recipe
 from lt_trainer.planning.memory import PlannedMemory, plan_memory
@@ -24,8 +24,8 @@ def job(*overrides: str, seq_len: int = 4096, tied: bool = False, n_layers: int 
     return Job(model=tuple(shape.items()), overrides=overrides, row_lengths=(seq_len,) * 3, initialize=False, **values)
 
 
-def config_of(asked: Job) -> LlamaConfig:
-    return LlamaConfig(vocab_size=asked.vocab_size, max_position_embeddings=asked.row_lengths[0], **dict(asked.model))
+def config_of(asked: Job) -> ModelConfig:
+    return ModelConfig(vocab_size=asked.vocab_size, max_position_embeddings=asked.row_lengths[0], **dict(asked.model))
 
 
 def planned_memory(asked: Job) -> PlannedMemory:

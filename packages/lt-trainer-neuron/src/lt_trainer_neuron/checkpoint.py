@@ -40,12 +40,12 @@ from lt_trainer_neuron.options import NeuronOptions
 from lt_trainer_neuron.row_slice import MASTER_WEIGHTS, RowSlice
 
 if TYPE_CHECKING:
-    from lt_model import LlamaConfig
+    from lt_model import ModelConfig
     from lt_trainer.config.sections import Recipe
     from lt_trainer_neuron.nxd.backend import NxdBackend
 
 
-def nxd_snapshot(recipe: Recipe, config: LlamaConfig, backend: NxdBackend) -> Snapshot:
+def nxd_snapshot(recipe: Recipe, config: ModelConfig, backend: NxdBackend) -> Snapshot:
     """Return a backend's state as this rank's part of an NxD checkpoint.
 
     Args:
@@ -134,7 +134,7 @@ def _row_shard(kind: str, key: str, rows: RowSlice, shape: tuple[int, ...]) -> S
     )
 
 
-def _build_nxd_part(recipe: Recipe, config: LlamaConfig, backend: NxdBackend) -> NxdRankWriter:
+def _build_nxd_part(recipe: Recipe, config: ModelConfig, backend: NxdBackend) -> NxdRankWriter:
     grid, nxd_options, options = backend.grid, build_nxd_options(recipe), recipe.optimizer
     keys = optimizer_state_keys(config, nxd_options, grid.tp_rank, grid.pp_rank)
     step_count = backend.step_count

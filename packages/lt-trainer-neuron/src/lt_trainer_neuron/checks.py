@@ -16,7 +16,7 @@ from lt_trainer.optimizers import optimizer_spec
 from lt_trainer_neuron.options import SECTION, NeuronOptions
 
 if TYPE_CHECKING:
-    from lt_model import LlamaConfig
+    from lt_model import ModelConfig
     from lt_trainer.engine import World
 
 
@@ -46,7 +46,7 @@ def check_recipe(recipe: Recipe, world: "World") -> None:
                 )
 
 
-def check_model(recipe: Recipe, model: "LlamaConfig") -> None:
+def check_model(recipe: Recipe, model: "ModelConfig") -> None:
     """Raise unless the vocabulary can be sharded; its size is known only once the data is open.
 
     Raises:

@@ -26,7 +26,7 @@ from lt_trainer_neuron.compile_cache import CompileCacheError, cache_url
 from lt_trainer_neuron.options import NeuronOptions
 
 if TYPE_CHECKING:
-    from lt_model import LlamaConfig
+    from lt_model import ModelConfig
 
 
 KEYS_FOLDER = "lt-compile-keys"
@@ -66,7 +66,7 @@ class NotCompiledError(CompileCacheError):
     """No graphs were precompiled for this recipe, and engine.neuron.compile_key is "error"."""
 
 
-def compile_key(recipe: Recipe, model: LlamaConfig, environ: Mapping[str, str]) -> dict[str, Any]:
+def compile_key(recipe: Recipe, model: ModelConfig, environ: Mapping[str, str]) -> dict[str, Any]:
     """Return the values that determine the graphs, by dotted name.
 
     Args:
@@ -157,7 +157,7 @@ def diff_keys(key: Mapping[str, Any], known: Sequence[Mapping[str, Any]]) -> lis
     return min(differences_by_key, key=len, default=["this cache has no precompiled graphs"])
 
 
-def check_compiled(recipe: Recipe, model: LlamaConfig, environ: Mapping[str, str]) -> str:
+def check_compiled(recipe: Recipe, model: ModelConfig, environ: Mapping[str, str]) -> str:
     """Compare a run with the precompiled keys; return a warning, or "" if its graphs are cached.
 
     Raises:

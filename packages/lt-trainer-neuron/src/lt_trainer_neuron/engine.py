@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lt_ckpt import Checkpoint, Shard, TensorSpec
-from lt_model import LlamaConfig, param_specs
+from lt_model import ModelConfig, param_specs
 from lt_trainer.checkpointing.pretrained import PretrainedWeights
 from lt_trainer.config.recipe import engine_options
 from lt_trainer.config.sections import Recipe
@@ -62,7 +62,7 @@ class NeuronEngine:
         backend: backend opened for both, with unfilled tensors.
     """
 
-    def __init__(self, recipe: Recipe, config: LlamaConfig, backend: NxdBackend) -> None:
+    def __init__(self, recipe: Recipe, config: ModelConfig, backend: NxdBackend) -> None:
         self.backend = backend
         self._recipe, self._config = recipe, config
         self.topology = backend.grid.topology

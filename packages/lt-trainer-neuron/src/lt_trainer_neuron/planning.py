@@ -22,9 +22,9 @@ from math import prod
 from typing import Any, NamedTuple
 
 from lt_ckpt.nxd.layout import layers_per_stage, rank_tensors
-from lt_model import LlamaConfig, flops_per_token, n_parameters
+from lt_model import ModelConfig, flops_per_token, n_parameters
 from lt_model.activation_memory import activation_bytes_per_token, block_backward_bytes_per_token
-from lt_trainer.config.recipe import ResolvedRecipe, engine_options, llama_config
+from lt_trainer.config.recipe import ResolvedRecipe, engine_options, model_config
 from lt_trainer.config.sections import Recipe
 from lt_trainer.constants import GIB
 from lt_trainer.engine import World
@@ -59,7 +59,7 @@ BYTES_PER_PARAM: Mapping[str, BytesPerParam] = {
 """By `engine.neuron.precision`; without master weights the optimizer updates the weights directly."""
 
 
-def core_memory(recipe: Recipe, config: LlamaConfig, *, dp: int, accumulation: int, stage: int) -> dict[str, float]:
+def core_memory(recipe: Recipe, config: ModelConfig, *, dp: int, accumulation: int, stage: int) -> dict[str, float]:
     """Return the bytes of one core of a stage, by part.
 
     Args:
@@ -96,7 +96,7 @@ def core_memory(recipe: Recipe, config: LlamaConfig, *, dp: int, accumulation: i
     }
 
 
-def _stage_shapes(recipe: Recipe, config: LlamaConfig, stage: int) -> list[tuple[int, ...]]:
+def _stage_shapes(recipe: Recipe, config: ModelConfig, stage: int) -> list[tuple[int, ...]]:
     return [row.shape for row in rank_tensors(config, build_nxd_options(recipe), 0, stage)]
 
 
@@ -137,7 +137,7 @@ def make_plan(
     try:
         check_recipe(recipe, World())
         vocab_size, source = vocab_size_and_source(recipe)
-        config = llama_config(recipe, vocab_size)
+        config = model_config(recipe, vocab_size)
         check_model(recipe, config)
     except RecipeError as exc:
         raise exc.with_origins(resolved.origins) from exc
@@ -196,7 +196,7 @@ def make_plan(
     }
 
 
-def _checkpoint_bytes(recipe: Recipe, config: LlamaConfig, width: BytesPerParam) -> float:
+def _checkpoint_bytes(recipe: Recipe, config: ModelConfig, width: BytesPerParam) -> float:
     """Return the bytes of weights, with replicated key/value heads as in NxD's files, and optimizer state."""
     shapes = [shape for stage in range(recipe.parallel.pp) for shape in _stage_shapes(recipe, config, stage)]
     weights = sum(map(prod, shapes)) * (width.weight + width.master)

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lt_trainer.config.recipe import ResolvedRecipe, engine_options, llama_config
+from lt_trainer.config.recipe import ResolvedRecipe, engine_options, model_config
 from lt_trainer.engine import World
 from lt_trainer.errors import RecipeError
 from lt_trainer.planning.plan import vocab_size_and_source
@@ -85,7 +85,7 @@ def precompile(
     try:
         check_recipe(recipe, World())
         check_environment(recipe, environ)
-        model = llama_config(recipe, vocab_size_and_source(recipe)[0])
+        model = model_config(recipe, vocab_size_and_source(recipe)[0])
         check_model(recipe, model)
     except RecipeError as exc:
         raise exc.with_origins(resolved.origins) from exc

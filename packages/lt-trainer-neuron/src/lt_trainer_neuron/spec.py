@@ -17,7 +17,7 @@ from lt_trainer_neuron.options import SECTION, NeuronOptions
 from lt_trainer_neuron.sdk import require_installed
 
 if TYPE_CHECKING:
-    from lt_model import LlamaConfig
+    from lt_model import ModelConfig
     from lt_trainer.engine import Engine, World
 
 
@@ -51,7 +51,7 @@ class NeuronSpec:
         plan = make_plan(resolved, device=device, devices=devices, nodes=nodes, mfu=mfu)
         return plan["fits"], format_plan(plan), plan
 
-    def open(self, recipe: Recipe, model: "LlamaConfig", world: "World") -> "Engine":
+    def open(self, recipe: Recipe, model: "ModelConfig", world: "World") -> "Engine":
         """Repeat the checks with the model's vocabulary, then open the engine.
 
         Raises:

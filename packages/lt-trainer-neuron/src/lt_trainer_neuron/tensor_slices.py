@@ -18,7 +18,7 @@ from lt_ckpt.nxd.layout import nxd_layout
 
 if TYPE_CHECKING:
     from lt_ckpt.nxd.options import NxdOptions
-    from lt_model import LlamaConfig
+    from lt_model import ModelConfig
     from lt_trainer_neuron.grid import Grid
 
 
@@ -49,7 +49,7 @@ class TensorSlice:
         return self.replicas.index((grid.pp_rank, grid.tp_rank))
 
 
-def build_tensor_slices(config: LlamaConfig, nxd_options: NxdOptions, grid: Grid) -> dict[str, tuple[TensorSlice, ...]]:
+def build_tensor_slices(config: ModelConfig, nxd_options: NxdOptions, grid: Grid) -> dict[str, tuple[TensorSlice, ...]]:
     """Return the slices of a rank's tensors by NxD's key, in row order.
 
     The keys are in the order of the rank's file. With one stage, a tied head is the same tensor as the embedding; its

@@ -24,7 +24,7 @@ from neuronx_distributed.parallel_layers import parallel_state  # noqa: E402
 from neuronx_distributed.trainer import checkpoint as nxd_checkpoint  # noqa: E402
 
 from lt_ckpt import CheckpointMetadata, begin_save, commit_save, write_rank_files  # noqa: E402
-from lt_model import LlamaConfig  # noqa: E402
+from lt_model import ModelConfig  # noqa: E402
 from lt_test_helpers.layouts import step_batch  # noqa: E402
 from lt_trainer.config.recipe import load  # noqa: E402
 from lt_trainer.engine import StepBatch, World  # noqa: E402
@@ -37,9 +37,9 @@ ROWS, SEQ_LEN, VOCAB = 4, 16, 60
 NUMPY = {"F32": np.float32, "F64": np.float64}
 
 
-def model(kv_heads: int) -> LlamaConfig:
+def model(kv_heads: int) -> ModelConfig:
     """The little model of a case."""
-    return LlamaConfig(
+    return ModelConfig(
         vocab_size=VOCAB,
         hidden_size=32,
         intermediate_size=40,
@@ -72,7 +72,7 @@ def batches() -> list[StepBatch]:
     return found
 
 
-def assert_nxd_loads(engine: NeuronEngine, backend: NxdBackend, config: LlamaConfig, folder: Path) -> None:
+def assert_nxd_loads(engine: NeuronEngine, backend: NxdBackend, config: ModelConfig, folder: Path) -> None:
     """Save as a run does, forget the layers' weights, and let NxD's own loader bring them back."""
     rank, world = engine.topology.rank, engine.topology.world_size
     folder.mkdir(exist_ok=True)

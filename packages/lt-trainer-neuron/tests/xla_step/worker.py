@@ -17,7 +17,7 @@ import torch
 import torch_xla
 import torch_xla.debug.metrics as met
 
-from lt_model import LlamaConfig
+from lt_model import ModelConfig
 from lt_model.rope import rope_tables
 from lt_test_helpers.layouts import step_batch
 from lt_trainer.config.recipe import load
@@ -91,7 +91,7 @@ def run(sets: list[str], broken: int, seq_len: int, *, told: bool) -> dict[str, 
     if told:
         os.environ.update(neuron_env(recipe, os.environ))
     tied = "model.tie_word_embeddings=true" in sets
-    config = LlamaConfig(vocab_size=VOCAB, max_position_embeddings=seq_len, tie_word_embeddings=tied, **sizes)
+    config = ModelConfig(vocab_size=VOCAB, max_position_embeddings=seq_len, tie_word_embeddings=tied, **sizes)
     engine = SPEC.open(recipe, config, World())
     assert isinstance(engine, NeuronEngine)
     pendings, counted, given = [], [], batches(seq_len, broken)
@@ -113,7 +113,7 @@ def run(sets: list[str], broken: int, seq_len: int, *, told: bool) -> dict[str, 
     }
 
 
-def turned(stage: NxdPipelineStage, config: LlamaConfig) -> float:
+def turned(stage: NxdPipelineStage, config: ModelConfig) -> float:
     """How far the cosines and sines that the layers are given are from those of float64, at most."""
     positions = torch.arange(config.max_position_embeddings)[None]
     exact = rope_tables(config, positions, torch.float64)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from lt_ckpt import Checkpoint, OptimizerRecord, Shard
     from lt_ckpt.save import RankFileWriter
-    from lt_model import LlamaConfig
+    from lt_model import ModelConfig
     from lt_trainer.checkpointing.pretrained import PretrainedWeights
     from lt_trainer.config.sections import Recipe
     from lt_trainer.evaluation.position_scores import PositionScores
@@ -296,7 +296,7 @@ class EngineSpec(Protocol):
         """Return environment variables to set before the engine's libraries are loaded."""
         ...
 
-    def open(self, recipe: Recipe, model: LlamaConfig, world: World) -> Engine:
+    def open(self, recipe: Recipe, model: ModelConfig, world: World) -> Engine:
         """Open the devices; create the model with initial weights and the optimizer."""
         ...
 

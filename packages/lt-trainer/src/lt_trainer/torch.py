@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lt_ckpt import Checkpoint, ReadItem, Shard
-from lt_model import LlamaConfig, param_specs
+from lt_model import ModelConfig, param_specs
 from lt_trainer.control import Control
 from lt_trainer.errors import PeerError
 
@@ -242,7 +242,7 @@ def load_pretrained_tensors(pretrained: PretrainedWeights, tensors: Mapping[str,
                 row += len(values)
 
 
-def init_parameters(shards: Mapping[str, LocalShard], config: LlamaConfig, seed: int) -> None:
+def init_parameters(shards: Mapping[str, LocalShard], config: ModelConfig, seed: int) -> None:
     """Initialize the parameters; each rank computes only its own slices, with equal values on every mesh.
 
     Args:
@@ -262,7 +262,7 @@ def init_parameters(shards: Mapping[str, LocalShard], config: LlamaConfig, seed:
             )
 
 
-def weight_decay_names(config: LlamaConfig, *, include_embeddings: bool = False) -> set[str]:
+def weight_decay_names(config: ModelConfig, *, include_embeddings: bool = False) -> set[str]:
     """Return the parameters with weight decay: matrices, and optionally the input embedding."""
     return {row.name for row in param_specs(config) if row.decay or (include_embeddings and row.role == "embed")}
 

@@ -26,7 +26,7 @@ from lt_ckpt.meta_llama.names import dialect_key, unpermute_group
 from lt_ckpt.shards import Box
 from lt_ckpt.source import Source, StoredArray, build_tensor_group
 from lt_ckpt.torchfile.file import read_state_dict
-from lt_model import LlamaConfig, ModelError, config_from_hf, config_to_hf
+from lt_model import ModelConfig, ModelError, config_from_hf, config_to_hf
 from lt_model.params import ParamSpec
 
 PARAMS = "params.json"
@@ -37,7 +37,7 @@ _MAX_TOKENIZER_BYTES = 2**26
 LLAMA3_VOCAB, LLAMA3_CONTEXT, LLAMA2_CONTEXT = 128256, 8192, 4096
 
 
-def meta_layout(config: LlamaConfig, n_files: int, *, embedding_dim: int = 0) -> Layout:
+def meta_layout(config: ModelConfig, n_files: int, *, embedding_dim: int = 0) -> Layout:
     """Return the layout of a model's files.
 
     Args:
@@ -145,7 +145,7 @@ def _build_config(
         raise CheckpointError(f"{where}: vocab_size is {known}, the embedding has {vocab_size} rows")
     context = LLAMA3_CONTEXT if vocab_size == LLAMA3_VOCAB else LLAMA2_CONTEXT
     try:
-        model = LlamaConfig(
+        model = ModelConfig(
             vocab_size=vocab_size,
             hidden_size=json_objects.get_field(params, "dim", int, where),
             intermediate_size=hidden_width * n_files,
@@ -164,7 +164,7 @@ def _build_config(
     return config_to_hf(model, dtype=torch_dtype_name(dtypes.most_common(1)[0][0]))
 
 
-def _check_config(model: LlamaConfig, params: dict[str, Any], folder: Path) -> None:
+def _check_config(model: ModelConfig, params: dict[str, Any], folder: Path) -> None:
     """Refuse a configuration that contradicts params.json, which neither tensors nor results would show."""
     expected = {"hidden_size": params.get("dim")} | {
         field: params.get(field) for field in ("n_layers", "n_heads", "n_kv_heads", "norm_eps", "rope_theta")

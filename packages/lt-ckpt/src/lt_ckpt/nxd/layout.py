@@ -17,7 +17,7 @@ from lt_ckpt.layout import FileLayout, Layout, TensorLayout, shard_box, stack_ro
 from lt_ckpt.llama_tensors import tensor_shapes
 from lt_ckpt.nxd.options import NxdOptions, Qkv, check_sharding
 from lt_ckpt.shards import Box, Ints
-from lt_model import LlamaConfig
+from lt_model import ModelConfig
 
 LayerKind = Literal["vocab", "column", "row", "replicated"]
 SHARD_DIMS: Mapping[LayerKind, int | None] = {"vocab": 0, "column": 0, "row": 1, "replicated": None}
@@ -106,7 +106,7 @@ def rank_path(options: NxdOptions, tp_rank: int, pp_rank: int, *, kind: str = "m
     return f"{folder}/dp_rank_{dp_rank:02d}_{rank}.pt"
 
 
-def rank_rules(config: LlamaConfig, options: NxdOptions, pp_rank: int) -> Iterator[tuple[str, ShardingRule]]:
+def rank_rules(config: ModelConfig, options: NxdOptions, pp_rank: int) -> Iterator[tuple[str, ShardingRule]]:
     """Yield the rules of a stage's tensors in file order, with the prefix of their names."""
     if pp_rank == 0:
         yield from (("", rule) for rule in FIRST_STAGE_RULES)
@@ -116,7 +116,7 @@ def rank_rules(config: LlamaConfig, options: NxdOptions, pp_rank: int) -> Iterat
         yield from (("", rule) for rule in LAST_STAGE_RULES)
 
 
-def nxd_layout(config: LlamaConfig, options: NxdOptions) -> Layout:
+def nxd_layout(config: ModelConfig, options: NxdOptions) -> Layout:
     """Return the model files of an NxD checkpoint: a file per stage and tensor-parallel rank.
 
     The head of a tied model is stored like any other: NxD keeps both tensors.
@@ -138,7 +138,7 @@ def nxd_layout(config: LlamaConfig, options: NxdOptions) -> Layout:
     )
 
 
-def rank_tensors(config: LlamaConfig, options: NxdOptions, tp_rank: int, pp_rank: int) -> tuple[TensorLayout, ...]:
+def rank_tensors(config: ModelConfig, options: NxdOptions, tp_rank: int, pp_rank: int) -> tuple[TensorLayout, ...]:
     """Return the tensors of one rank's model file, as in `nxd_layout`.
 
     Raises:
@@ -149,7 +149,7 @@ def rank_tensors(config: LlamaConfig, options: NxdOptions, tp_rank: int, pp_rank
 
 
 def _rank_tensors(
-    config: LlamaConfig, options: NxdOptions, shapes: Mapping[str, Ints], tp_rank: int, pp_rank: int
+    config: ModelConfig, options: NxdOptions, shapes: Mapping[str, Ints], tp_rank: int, pp_rank: int
 ) -> tuple[TensorLayout, ...]:
     return tuple(
         _tensor_layout(prefix, rule, shapes, config.n_kv_heads, options, tp_rank)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from lt_ckpt.errors import CheckpointError
-from lt_model import LlamaConfig
+from lt_model import ModelConfig
 
 Qkv = Literal["separate", "coalesced", "gqa", "gqa_fused"]
 HeadOrder = Literal["trn1", "trn2"]
@@ -66,7 +66,7 @@ class NxdOptions:
         return self.qkv in ("gqa", "gqa_fused")
 
 
-def check_sharding(config: LlamaConfig, options: NxdOptions) -> None:
+def check_sharding(config: ModelConfig, options: NxdOptions) -> None:
     """Refuse options that do not fit the model.
 
     Raises:

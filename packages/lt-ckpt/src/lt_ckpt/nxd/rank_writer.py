@@ -41,7 +41,7 @@ from lt_ckpt.shards import Shard
 from lt_ckpt.tensorfile import TensorSpec
 from lt_ckpt.torchfile.file import write_pt
 from lt_ckpt.torchfile.tensor_files import TensorFiles
-from lt_model import LlamaConfig
+from lt_model import ModelConfig
 
 WEIGHTS = "weights"
 CAST_WEIGHTS = "cast_weights"
@@ -59,7 +59,7 @@ class _Entry:
     regions: tuple[TensorRegion, ...] = ()
 
 
-def optimizer_state_keys(config: LlamaConfig, options: NxdOptions, tp_rank: int, pp_rank: int) -> tuple[str, ...]:
+def optimizer_state_keys(config: ModelConfig, options: NxdOptions, tp_rank: int, pp_rank: int) -> tuple[str, ...]:
     """Return the keys of a rank's tensors with optimizer state, in the order of its model file."""
     shared = config.tie_word_embeddings and options.pp == 1
     keys = (tensor.key for tensor in rank_tensors(config, options, tp_rank, pp_rank))
@@ -93,7 +93,7 @@ class NxdRankWriter:
         user_content: Content of `user_content.pt`; not written if empty.
     """
 
-    config: LlamaConfig
+    config: ModelConfig
     options: NxdOptions
     dp: int = 1
     dp_rank: int = 0
@@ -239,7 +239,7 @@ def _write_entry(folder: Path, entry: _Entry, place: Place, records: "_TensorRec
 class _TensorRecordBuilder:
     """Builder of the tensor records of a rank manifest."""
 
-    def __init__(self, config: LlamaConfig, *, has_master_weights: bool) -> None:
+    def __init__(self, config: ModelConfig, *, has_master_weights: bool) -> None:
         self._shapes, self._tied = tensor_shapes(config), config.tie_word_embeddings
         self._groups = {WEIGHTS: CAST_WEIGHTS, MASTER_WEIGHTS: WEIGHTS} if has_master_weights else {}
         self.records: TensorRecords = {}

@@ -27,7 +27,7 @@ from lt_ckpt.source import StoredArray, TensorGroup, build_tensor_group, check_n
 from lt_ckpt.tensorfile import TensorSpec
 from lt_ckpt.torchfile.file import TensorReference
 from lt_ckpt.torchfile.tensor_files import TensorFiles
-from lt_model import LlamaConfig
+from lt_model import ModelConfig
 
 _BIAS = re.compile(r"\.bias(_\w+)?$")
 _LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.")
@@ -137,7 +137,7 @@ class NxdCheckpoint:
         layout: The model files of these options, relative to the checkpoint.
     """
 
-    config: LlamaConfig
+    config: ModelConfig
     files: NxdFiles
     rank_files: Mapping[tuple[int, int], RankFile]
     options: NxdOptions
@@ -146,7 +146,7 @@ class NxdCheckpoint:
 
 def read_nxd_checkpoint(
     path: str | os.PathLike[str],
-    config: LlamaConfig,
+    config: ModelConfig,
     *,
     locate_tensors: bool = True,
     head_order: HeadOrder = "trn1",
@@ -173,7 +173,7 @@ def read_nxd_checkpoint(
 
 
 def infer_options(
-    config: LlamaConfig, nxd_files: NxdFiles, ranks: Mapping[tuple[int, int], RankFile], head_order: HeadOrder
+    config: ModelConfig, nxd_files: NxdFiles, ranks: Mapping[tuple[int, int], RankFile], head_order: HeadOrder
 ) -> NxdOptions:
     """Infer the options of a checkpoint from its files.
 
@@ -212,7 +212,7 @@ def infer_options(
     )
 
 
-def _infer_kv_size_multiplier(config: LlamaConfig, nxd_files: NxdFiles, file: RankFile, prefix: str, qkv: Qkv) -> int:
+def _infer_kv_size_multiplier(config: ModelConfig, nxd_files: NxdFiles, file: RankFile, prefix: str, qkv: Qkv) -> int:
     """Return the repetitions of the kv heads, from the rows of them on a rank."""
     if qkv not in ("gqa", "gqa_fused"):
         return 1

@@ -31,7 +31,7 @@ from lt_ckpt.stored_slices import StoredSlice, read_box, slice_box
 from lt_ckpt.tensorfile import TensorSpec
 from lt_ckpt.torchfile.file import TensorReference
 from lt_ckpt.torchfile.tensor_files import TensorFiles
-from lt_model import LlamaConfig
+from lt_model import ModelConfig
 
 MASTER_WEIGHTS_KEY, STATE_KEY, SHAPES_KEY = "sharded_master_weights", "base_state", "shape_info"
 
@@ -217,7 +217,7 @@ def project_slice(stored: StoredSlice, region: TensorRegion, item: int) -> Store
 
 
 def build_model_groups(
-    config: LlamaConfig, layout: Layout, states: Mapping[str, RankOptimizerState], where: str
+    config: ModelConfig, layout: Layout, states: Mapping[str, RankOptimizerState], where: str
 ) -> dict[str, TensorGroup]:
     """Assemble the optimizer state of the model.
 
@@ -239,7 +239,7 @@ def build_model_groups(
 
 
 def _build_model_group(
-    config: LlamaConfig,
+    config: ModelConfig,
     layout: Layout,
     states: Mapping[str, RankOptimizerState],
     shapes: Mapping[str, Ints],

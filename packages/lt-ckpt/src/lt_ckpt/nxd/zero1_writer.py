@@ -31,7 +31,7 @@ from lt_ckpt.shards import Ints, intersect
 from lt_ckpt.source import Source, TensorGroup
 from lt_ckpt.tensorfile import TensorSpec
 from lt_ckpt.torchfile.tensor_files import TensorFiles
-from lt_model import LlamaConfig, config_from_hf
+from lt_model import ModelConfig, config_from_hf
 
 MOMENTS = TORCH_ADAMW.slots
 _STEP = TensorSpec("F32", ())
@@ -128,7 +128,7 @@ def add_optimizer_states(source: Source, target: Target, options: NxdOptions, dp
     )
 
 
-def _state_groups(source: Source, model: LlamaConfig) -> dict[str, TensorGroup]:
+def _state_groups(source: Source, model: ModelConfig) -> dict[str, TensorGroup]:
     """Return the kinds of state to write."""
     missing = [kind for kind in MOMENTS if kind not in source.groups]
     if missing:
@@ -146,7 +146,7 @@ def _state_groups(source: Source, model: LlamaConfig) -> dict[str, TensorGroup]:
 
 
 def _order_tensors(
-    file: FileLayout, model: LlamaConfig, options: NxdOptions, settings: Sequence[Any]
+    file: FileLayout, model: ModelConfig, options: NxdOptions, settings: Sequence[Any]
 ) -> list[TensorLayout]:
     """Return a rank's tensors in the order of their numbers."""
     head_is_tied = model.tie_word_embeddings and options.pp == 1

@@ -18,7 +18,7 @@ class Job:
     Attributes:
         folder: folder of the logs, one per rank, and of the run.
         ranks: number of ranks.
-        model: fields of `LlamaConfig`, without the vocabulary.
+        model: fields of `ModelConfig`, without the vocabulary.
         vocab_size: rows of embedding and head.
         row_lengths: row length of each step; the longest is the recipe's.
         rows: rows of a step, of all ranks.
@@ -61,7 +61,7 @@ def train(job: Job) -> RankResult:
     """Run the steps of `job` in this rank."""
     import torch
 
-    from lt_model import LlamaConfig
+    from lt_model import ModelConfig
     from lt_test_helpers import layouts
     from lt_trainer.config.recipe import load
     from lt_trainer.engine import World
@@ -85,7 +85,7 @@ def train(job: Job) -> RankResult:
     }
     recipe, world = load(base=base, overrides=job.overrides).recipe, World.from_env(os.environ)
     SPEC.check(recipe, world)
-    config = LlamaConfig(vocab_size=job.vocab_size, max_position_embeddings=longest, **dict(job.model))
+    config = ModelConfig(vocab_size=job.vocab_size, max_position_embeddings=longest, **dict(job.model))
     engine: Any = SPEC.open(recipe, config, world)
     FAULTS[job.fault]()
     result = RankResult(expandable=_expandable_segments())

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from lt_ckpt.llama_tensors import EMBED, HEAD
 from lt_ckpt.nxd.layout import nxd_layout, rank_rules
 from lt_ckpt.nxd.zero1 import shard_rows
-from lt_model import LlamaConfig, param_specs
+from lt_model import ModelConfig, param_specs
 from lt_trainer.config.recipe import engine_options
 from lt_trainer.config.sections import Recipe
 from lt_trainer.control import Control
@@ -91,7 +91,7 @@ class NxdBackend:
     """
 
     def __init__(
-        self, recipe: Recipe, config: LlamaConfig, world: World, *, dtype_policy: DtypePolicy | None = None
+        self, recipe: Recipe, config: ModelConfig, world: World, *, dtype_policy: DtypePolicy | None = None
     ) -> None:
         options = engine_options(recipe, "neuron", NeuronOptions)
         self._dtype_policy = dtype_policy = dtype_policy or _default_policy(options)
@@ -293,7 +293,7 @@ def _default_policy(options: NeuronOptions) -> DtypePolicy:
 
 
 def _open_runtime(
-    recipe: Recipe, config: LlamaConfig, options: NeuronOptions, grid: Grid, dtype_policy: DtypePolicy
+    recipe: Recipe, config: ModelConfig, options: NeuronOptions, grid: Grid, dtype_policy: DtypePolicy
 ) -> tuple[TensorDevice, Collectives, PipelineP2P | None, LayerFactory]:
     """Return device, collectives, stage transfers (None with one stage) and layer factory."""
     if options.backend == "cpu":
@@ -323,7 +323,7 @@ def _open_runtime(
     return (TensorDevice() if on_host else XlaDevice()), NxdCollectives(), p2p, layers
 
 
-def _tied_embedding(config: LlamaConfig, grid: Grid) -> tuple[str, tuple[int, int]] | None:
+def _tied_embedding(config: ModelConfig, grid: Grid) -> tuple[str, tuple[int, int]] | None:
     """Return key and shape of an embedding tied across two stages, or None."""
     if not config.tie_word_embeddings or grid.pp == 1:
         return None
@@ -341,7 +341,7 @@ def _describe_device(device: TensorDevice, world: World) -> Device:
     )
 
 
-def _nxd_keys(config: LlamaConfig, nxd_options: NxdOptions, grid: Grid) -> list[str]:
+def _nxd_keys(config: ModelConfig, nxd_options: NxdOptions, grid: Grid) -> list[str]:
     """Return NxD's keys of this rank's file, in file order."""
     nxd_layout(config, nxd_options)  # raises if the model cannot be sharded with these options
     return [prefix + rule.key for prefix, rule in rank_rules(config, nxd_options, grid.pp_rank)]

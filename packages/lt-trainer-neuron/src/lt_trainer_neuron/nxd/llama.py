@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lt_ckpt.nxd.options import NxdOptions
-from lt_model import LlamaConfig
+from lt_model import ModelConfig
 from lt_model.rope import apply_rope, rope_tables
 from lt_trainer_neuron.nxd.attention import CoreAttention
 from lt_trainer_neuron.nxd.layers import LayerFactory
@@ -51,7 +51,7 @@ class NxdAttention(nn.Module):
 
     def __init__(
         self,
-        config: LlamaConfig,
+        config: ModelConfig,
         nxd_options: NxdOptions,
         layer_factory: LayerFactory,
         core_attention: CoreAttention,
@@ -99,7 +99,7 @@ class NxdAttention(nn.Module):
 class NxdMLP(nn.Module):
     """SwiGLU MLP, with gate and up in one matrix as in NxD."""
 
-    def __init__(self, config: LlamaConfig, layer_factory: LayerFactory, recompute: RecomputeFn | None) -> None:
+    def __init__(self, config: ModelConfig, layer_factory: LayerFactory, recompute: RecomputeFn | None) -> None:
         super().__init__()
         self._recompute = recompute
         self.gate_up_proj = layer_factory.column_parallel(config.hidden_size, 2 * config.intermediate_size, n_stacked=2)
@@ -121,7 +121,7 @@ class NxdDecoderLayer(nn.Module):
 
     def __init__(
         self,
-        config: LlamaConfig,
+        config: ModelConfig,
         nxd_options: NxdOptions,
         layer_factory: LayerFactory,
         core_attention: CoreAttention,
@@ -171,7 +171,7 @@ class NxdPipelineStage(nn.Module):
 
     def __init__(
         self,
-        config: LlamaConfig,
+        config: ModelConfig,
         nxd_options: NxdOptions,
         layer_factory: LayerFactory,
         core_attention: CoreAttention,

@@ -44,7 +44,7 @@ from lt_trainer.resilience.rank_sync import attempt_on_all_ranks, run_on_rank0
 
 if TYPE_CHECKING:
     from lt_data.streaming.stream import StreamState
-    from lt_model import LlamaConfig
+    from lt_model import ModelConfig
     from lt_trainer.checkpointing.mirror import RunMirror
     from lt_trainer.config.sections import Recipe
     from lt_trainer.engine import Engine, Snapshot
@@ -74,7 +74,7 @@ class Checkpoints:
         self,
         root: Path,
         recipe: Recipe,
-        model: LlamaConfig,
+        model: ModelConfig,
         tokenizer_files: Mapping[str, bytes],
         engine: Engine,
         log: RunLogger,

@@ -28,7 +28,7 @@ from lt_ckpt.dtypes import cast
 from lt_ckpt.hub.address import Address
 from lt_data import Tokenizer
 from lt_data.tokenizing.files import MODEL_FILE
-from lt_model import LlamaConfig, config_from_hf
+from lt_model import ModelConfig, config_from_hf
 from lt_trainer.config.model_section import ModelOptions
 from lt_trainer.control import Control
 from lt_trainer.errors import RecipeError, as_recipe_error
@@ -55,8 +55,8 @@ class PretrainedWeights:
     """
 
     source: Source
-    source_model: LlamaConfig
-    model: LlamaConfig
+    source_model: ModelConfig
+    model: ModelConfig
     heartbeat: Callable[[], None] = lambda: None
     not_finite: set[str] = field(default_factory=set, init=False)
     _means: dict[str, np.ndarray] = field(default_factory=dict, init=False)
@@ -139,7 +139,7 @@ class PretrainedWeights:
 
 def open_pretrained(
     options: ModelOptions,
-    model: LlamaConfig,
+    model: ModelConfig,
     tokenizer_files: Mapping[str, bytes],
     control: Control,
     rank: int,
@@ -200,7 +200,7 @@ def open_pretrained(
     return PretrainedWeights(source=source, source_model=source_model, model=model, heartbeat=heartbeat)
 
 
-def _check_architecture(options: ModelOptions, source_model: LlamaConfig, model: LlamaConfig) -> None:
+def _check_architecture(options: ModelOptions, source_model: ModelConfig, model: ModelConfig) -> None:
     """Raise RecipeError if the recipe describes another architecture than the pretrained model's."""
     expected, actual = source_model.to_dict(), model.to_dict()
     skipped = (*OVERRIDABLE_FIELDS, "vocab_size") if options.resize_vocab else OVERRIDABLE_FIELDS

@@ -8,7 +8,7 @@ from lt_trainer.config.section import Section, flatten, option, suggest, unflatt
 from lt_trainer.errors import RecipeError
 
 if TYPE_CHECKING:
-    from lt_model import LlamaConfig
+    from lt_model import ModelConfig
 
 
 class RopeScalingOptions(Section, table="model.rope_scaling"):
@@ -67,7 +67,7 @@ class ModelOptions(Section, table="model"):
             raise self.wrong("preset init_from", "the pretrained model has its own architecture", "remove one of them")
 
 
-def architecture_values(config: "LlamaConfig") -> dict[str, Any]:
+def architecture_values(config: "ModelConfig") -> dict[str, Any]:
     """Return the fields of `[model]` that describe `config`, by name within the section."""
     return flatten({name: value for name, value in config.to_dict().items() if value is not None})
 

@@ -44,7 +44,7 @@ from lt_trainer.config.toml import dump
 from lt_trainer.errors import RecipeError, as_recipe_error
 
 if TYPE_CHECKING:
-    from lt_model import LlamaConfig
+    from lt_model import ModelConfig
 
 S = TypeVar("S", bound=Section)
 
@@ -170,18 +170,18 @@ def _architecture(given: Mapping[str, Given]) -> dict[str, Given]:
     return {f"model.{name}": Given(values[name], f"init_from {address}") for name in missing & values.keys()}
 
 
-def _from_checkpoint(out: Path) -> LlamaConfig | None:
+def _from_checkpoint(out: Path) -> ModelConfig | None:
     """Return the architecture of the newest readable checkpoint of a run; None if there is none."""
     from lt_ckpt import Checkpoint, CheckpointError, list_steps
-    from lt_model import LlamaConfig
+    from lt_model import ModelConfig
 
     for _, path in list_steps(out / "checkpoints"):  # newest first
         with suppress(CheckpointError):  # damaged: resuming reports it and uses an older one
-            return LlamaConfig.from_dict(Checkpoint.open(path).manifest.model)
+            return ModelConfig.from_dict(Checkpoint.open(path).manifest.model)
     return None
 
 
-def _from_pretrained(address: str, config: str) -> LlamaConfig:
+def _from_pretrained(address: str, config: str) -> ModelConfig:
     """Return the architecture of a pretrained model."""
     from lt_ckpt.formats import load_model_config
     from lt_model import config_from_hf
@@ -283,13 +283,13 @@ def to_toml(recipe: Recipe, origins: Mapping[str, str] | None = None) -> str:
     return dump({name: None if name in pending else value for name, value in values_of(recipe).items()}, origins)
 
 
-def llama_config(recipe: Recipe, vocab_size: int) -> LlamaConfig:
+def model_config(recipe: Recipe, vocab_size: int) -> ModelConfig:
     """Return the architecture of a recipe, for data with `vocab_size` token ids.
 
     Raises:
         RecipeError: the recipe has another vocabulary size than the data.
     """
-    from lt_model import LlamaConfig, RopeScaling
+    from lt_model import ModelConfig, RopeScaling
 
     model = recipe.model
     if model.init_from and model.vocab_size > vocab_size:
@@ -298,8 +298,8 @@ def llama_config(recipe: Recipe, vocab_size: int) -> LlamaConfig:
         remedy = "set model.resize_vocab to true to add the missing rows" if model.init_from else "remove it"
         problem = f"the data's tokenizer has {vocab_size} ids"
         raise RecipeError(problem, values={"model.vocab_size": model.vocab_size}, remedy=remedy)
-    same = set(LlamaConfig.__dataclass_fields__) & set(ModelOptions.model_fields)
+    same = set(ModelConfig.__dataclass_fields__) & set(ModelOptions.model_fields)
     values: dict[str, Any] = {name: getattr(model, name) for name in same} | {"vocab_size": vocab_size}
     values["max_position_embeddings"] = model.max_position_embeddings or recipe.data.seq_len
     values["rope_scaling"] = RopeScaling(**model.rope_scaling.model_dump()) if model.rope_scaling.factor != 1 else None
-    return LlamaConfig(**values)
+    return ModelConfig(**values)

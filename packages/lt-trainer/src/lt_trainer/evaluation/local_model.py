@@ -31,7 +31,7 @@ except ModuleNotFoundError as exc:
     raise EvaluationError("a model on one device needs torch: pip install 'lt-trainer[torch]'") from exc
 
 from lt_model import DocumentBoundaries, linear_label_scores
-from lt_model.llama import Llama
+from lt_model.decoder import Decoder
 from lt_trainer.torch import DTYPE_CODES, cpu_multiplies_bfloat16, micro_batches_to_device
 
 TORCH_DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
@@ -42,7 +42,7 @@ COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64
 class LoadedModel:
     """Model for inference on one device, with its tokenizer and source; a `Scorer`."""
 
-    model: Llama
+    model: Decoder
     tokenizer: Tokenizer
     source: Path
     weights_sha256: str
@@ -111,7 +111,7 @@ def load_model(path: Path, *, device: str = "cpu", dtype: str = "float32") -> Lo
         tensor = torch.from_numpy(raw).view(TORCH_DTYPES[spec.dtype]).view(spec.shape)
         tensors[name] = tensor.to(target, compute_dtype)
     with torch.device("meta"):
-        model = Llama(config_from_hf(dict(source.config)))
+        model = Decoder(config_from_hf(dict(source.config)))
     if model.config.tie_word_embeddings:  # saved once
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     model.load_state_dict(tensors, assign=True, strict=True)

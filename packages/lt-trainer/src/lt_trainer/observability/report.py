@@ -17,7 +17,7 @@ from pathlib import Path
 from lt_ckpt import CheckpointError
 from lt_ckpt.checkpoint import read_manifest
 from lt_ckpt.discovery import list_steps
-from lt_model import LlamaConfig, ModelError, n_parameters
+from lt_model import ModelConfig, ModelError, n_parameters
 from lt_trainer.errors import TrainerError
 from lt_trainer.files import write_atomic
 from lt_trainer.observability.run_history import RunHistory
@@ -140,7 +140,7 @@ def _details(run: RunHistory) -> dict[str, object]:
     }
     for step, path in list_steps(run.path / "checkpoints")[:1]:
         try:
-            config = LlamaConfig.from_dict(read_manifest(path).model or {})
+            config = ModelConfig.from_dict(read_manifest(path).model or {})
             details |= {"model: parameters": f"{n_parameters(config):,}"}
             details |= {f"model: {name}": value for name, value in config.to_dict().items()}
         except (CheckpointError, ModelError) as exc:

@@ -35,7 +35,7 @@ from lt_trainer.run_directory.records import StepRecord
 from lt_trainer.run_directory.run_dir import RunDir
 
 if TYPE_CHECKING:
-    from lt_model import LlamaConfig
+    from lt_model import ModelConfig
     from lt_trainer.config.sections import Recipe
     from lt_trainer.evaluation.scorer import TaskResult
 
@@ -67,7 +67,7 @@ class ComputeCost:
     """FLOPs per token and position of its document; those of `flops_per_token` are seq_len times as many."""
 
     @staticmethod
-    def of_recipe(recipe: Recipe, model: LlamaConfig, recomputed_flops_per_token: float) -> ComputeCost:
+    def of_recipe(recipe: Recipe, model: ModelConfig, recomputed_flops_per_token: float) -> ComputeCost:
         """Return the cost of a recipe's rows."""
         from lt_model.costs import attention_flops_per_token, flops_per_token
 

@@ -34,7 +34,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from lt_model import LlamaConfig
+from lt_model import ModelConfig
 from lt_model.activation_memory import loss_bytes, non_block_bytes_per_token
 from lt_model.params import param_specs
 from lt_trainer.planning.layout import PlannedLayout
@@ -82,7 +82,7 @@ class PlannedMemory:
 
 
 def plan_memory(
-    config: LlamaConfig,
+    config: ModelConfig,
     seq_len: int,
     layout: PlannedLayout,
     *,
@@ -118,7 +118,7 @@ def _size(phase: tuple[str, Parts]) -> float:
 class _RankPlan:
     """Phases of a step on one pipeline rank; for the arguments see `plan_memory`."""
 
-    def __init__(self, config: LlamaConfig, seq_len: int, layout: PlannedLayout, weights: RankWeights) -> None:
+    def __init__(self, config: ModelConfig, seq_len: int, layout: PlannedLayout, weights: RankWeights) -> None:
         size = layout.element_bytes
         self._config, self._layout, self._weights = config, layout, weights
         self._tokens = layout.micro_batch_size * seq_len // layout.cp

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lt_model import LlamaConfig
+from lt_model import ModelConfig
 from lt_model.activation_memory import activation_bytes_per_token, block_backward_bytes_per_token
 from lt_trainer.planning.layout import PlannedLayout
 
@@ -20,7 +20,7 @@ SELECTED_KEYS = 0.5
 row, and keys that both see are selected twice."""
 
 
-def activations_per_token(config: LlamaConfig, layout: PlannedLayout) -> float:
+def activations_per_token(config: ModelConfig, layout: PlannedLayout) -> float:
     """Return activation bytes per token and block; "memory_budget" interpolates between "full" and "none"."""
 
     def saved(mode: Any) -> float:
@@ -32,14 +32,14 @@ def activations_per_token(config: LlamaConfig, layout: PlannedLayout) -> float:
     return saved(layout.activation_checkpointing)
 
 
-def block_backward_per_token(config: LlamaConfig, layout: PlannedLayout) -> float:
+def block_backward_per_token(config: ModelConfig, layout: PlannedLayout) -> float:
     """Return bytes per token of a block's backward; "memory_budget" may recompute as much as "full"."""
     mode = "full" if layout.activation_checkpointing == "memory_budget" else layout.activation_checkpointing
     n_bytes = block_backward_bytes_per_token(config, mode, **_sharding(layout))
     return n_bytes if mode == "none" else n_bytes + _foreign_keys_per_token(config, layout)
 
 
-def attention_backward_per_token(config: LlamaConfig, layout: PlannedLayout) -> float:
+def attention_backward_per_token(config: ModelConfig, layout: PlannedLayout) -> float:
     """Return bytes per token at the end of a block's backward, where its attention's is.
 
     Under context parallelism: input, norm, queries and output with their gradients; selected keys and values with
@@ -57,11 +57,11 @@ def _sharding(layout: PlannedLayout) -> dict[str, Any]:
     return {name: getattr(layout, name) for name in ("element_bytes", "tp", "sequence_parallel")}
 
 
-def _kv_per_token(config: LlamaConfig, layout: PlannedLayout) -> float:
+def _kv_per_token(config: ModelConfig, layout: PlannedLayout) -> float:
     """Return bytes of the keys and values of a token in one block."""
     return 2 * config.n_kv_heads * config.head_dim * layout.element_bytes / layout.tp
 
 
-def _foreign_keys_per_token(config: LlamaConfig, layout: PlannedLayout) -> float:
+def _foreign_keys_per_token(config: ModelConfig, layout: PlannedLayout) -> float:
     """Return bytes of selected keys and values per token of this device, beyond those of the token itself."""
     return 0.0 if layout.cp == 1 else (layout.cp + SELECTED_KEYS - 1) * _kv_per_token(config, layout)

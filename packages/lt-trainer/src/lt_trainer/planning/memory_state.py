@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from lt_model import LlamaConfig
+from lt_model import ModelConfig
 from lt_model.params import ParamSpec, param_specs
 from lt_model.stages import stage_layers
 from lt_trainer.optimizers import optimizer_spec
@@ -47,7 +47,7 @@ class RankWeights:
         pp_rank: the rank.
     """
 
-    def __init__(self, config: LlamaConfig, layout: PlannedLayout, pp_rank: int) -> None:
+    def __init__(self, config: ModelConfig, layout: PlannedLayout, pp_rank: int) -> None:
         table, stages = param_specs(config), stage_layers(config, layout.pp * layout.stages_per_rank)
         own = {layer for stage in stages[pp_rank :: layout.pp] for layer in stage}
         is_first, self.has_head = pp_rank == 0, pp_rank == layout.pp - 1

@@ -15,10 +15,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from lt_model import PRESETS, LlamaConfig, n_parameters
+from lt_model import PRESETS, ModelConfig, n_parameters
 from lt_model.describe import alignment_warnings
 from lt_model.devices import DEVICES, DeviceModel
-from lt_trainer.config.recipe import ResolvedRecipe, llama_config
+from lt_trainer.config.recipe import ResolvedRecipe, model_config
 from lt_trainer.config.sections import Recipe
 from lt_trainer.constants import GIB
 from lt_trainer.engine import World, engine_names, engine_spec
@@ -40,7 +40,7 @@ class Plan:
     """
 
     recipe: Recipe
-    config: LlamaConfig
+    config: ModelConfig
     vocab_source: str
     device: DeviceModel
     layout: PlannedLayout
@@ -114,7 +114,7 @@ def make_plan(recipe: Recipe, *, device: DeviceModel, devices: int, mfu: float |
     """
     layout = layout_from_recipe(recipe, devices=devices, nodes=recipe.parallel.n_nodes)
     vocab_size, source = vocab_size_and_source(recipe)
-    config, seq_len = llama_config(recipe, vocab_size), recipe.data.seq_len
+    config, seq_len = model_config(recipe, vocab_size), recipe.data.seq_len
 
     def plan_of(layout: PlannedLayout) -> Plan:
         memory, time = plan_memory(config, seq_len, layout), plan_time(recipe, config, layout, device, mfu)
@@ -159,7 +159,7 @@ def vocab_size_and_source(recipe: Recipe) -> tuple[int, str]:
     )
 
 
-def _notes(recipe: Recipe, config: LlamaConfig, layout: PlannedLayout) -> list[str]:
+def _notes(recipe: Recipe, config: ModelConfig, layout: PlannedLayout) -> list[str]:
     tp, tp_cp = layout.tp, layout.tp * layout.cp
     is_estimate = layout.is_compiled or layout.activation_checkpointing == "memory_budget"
     kv_bytes = 2 * config.n_kv_heads * config.head_dim * layout.element_bytes / tp

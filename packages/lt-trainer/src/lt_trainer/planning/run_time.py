@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lt_model import LlamaConfig, flops_per_token
+from lt_model import ModelConfig, flops_per_token
 from lt_model.costs import recomputed_flops_per_token
 from lt_model.devices import DeviceModel
 from lt_trainer.config.sections import Recipe
@@ -48,7 +48,7 @@ class PlannedTime:
 
 
 def plan_time(
-    recipe: Recipe, config: LlamaConfig, layout: PlannedLayout, device: DeviceModel, mfu: float | None
+    recipe: Recipe, config: ModelConfig, layout: PlannedLayout, device: DeviceModel, mfu: float | None
 ) -> PlannedTime:
     """Return time and energy of the whole run.
 
@@ -85,7 +85,7 @@ def plan_time(
     )
 
 
-def recomputed_flops(config: LlamaConfig, seq_len: int, layout: PlannedLayout) -> float:
+def recomputed_flops(config: ModelConfig, seq_len: int, layout: PlannedLayout) -> float:
     """Return the recomputed FLOPs per token: a memory budget is assumed to recompute what it does not keep."""
     if layout.activation_checkpointing == "memory_budget":
         return (1 - layout.activation_memory_budget) * recomputed_flops_per_token(config, seq_len, "full")

@@ -32,7 +32,7 @@ from lt_trainer.planning.plan import vocab_size_and_source
 from lt_trainer.training.run import read_inputs
 
 if TYPE_CHECKING:
-    from lt_model import LlamaConfig
+    from lt_model import ModelConfig
 
 
 def resolve_bench_recipe(
@@ -138,7 +138,7 @@ def run_benchmark(resolved: ResolvedRecipe, *, steps: int, warmup: int) -> dict[
     return report if world.rank == 0 else None
 
 
-def _rates(recipe: Recipe, model: LlamaConfig, engine: Engine, step_s: float) -> dict[str, Any]:
+def _rates(recipe: Recipe, model: ModelConfig, engine: Engine, step_s: float) -> dict[str, Any]:
     device, seq_len = engine.device, recipe.data.seq_len
     tokens_per_s = recipe.batch.global_batch_size * seq_len / step_s
     flops = {convention: flops_per_token(model, seq_len, convention) for convention in ("full", "causal")}

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from lt_ckpt.discovery import find_latest_valid
 from lt_trainer.checkpointing.checkpoints import Checkpoints
 from lt_trainer.checkpointing.mirror import RunMirror
-from lt_trainer.config.recipe import ResolvedRecipe, complete, llama_config, to_dict
+from lt_trainer.config.recipe import ResolvedRecipe, complete, model_config, to_dict
 from lt_trainer.config.sections import Recipe
 from lt_trainer.data.batches import Batches
 from lt_trainer.data.training_data import STORES, TrainingData, open_data
@@ -36,7 +36,7 @@ from lt_trainer.run_directory.jsonl import RankLog
 from lt_trainer.run_directory.run_dir import RunDir
 
 if TYPE_CHECKING:
-    from lt_model import LlamaConfig
+    from lt_model import ModelConfig
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Inputs:
 
     spec: EngineSpec
     data: TrainingData
-    model: LlamaConfig
+    model: ModelConfig
     evaluation: RunEvaluation
 
     def open_engine(self, recipe: Recipe, world: World) -> Engine:
@@ -82,7 +82,7 @@ def read_inputs(resolved: ResolvedRecipe, world: World) -> Inputs:
         if checkpoints.is_dir():  # the stores as the newest checkpoint has read them
             newest, _ = find_latest_valid(checkpoints, verify=False)
         data = open_data(recipe, read={} if newest is None else dict((newest.manifest.data or {}).get(STORES, {})))
-        return Inputs(spec, data, llama_config(recipe, data.vocab_size), RunEvaluation.read(recipe))
+        return Inputs(spec, data, model_config(recipe, data.vocab_size), RunEvaluation.read(recipe))
 
 
 @dataclass
@@ -90,7 +90,7 @@ class Run:
     """Open parts of a run, in the order of opening."""
 
     recipe: Recipe
-    model: LlamaConfig
+    model: ModelConfig
     data: TrainingData
     """From a restored checkpoint on, with the generations of the stores that it has read."""
     evaluation: RunEvaluation

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lt_model.attention import AttentionFn, attention_backend
-from lt_model.config import LlamaConfig
+from lt_model.config import ModelConfig
 from lt_model.documents import DocumentBoundaries
 from lt_model.errors import ModelError
 from lt_model.loss import LossParts, linear_loss_parts
@@ -50,10 +50,10 @@ class KVCache:
         return self.k_BSGK[:, :end], self.v_BSGK[:, :end]
 
 
-class LlamaAttention(nn.Module):
+class Attention(nn.Module):
     """Grouped-query self-attention with rotary positions."""
 
-    def __init__(self, config: LlamaConfig, attend: AttentionFn) -> None:
+    def __init__(self, config: ModelConfig, attend: AttentionFn) -> None:
         super().__init__()
         kv_width = config.n_kv_heads * config.head_dim
         self.head_dim = config.head_dim
@@ -74,10 +74,10 @@ class LlamaAttention(nn.Module):
         return self.o_proj(self.attend(q_BTHK, k_BTGK, v_BTGK, mask).flatten(2))
 
 
-class LlamaMLP(nn.Module):
+class MLP(nn.Module):
     """SwiGLU: down(silu(gate(x)) * up(x)) (arXiv:2002.05202)."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
@@ -88,13 +88,13 @@ class LlamaMLP(nn.Module):
         return self.down_proj(swiglu(self.gate_proj(x_BTD), self.up_proj(x_BTD)))
 
 
-class LlamaBlock(nn.Module):
+class DecoderBlock(nn.Module):
     """One decoder layer: x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: LlamaConfig, attend: AttentionFn) -> None:
+    def __init__(self, config: ModelConfig, attend: AttentionFn) -> None:
         super().__init__()
-        self.self_attn = LlamaAttention(config, attend)
-        self.mlp = LlamaMLP(config)
+        self.self_attn = Attention(config, attend)
+        self.mlp = MLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
 
@@ -123,17 +123,17 @@ def _new_embedding(vocab_size: int, hidden_size: int) -> nn.Embedding:
     return nn.Embedding.from_pretrained(weight if weight.is_meta else nn.init.normal_(weight), freeze=False)
 
 
-class LlamaModel(nn.Module):
+class DecoderLayers(nn.Module):
     """Decoder without its head: embedding, blocks, last norm."""
 
-    def __init__(self, config: LlamaConfig, attend: AttentionFn) -> None:
+    def __init__(self, config: ModelConfig, attend: AttentionFn) -> None:
         super().__init__()
         self.embed_tokens = _new_embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(LlamaBlock(config, attend) for _ in range(config.n_layers))
+        self.layers = nn.ModuleList(DecoderBlock(config, attend) for _ in range(config.n_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 
 
-class Llama(nn.Module):
+class Decoder(nn.Module):
     """Llama language model. Weights are torch's defaults until `init_model` or a checkpoint sets them.
 
     Args:
@@ -146,11 +146,11 @@ class Llama(nn.Module):
     Attributes:
         config: as given.
         pad_vocab_to_multiple_of: as given.
-        model: embedding, `layers` (an `nn.ModuleList` of `LlamaBlock`) and last norm.
+        model: embedding, `layers` (an `nn.ModuleList` of `DecoderBlock`) and last norm.
         lm_head: the output head; tied to the embedding when the config says so.
     """
 
-    def __init__(self, config: LlamaConfig, *, attention: str = "auto", pad_vocab_to_multiple_of: int = 1) -> None:
+    def __init__(self, config: ModelConfig, *, attention: str = "auto", pad_vocab_to_multiple_of: int = 1) -> None:
         super().__init__()
         if pad_vocab_to_multiple_of < 1:
             raise ModelError(
@@ -159,7 +159,7 @@ class Llama(nn.Module):
         self.config = config
         self.pad_vocab_to_multiple_of = pad_vocab_to_multiple_of
         self._attention_backend = attention_backend(attention)
-        self.model = LlamaModel(config, self._attention_backend.attend)
+        self.model = DecoderLayers(config, self._attention_backend.attend)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
