@@ -40,7 +40,11 @@ redistribute = true
 path = "text/validation/*"
 license = "CC-BY-4.0"
 redistribute = true
+
+[stores.train.prepare]
+unit_bytes = 9000
 """
+UNITS = ("--unit-bytes", "9000")
 CLOSED = LICENSES.replace("redistribute = true", 'url = "https://x.org/v"').replace('paper = "paper.md"', "")
 NASTY_NAMES = (
     b"!|a`b|<img src=x>.txt",
@@ -62,7 +66,7 @@ def folder(prepared: Path, lt: Callable[..., str], tmp_path_factory: pytest.Temp
     for number, name in enumerate(NASTY_NAMES):
         (train / f"{number:03}.txt").rename(train / os.fsdecode(name))
     shutil.rmtree(root / "train")
-    lt("data", "prepare", "text/train", "--tokenizer", "tokenizer", "--out", "train", cwd=root)
+    lt("data", "prepare", "text/train", "--tokenizer", "tokenizer", "--out", "train", *UNITS, cwd=root)
     lt("data", "pack", "train", "--seq-len", "64", "--mode", "bfd", cwd=root)
     (root / "run.toml").write_text((root / "run.toml").read_text().replace(str(prepared), str(root)))
     (root / "licences.toml").write_text(LICENSES)
@@ -133,7 +137,7 @@ def test_a_release_has_what_a_reader_looks_for_and_is_verified(
     names = set(list_files(bundle))
     assert {"README.md", "DATA_CARD.md", "REPORT.md", "mof.yml", "licences.toml", "paper/paper.md"} <= names
     assert {"model/model.safetensors", "model/tokenizer.json", "checkpoints/step-00000006/model.safetensors"} <= names
-    assert {"data/train/shards/00000.bin", "data/validation/manifest.json", "recipe/recipe.toml"} <= names
+    assert {"data/train/parts/00001/shards/00000.bin", "data/validation/manifest.json", "recipe/recipe.toml"} <= names
     assert {"source/lt.tar.gz", "source/requirements.txt", "source/LICENSE", "run/metrics.jsonl"} <= names
     assert len([name for name in names if name.startswith("sources/")]) == 66, "one per document of both stores"
     sources = [json.loads(line) for line in (bundle / "data" / "sources.jsonl").read_text().splitlines()]
@@ -163,7 +167,7 @@ def test_the_hub_reads_the_model_card_with_scores_of_these_weights(made: tuple[P
     [
         ("model/model.safetensors", flip_last_byte, "model: "),
         ("checkpoints/step-00000006/model.safetensors", flip_last_byte, "checkpoints/step-00000006: "),
-        ("data/train/shards/00000.bin", flip_last_byte, "data/train: "),
+        ("data/train/parts/00001/shards/00000.bin", flip_last_byte, "data/train: "),
         ("data/train/packs/bfd-64/start.npy", flip_last_byte, "data/train: "),
         ("data/sources.jsonl", replace('"redistribute": true', '"redistribute": false'), "may not be redistributed"),
         ("release.json", replace('"fingerprint": "', '"fingerprint": "0'), "the run has read 0"),

@@ -41,8 +41,7 @@ def main(sources: str, tokenizer: str, out: Path, kills: int, seed: int) -> None
         nonlocal killed
         while not stop.is_set() and killed < kills:
             time.sleep(rng.uniform(0.05, 0.3))
-            processes = psutil.process_iter(["cmdline"])
-            tasks = [process for process in processes if "ray::build_" in " ".join(process.info["cmdline"] or ())]
+            tasks = [one for one in psutil.process_iter(["cmdline"]) if "ray::build_" in str(one.info["cmdline"])]
             if tasks:
                 rng.choice(tasks).send_signal(signal.SIGKILL)
                 killed += 1
@@ -53,8 +52,13 @@ def main(sources: str, tokenizer: str, out: Path, kills: int, seed: int) -> None
     killer.start()
     try:
         while killed < kills or not (out / "manifest.json").exists():
-            shutil.rmtree(out, ignore_errors=True)
-            lt_data.prepare([sources], workers=WORKERS, ray="auto", **job)
+            if (out / "manifest.json").exists():
+                shutil.rmtree(out)
+            try:
+                lt_data.prepare([sources], workers=WORKERS, ray="auto", **job)
+            except lt_data.DataError as exc:  # a worker that was killed again and again, before it could end
+                if "run the same command again" not in str(exc):
+                    raise
     finally:
         stop.set()
         killer.join()

@@ -47,8 +47,8 @@ def test_all_mistakes_are_in_one_list() -> None:
         "release.color = 'red': Extra inputs are not permitted",
         "release.producer: Field required",
         "sources.0.license = 'Public, mostly': not an SPDX expression",
-        "stores.train.prepare.text = 'text': Input should be 'text_field', 'tokens_field', 'on_bad' or "
-        "'max_document_bytes'",
+        "stores.train.prepare.text = 'text': Input should be 'text_field', 'tokens_field', 'on_bad', "
+        "'max_document_bytes' or 'unit_bytes'",
     ]
 
 

@@ -18,7 +18,7 @@ import json
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
@@ -105,11 +105,11 @@ class PackIndex:
     mode: PackMode
     store_fingerprint: str
     fingerprint: str
-    row_offsets: np.ndarray
-    document: np.ndarray
-    start: np.ndarray
-    length: np.ndarray
-    valid: np.ndarray
+    row_offsets: np.ndarray = field(repr=False)
+    document: np.ndarray = field(repr=False)
+    start: np.ndarray = field(repr=False)
+    length: np.ndarray = field(repr=False)
+    valid: np.ndarray = field(repr=False)
     max_slices_per_row: int
     folder: Path | None = None
 
@@ -236,7 +236,7 @@ def write_pack(
     """
     digests = {name: hashlib.sha256() for name in ARRAYS}
     items = dict.fromkeys(ARRAYS, 0)
-    most = 0
+    most = end = 0
     dtypes = {name: np.dtype(dtype) for name, dtype in ARRAYS.items()} | {"document": _document_dtype(lengths.size)}
     with atomic_folder(folder, overwrite=True) as building, ExitStack() as stack:
         with translate_os_errors("write", building):
@@ -244,7 +244,8 @@ def write_pack(
             for name, file in files.items():
                 write(file, _npy_header(dtypes[name].str, 0))
             for group in _iter_groups(lengths, seq_len, mode, documents_per_group):
-                most = max(most, _max_slices(group["row_offsets"]))
+                ends = group["row_offsets"]
+                most, end = max(most, _max_slices(np.append(end, ends))), int(ends[-1])
                 for name, array in group.items():
                     write(files[name], array.data)
                     digests[name].update(array.data)

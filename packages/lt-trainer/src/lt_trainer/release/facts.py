@@ -154,5 +154,6 @@ def _data_license(stores: Sequence[StoreFacts]) -> tuple[str, str]:
 
 def _read_store(folder: Path, sources: Sequence[SourceEntry]) -> StoreFacts:
     (pack,) = folder.glob("packs/*/pack.json")
-    has_tokens = (folder / "shards").is_dir()
-    return StoreFacts(folder.name, _read_json(folder / "manifest.json"), _read_json(pack), has_tokens, sources)
+    manifest = _read_json(folder / "manifest.json")
+    has_tokens = (folder / manifest["parts"][0]["path"] / "shards").is_dir()
+    return StoreFacts(folder.name, manifest, _read_json(pack), has_tokens, sources)

@@ -59,7 +59,7 @@ def _check_component(name: str) -> str:
 Given = Annotated[str, Field(min_length=1)]
 License = Annotated[str, Field(max_length=500), AfterValidator(_check_license)]
 ComponentName = Annotated[str, AfterValidator(_check_component)]
-PrepareOption = Literal["text_field", "tokens_field", "on_bad", "max_document_bytes"]
+PrepareOption = Literal["text_field", "tokens_field", "on_bad", "max_document_bytes", "unit_bytes"]
 """Options of `lt data prepare` that determine the tokens and are in no manifest."""
 
 

@@ -6,6 +6,7 @@ release if its tokens are in it. What cannot be repeated makes the script end at
 """
 
 import re
+from pathlib import PurePosixPath
 
 from lt_data.display.terminal import quote_for_shell
 from lt_trainer.release.bundle import RUN_DIR
@@ -80,7 +81,8 @@ def store_commands(facts: Facts, store: StoreFacts) -> list[str]:
 
 def _prepare_options(facts: Facts, store: StoreFacts) -> list[str]:
     manifest = store.manifest
-    words = [f'--tokenizer "$release"/{quote(f"data/{store.name}/tokenizer")}']
+    tokenizer = PurePosixPath("data", store.name, manifest["parts"][0]["path"], "tokenizer")
+    words = [f'--tokenizer "$release"/{quote(tokenizer)}']
     words += [] if manifest["bos"] else ["--no-bos"]
     words += [] if manifest["eos"] else ["--no-eos"]
     words += [f"--{name.replace('_', '-')} {quote(manifest[name])}" for name in ("special_tokens_as", "shard_tokens")]
