@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from lt_data.sources.options import DEFAULT_MAX_DOCUMENT_BYTES
+
 if TYPE_CHECKING:
     from lt_data.sources.options import SourceOptions
     from lt_data.store.manifest import StoreManifest
@@ -50,7 +52,7 @@ def prepare(
     text_field: _TextField = "text",
     tokens_field: _TokensField = None,
     on_bad: _OnBad = "error",
-    max_document_bytes: _MaxBytes = 2**28,
+    max_document_bytes: _MaxBytes = DEFAULT_MAX_DOCUMENT_BYTES,
     config: _Config = None,
     split: _Split = None,
     revision: _Revision = None,
@@ -142,7 +144,7 @@ def append(
     text_field: _TextField = "text",
     tokens_field: _TokensField = None,
     on_bad: _OnBad = "error",
-    max_document_bytes: _MaxBytes = 2**28,
+    max_document_bytes: _MaxBytes = DEFAULT_MAX_DOCUMENT_BYTES,
     config: _Config = None,
     split: _Split = None,
     revision: _Revision = None,
