@@ -29,8 +29,7 @@ def test_numbers_of_a_known_store(counting_store):
     assert (concat.truncated_documents, concat.needlessly_truncated_documents, concat.is_current) == (3, 2, True)
     assert (bfd.truncation_rate, bfd.needless_truncation_rate) == (1 / 6, 0.0)
     assert (concat.truncation_rate, concat.needless_truncation_rate) == (3 / 6, 2 / 6)
-    assert bfd.epoch is None
-    assert found.duplicates is None
+    assert (bfd.epoch, found.duplicates) == (None, None)
     stepped = stats(store, global_batch_size=2, dp_size=2)
     assert stepped.packs[0].epoch == steps_per_epoch(5, 2, 2)
     assert "2 steps of 2 rows (1 for each of 2 ranks, 16 tokens) + 1: 1 row remains for the" in format_stats(stepped)

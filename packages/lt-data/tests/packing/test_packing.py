@@ -166,6 +166,12 @@ def test_a_pack_that_is_missing_or_of_another_store_names_the_command(store, tmp
     (rest.pack_folder("bfd-64")).rename(rest.pack_folder("concat-64"))
     with pytest.raises(DataError, match="concat-64 is bfd-64, not concat-64"):
         open_pack(rest, seq_len=64, mode="concat")
+    (train.pack_folder("bfd-64") / "notes.txt").touch()
+    with pytest.raises(DataError, match=r"bfd-64 holds notes\.txt beside the pack"):
+        pack(train, seq_len=64, overwrite=True)
+    (store.path / "packs").symlink_to(train.pack_folder())
+    with pytest.raises(DataError, match="a symbolic link leads out of"):
+        pack(store, seq_len=64)
 
 
 @pytest.mark.parametrize("name", ARRAYS)

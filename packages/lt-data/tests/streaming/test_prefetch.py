@@ -24,14 +24,10 @@ def no_thread_left() -> object:
     assert [thread.name for thread in threading.enumerate() if "lt-data prefetch" in thread.name] == []
 
 
-def itself(batch: StreamBatch) -> StreamBatch:
-    return batch
-
-
 @pytest.mark.parametrize("depth", [1, 2, 7])
 def test_the_same_batches_and_states(reader, depth):
     plain = Stream(reader, global_batch_size=4, seed=1)
-    with Prefetcher(Stream(reader, global_batch_size=4, seed=1), itself, depth=depth) as ahead:
+    with Prefetcher(Stream(reader, global_batch_size=4, seed=1), lambda batch: batch, depth=depth) as ahead:
         assert ahead.state == plain.state
         for _ in range(20):
             expected, found = plain.next(), ahead.next()
@@ -42,7 +38,7 @@ def test_the_same_batches_and_states(reader, depth):
 
 def test_it_makes_no_more_than_its_depth_ahead(reader, wait_for):
     stream = Stream(reader, global_batch_size=4)
-    with Prefetcher(stream, itself, depth=3) as ahead:
+    with Prefetcher(stream, lambda batch: batch, depth=3) as ahead:
         wait_for(lambda: stream.state.step == 3)
         ahead.next()
         wait_for(lambda: stream.state.step == 4)
@@ -51,7 +47,7 @@ def test_it_makes_no_more_than_its_depth_ahead(reader, wait_for):
 
 def test_closing_puts_the_stream_behind_the_last_batch_handed_out(reader):
     stream = Stream(reader, global_batch_size=4)
-    ahead = Prefetcher(stream, itself, depth=4)
+    ahead = Prefetcher(stream, lambda batch: batch, depth=4)
     last = [ahead.next() for _ in range(3)][-1]
     ahead.close()
     ahead.close()
