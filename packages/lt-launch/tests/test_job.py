@@ -56,8 +56,6 @@ def test_a_resource_is_one_word(field: str, more: str) -> None:
         (job, {"run_dir": "/w\x1b[2J"}, "job.run_dir"),
         (SlurmOptions, {"partition": "p5\n#SBATCH --uid=0"}, "slurm.partition"),
         (SlurmOptions, {"account": "team --uid=0"}, "slurm.account"),
-        (SlurmOptions, {"qos": "q\nx"}, "slurm.qos"),
-        (SlurmOptions, {"reservation": "r x"}, "slurm.reservation"),
         (SlurmOptions, {"exclude": ("node1", "node2 --uid=0")}, "slurm.exclude"),
         (SlurmOptions, {"sbatch_args": ("--comment=x\n#SBATCH",)}, "slurm.sbatch_args"),
         (KubernetesOptions, {"mount_path": "/fsx\nx"}, "k8s.mount_path"),

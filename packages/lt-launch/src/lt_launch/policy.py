@@ -37,7 +37,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,14 +68,7 @@ class Place:
         """Return the numbers of all attempts, in order."""
         if not self.folder.is_dir():
             return []
-        matches = (ATTEMPT.fullmatch(name) for name in os.listdir(self.folder))
-        return sorted(int(match[1]) for match in matches if match)
-
-    def attempts_of_launch(self) -> list[int]:
-        """Return the numbers of the attempts since a person launched last: they count against its restarts."""
-        numbers = self.attempts()
-        launched = [at for at, number in enumerate(numbers) if (self.attempt(number) / LAUNCHED).exists()]
-        return numbers[launched[-1] :] if launched else numbers
+        return sorted(int(match[1]) for name in os.listdir(self.folder) if (match := ATTEMPT.fullmatch(name)))
 
     def new_attempt(self, *, launched: bool = False) -> int:
         """Make the folder of the next attempt; its number.
@@ -83,9 +76,8 @@ class Place:
         Args:
             launched: whether it is the first of a launch, which begins to count anew.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
         number = max(self.attempts(), default=-1) + 1
-        self.attempt(number).mkdir()
+        self.attempt(number).mkdir(parents=True)
         if launched:
             (self.attempt(number) / LAUNCHED).touch()
         return number
@@ -142,25 +134,15 @@ def read_lines(path: Path, since: int = 0) -> list[Table]:
     return found
 
 
+def run_dir_of(spec: Table) -> str:
+    """Return the run directory of a stage that trains; "" of others."""
+    return str(Path(spec.get("cwd") or ".") / spec["run_dir"]) if spec.get("run_dir") else ""
+
+
 def newest_step(run_dir: str) -> int:
     """Return the step of the newest committed checkpoint of a run directory; -1 where there is none."""
-    root = Path(run_dir) / "checkpoints"
-    try:
-        names = os.listdir(root)
-    except OSError:
-        return -1
-    steps = [
-        int(match[1]) for name in names if (match := CHECKPOINT.fullmatch(name)) and (root / name / "COMMIT").exists()
-    ]
-    return max(steps, default=-1)
-
-
-def events_size(run_dir: str) -> int:
-    """Return the bytes of the run directory's events so far: what is completed later stands behind them."""
-    try:
-        return os.path.getsize(Path(run_dir) / "events.jsonl")
-    except OSError:
-        return 0
+    commits = Path(run_dir).glob("checkpoints/step-*/COMMIT") if run_dir else ()
+    return max((int(match[1]) for path in commits if (match := CHECKPOINT.fullmatch(path.parent.name))), default=-1)
 
 
 def completed(run_dir: str, since: int = 0) -> bool:
@@ -177,29 +159,22 @@ def completed(run_dir: str, since: int = 0) -> bool:
 # --- when a stage is done
 
 WHOLE, PIECE = 16 << 20, 1 << 20
-VERSION = 1
 
 
 def fingerprint(path: Path) -> str:
     """Return a hash of what a file or folder holds; "missing" where there is none."""
-    if path.is_file():
-        return _file(path)
-    if not path.is_dir():
-        return "missing"
     digest = hashlib.sha256()
-    for folder, names, files in os.walk(path):
-        names.sort()
-        for name in sorted(files):
-            one = Path(folder) / name
-            digest.update(f"{one.relative_to(path)}\0{_file(one)}\n".encode("utf-8", "surrogateescape"))
-    return digest.hexdigest()
-
-
-def _file(path: Path) -> str:
+    if path.is_dir():
+        for folder, names, files in os.walk(path):
+            names.sort()
+            for name in sorted(files):
+                one = Path(folder) / name
+                digest.update(f"{one.relative_to(path)}\0{fingerprint(one)}\n".encode("utf-8", "surrogateescape"))
+        return digest.hexdigest()
     if not path.is_file():  # opening a pipe would wait
         return "no regular file" if path.exists() else "missing"
     size = path.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
+    digest.update(str(size).encode())
     with open(path, "rb") as file:
         if size <= WHOLE:
             digest.update(file.read())
@@ -220,7 +195,6 @@ def key(spec: Table, place: Place) -> str:
         names = [f"{stage['name']}.{i}" for i in range(width)] if width else [stage["name"]]
         before.update({name: (read_table(stages / name / "done.json") or {}).get("key") for name in names})
     decides = {
-        "version": VERSION,
         "argv": spec["argv"],
         "setup": spec.get("setup") or [],
         "env": spec.get("env") or {},
@@ -245,23 +219,7 @@ def done(spec: Table, place: Place) -> bool:
     stamp = read_table(place.stamp)
     if stamp is None or stamp.get("key") != key(spec, place) or stamp.get("outputs") != outputs(spec):
         return False
-    return spec.get("completion") != "run_dir" or completed(str(Path(spec.get("cwd") or ".") / spec["run_dir"]))
-
-
-def mark(spec: Table, place: Place, key_before: str | None = None) -> str:
-    """Leave the stamp of a stage that has succeeded; return a sentence where an output is missing.
-
-    Args:
-        spec: what was run.
-        place: where the stamp goes.
-        key_before: the key when it began: what changed while it ran was not what it read.
-    """
-    made = outputs(spec)
-    missing = [name for name, found in made.items() if found == "missing"]
-    if missing:
-        return f"the stage ended with 0 but did not make {', '.join(missing)}"
-    write_table(place.stamp, {"version": VERSION, "key": key_before or key(spec, place), "outputs": made})
-    return ""
+    return spec.get("completion") != "run_dir" or completed(run_dir_of(spec))
 
 
 # --- how an attempt ended
@@ -393,30 +351,29 @@ def conclude(
     if lost and not asked:
         kind, code, first = LOST, REQUEUE, lost["ranks"][0]
         reason = f"host {lost['host']} is lost ({_names(lost['ranks'])}): {lost['why']}"
-    progress = run_progress(spec, read_table(folder / "start.json") or {})
-    if kind == DONE and spec.get("completion") == "run_dir" and not progress["completed"]:
+    start, run_dir = read_table(folder / "start.json") or {}, run_dir_of(spec)
+    if kind == DONE and spec.get("completion") == "run_dir" and not completed(run_dir, int(start.get("events", 0))):
         kind, code = FAILED, INTERNAL
         where = f"{spec['run_dir']}/events.jsonl"
         reason = f"every process ended with 0, but rank 0 has not noted in {where} that all steps are done"
-    if kind == DONE:
-        key_file = folder / "key"
-        missing = mark(spec, place, key_file.read_text(encoding="ascii") if key_file.exists() else None)
-        if missing:
-            kind, code, reason = FAILED, INTERNAL, missing
+    made = outputs(spec) if kind == DONE else {}
+    missing = [name for name, found in made.items() if found == "missing"]
+    if missing:
+        kind, code, reason = FAILED, INTERNAL, f"the stage ended with 0 but did not make {', '.join(missing)}"
+    if kind == DONE:  # with the key when it began: what changed while it ran was not what it read
+        write_table(place.stamp, {"key": (folder / "key").read_text(encoding="ascii"), "outputs": made})
     result: Table = {"kind": kind, "code": code, "reason": reason, "first": None}
+    result.update(step_before=int(start.get("step", -1)), step=newest_step(run_dir))
     if first is not None:
         note = None if kind == LOST else notes.get(first)
-        gone = lost["ranks"] if lost else [rank for rank in ranks if rank not in notes]
         result["first"] = {
             "rank": first,
             "code": None if note is None else note[0] if note[0] <= 128 else 128 - note[0],
             "host": note[1] if note else lost["host"] if lost else "",
             "node": first // procs,
-            "ranks": list(gone) if note is None else [first],
             "tail": last_lines(log_file(folder, first)),
             "log": str(log_file(folder, first)),
         }
-    result["step_before"], result["step"] = progress["step_before"], progress["step"]
     if kind != DONE and (cut_short or asked):
         result[CUT_SHORT] = True
     write_table(folder / "exit.json", result)
@@ -433,27 +390,6 @@ def report(result: Table) -> list[str]:
     return lines
 
 
-def run_start(spec: Table) -> Table:
-    """Return where the run directory stands before an attempt; empty for a stage that does not train."""
-    run_dir = run_dir_of(spec)
-    return {"step": newest_step(run_dir), "events": events_size(run_dir)} if run_dir else {}
-
-
-def run_progress(spec: Table, start: Table) -> Table:
-    """Return what an attempt has done to the run directory.
-
-    Args:
-        spec: what was run.
-        start: `run_start` before the attempt.
-    """
-    run_dir = run_dir_of(spec)
-    return {
-        "step_before": int(start.get("step", -1)),
-        "step": newest_step(run_dir) if run_dir else -1,
-        "completed": bool(run_dir) and completed(run_dir, int(start.get("events", 0))),
-    }
-
-
 def last_lines(path: Path) -> list[str]:
     """Read the last lines of a log."""
     try:
@@ -465,20 +401,9 @@ def last_lines(path: Path) -> list[str]:
     return [row for row in rows if row.strip()][-TAIL_LINES:]
 
 
-def run_dir_of(spec: Table) -> str:
-    """Return the run directory of a stage that trains; "" of others."""
-    return str(Path(spec.get("cwd") or ".") / spec["run_dir"]) if spec.get("run_dir") else ""
-
-
-def tell(result: Table) -> None:
-    """Write the ending of an attempt into the job's output."""
-    for line in report(result):
-        say(line)
-
-
-def say(text: str) -> None:
-    """Write a line into the job's output."""
-    sys.stderr.write(f"lt-launch: {text}\n")
+def tell(*lines: str) -> None:
+    """Write lines into the job's output."""
+    sys.stderr.write("".join(f"lt-launch: {line}\n" for line in lines))
     sys.stderr.flush()
 
 
@@ -494,7 +419,9 @@ def should_requeue(spec: Table, place: Place) -> tuple[bool, str]:
     """
     policy = spec.get("restart") or {}
     most, patience = int(policy.get("max_restarts", 0)), int(policy.get("max_without_progress", 1))
-    numbers = place.attempts_of_launch()
+    numbers = place.attempts()
+    launched = [at for at, number in enumerate(numbers) if (place.attempt(number) / LAUNCHED).exists()]
+    numbers = numbers[launched[-1] if launched else 0 :]
     ended = [read_table(place.attempt(number) / "exit.json") or {} for number in numbers]
     cut_short = [  # by the queue, or by a signal that it was asked to send
         one.get("kind") == STOPPED or (bool(one.get(CUT_SHORT)) and one.get("kind") in AGAIN) for one in ended
@@ -526,15 +453,15 @@ def begin_attempt(spec: Table, place: Place, restarts: int) -> int | None:
     """
     attempts = place.attempts()
     if attempts and not (place.attempt(attempts[-1]) / "exit.json").exists():
-        tell(conclude(spec, place, attempts[-1], cut_short=True))  # the queue took the nodes away
+        tell(*report(conclude(spec, place, attempts[-1], cut_short=True)))  # the queue took the nodes away
     if done(spec, place):
-        say("completed already")
+        tell("completed already")
         return None
     if restarts and attempts:
         yes, why = should_requeue(spec, place)
         if (place.stage / CANCELLED).exists():
             yes, why = False, "it was cancelled"
-        say(why)
+        tell(why)
         if not yes:
             return None
     return open_attempt(spec, place, launched=not restarts)
@@ -551,38 +478,12 @@ def open_attempt(spec: Table, place: Place, *, launched: bool) -> int:
     number = place.new_attempt(launched=launched)
     folder = place.attempt(number)
     (folder / "notes").mkdir()
-    write_table(folder / "start.json", run_start(spec))
+    run_dir = run_dir_of(spec)
+    events = Path(run_dir) / "events.jsonl"
+    size = events.stat().st_size if run_dir and events.exists() else 0
+    write_table(folder / "start.json", {"step": newest_step(run_dir), "events": size})
     write_text(folder / "key", key(spec, place))
     return number
-
-
-def lost_nodes(spec: Table, notes: Mapping[int, Note]) -> list[int]:
-    """Return the nodes none of whose processes left an exit code while those of others did."""
-    procs = int(spec["procs_per_node"])
-    left = {rank // procs for rank in notes}
-    return [node for node in range(int(spec["nodes"])) if node not in left] if left else []
-
-
-UNUSABLE = ("down", "drain", "drng", "fail", "maint", "unk", "err", "inval", "futr", "npc", "boot", "pow")
-"""How sinfo's short states begin of nodes that no job gets."""
-
-
-def avoid(needed: int, bad: Sequence[str], partition: Iterable[str], never: Sequence[str]) -> list[str]:
-    """Return lost nodes to leave out, the newest first, while enough others can be had to start the job.
-
-    Args:
-        needed: nodes of the job.
-        bad: lost nodes in the order in which they were lost.
-        partition: a node and its state on each line.
-        never: nodes that the profile leaves out already.
-    """
-    rows = [line.split() for line in partition if line.strip()]
-    usable = {row[0] for row in rows if not row[-1].startswith(UNUSABLE) and not row[-1].endswith("*")} - set(never)
-    found: list[str] = []
-    for name in dict.fromkeys(reversed(bad)):
-        if len(usable - {*found, name}) >= needed:
-            found.append(name)
-    return found
 
 
 # --- one start of a Slurm job
@@ -590,6 +491,8 @@ def avoid(needed: int, bad: Sequence[str], partition: Iterable[str], never: Sequ
 SETTLE_S, FAILED_S, POLL_S = 3.0, 10.0, 0.5
 CONTROLLER_AWAY = ("ontact", "onnection", "ocket", "imed out")
 PAUSES_S = (10, 30, 60, 120, 0)
+WAIT = "--immediate="
+"""Option of srun: the seconds that it may wait for the nodes of the job."""
 TASK_LOST = re.compile(r"srun: error: .*: tasks? [\d,-]+: (?!Exited with exit code|unknown)")
 """What srun says of a task that was killed with the shell that would have noted its end."""
 
@@ -600,7 +503,7 @@ def slurm(*words: str) -> str:
         result = subprocess.run(words, capture_output=True, text=True, check=False)
         if result.returncode == 0:
             return result.stdout
-        say(f"{' '.join(words)}: {result.stderr.strip()}")
+        tell(f"{' '.join(words)}: {result.stderr.strip()}")
         if not any(word in result.stderr for word in CONTROLLER_AWAY):
             break
         time.sleep(pause)
@@ -632,30 +535,24 @@ class SlurmStart:
         names = self.environ["SLURM_JOB_NODELIST"]
         write_text(self.folder / "slurm", f"{self.job} {self.restarts} {names}\n")
         nodes = slurm("scontrol", "show", "hostnames", names).split()
-        if len(nodes) != int(self.spec["nodes"]):
-            say(
-                f"the job needs {self.spec['nodes']} nodes and got {names}; submit it with --nodes={self.spec['nodes']}"
-            )
+        wanted = self.spec["nodes"]
+        if len(nodes) != int(wanted):
+            tell(f"the job needs {wanted} nodes and got {names}; submit it with --nodes={wanted}")
             return USER
         started = time.monotonic()
         code = REQUEUE if self.signal else self._step(command, self._environment(number, nodes[0]))
-        wait_s = next((float(word.partition("=")[2]) for word in command if word.startswith("--immediate=")), 0.0)
-        if (
-            code
-            and wait_s
-            and time.monotonic() - started >= wait_s / 2
-            and not (self.folder / "notes" / "step").exists()
-        ):
-            say("srun got no step on the nodes of the job")  # as after the loss and return of a node: a requeue helps
+        wait_s = next((float(word[len(WAIT) :]) for word in command if word.startswith(WAIT)), float("inf"))
+        if code and time.monotonic() - started >= wait_s / 2 and not self._step_id():
+            tell("srun got no step on the nodes of the job")  # as after the loss and return of a node: a requeue helps
             code = REQUEUE
         self._note_signal()
         result = conclude(self.spec, self.place, number, code)
-        tell(result)
+        tell(*report(result))
         if result["kind"] == DONE or (self.place.stage / CANCELLED).exists():
             return int(result["code"])
         yes, why = should_requeue(self.spec, self.place)
-        say(why)
-        return self._requeue(nodes, int(result["code"])) if yes else int(result["code"])
+        tell(why)
+        return self._requeue(result["code"]) if yes else int(result["code"])
 
     def _environment(self, number: int, first: str) -> dict[str, str]:
         """Return the environment of the step: the script's, the job's, and where its processes meet."""
@@ -675,7 +572,7 @@ class SlurmStart:
     def _step(self, command: Sequence[str], env: Mapping[str, str]) -> int:
         """Run srun to its end, and end its processes where that is due; its exit code."""
         log = str(self.folder / "rank-%5t.log")
-        say(f"attempt {env['LT_ATTEMPT']}: the output of rank 0 is in {log_file(self.folder, 0)}")
+        tell(f"attempt {env['LT_ATTEMPT']}: the output of rank 0 is in {log_file(self.folder, 0)}")
         words = [command[0], f"--output={log}", "--open-mode=append", *command[1:]]
         process = subprocess.Popen(words, env=dict(env), stderr=subprocess.PIPE, text=True, errors="replace")
         reader = threading.Thread(target=self._read, args=(process,), daemon=True)
@@ -732,27 +629,13 @@ class SlurmStart:
         if self.signal and not (self.folder / SIGNALED).exists():
             write_text(self.folder / SIGNALED, signal.Signals(self.signal).name)
 
-    def _requeue(self, nodes: Sequence[str], code: int) -> int:
+    def _requeue(self, code: int) -> int:
         """Put the job back into the queue; its exit code."""
-        out: list[str] = []
-        never = [name for name in str(self.spec.get("never") or "").split(",") if name]
-        lost = [] if self.signal else lost_nodes(self.spec, read_notes(self.folder / "notes"))
-        if lost and (self.spec.get("restart") or {}).get("exclude_bad_nodes"):
-            never = slurm("scontrol", "show", "hostnames", ",".join(never)).split() if never else []
-            file = self.place.stage / "bad-nodes"
-            with open(file, "a", encoding="utf-8") as bad:
-                bad.write("".join(f"{nodes[node]}\n" for node in lost))
-            partition = slurm("sinfo", "-h", "-N", "-p", self.environ["SLURM_JOB_PARTITION"], "-o", "%N %t")
-            names = file.read_text(encoding="utf-8").split()
-            out = avoid(len(nodes), names, partition.splitlines(), never)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a requeue brings it to all processes of the job, us included
         state = slurm("scontrol", "-o", "show", "job", self.job)
         if "JobState=RUNNING " not in state:  # it was cancelled, or preempted and is in the queue again
             return REQUEUE if "JobState=PENDING " in state else code
         slurm("scontrol", "requeue", self.job)
-        if out:  # only a pending job accepts this
-            say(f"excluding {','.join(out)} from now on")
-            slurm("scontrol", "update", f"JobId={self.job}", f"ExcNodeList={','.join([*out, *never])}")
         return REQUEUE
 
 
@@ -776,7 +659,7 @@ def main(arguments: Sequence[str]) -> int:
     path = Path(arguments[1]).resolve()
     spec = read_table(path)
     if spec is None:
-        say(f"{path} is missing or damaged; submit this script in its own folder, or launch again")
+        tell(f"{path} is missing or damaged; submit this script in its own folder, or launch again")
         return USER
     index = os.environ.get("SLURM_ARRAY_TASK_ID")
     return SlurmStart(spec, Place(path, int(index) if index else None), os.environ).run(arguments[3:])

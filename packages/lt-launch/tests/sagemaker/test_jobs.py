@@ -15,6 +15,8 @@ from lt_launch.launch_dir import load_launch
 from lt_launch.launcher import launch
 from lt_launch.profile import Profile
 from lt_launch.run_file import RunOverrides, read_run_file
+from lt_launch.sagemaker.client import SageMakerClient
+from lt_launch.sagemaker.options import SageMakerOptions
 from lt_launch.sagemaker.target import SageMakerTarget
 from lt_launch.status import status_rows
 from lt_launch.target import Launch
@@ -54,7 +56,7 @@ name = "train"
 recipe = "recipe.toml"
 nodes = {nodes}
 env = {{ OMP_NUM_THREADS = "1" }}
-time_limit = "{time_limit}"
+time_limit = "1h"
 resources = {{ instance_type = "ml.m5.xlarge" }}
 [profile.sagemaker]
 region = "us-east-1"
@@ -83,11 +85,11 @@ def service(data: Path, tmp_path: Path) -> Iterator[Service]:
 
 @pytest.fixture
 def submit(service: Service, tmp_path: Path, credentials: None) -> Callable[..., Launch]:
-    def go(nodes: int = 1, steps: int = 20, time_limit: str = "1h", **channels: str) -> Launch:
+    def go(nodes: int = 1, steps: int = 20, **channels: str) -> Launch:
         (tmp_path / "recipe.toml").write_text(RECIPE.format(steps=steps))
         given = {"train": "s3://data/store", **({"run": f"{RUN}?rw"} if nodes > 1 else {}), **channels}
         pairs = ", ".join(f'"{name}={address}"' for name, address in given.items())
-        text = JOB.format(nodes=nodes, url=service.url, channels=pairs, time_limit=time_limit)
+        text = JOB.format(nodes=nodes, url=service.url, channels=pairs)
         (tmp_path / "job.toml").write_text(text)
         file = read_run_file("job.toml", Profile(), RunOverrides())
         assert launch(file.pipeline, file.profile, "sagemaker") == 0
@@ -145,7 +147,9 @@ def test_two_hosts_are_stopped_restored_and_finish(
     (status,) = target.status(made)
     assert status.state == "cancelled"
     with pytest.raises(LaunchError, match=r"ResourceInUse"):
-        target._client(made.profile).create_training_job(job.request)
+        SageMakerClient(made.profile.options("sagemaker", SageMakerOptions)).call(
+            "sagemaker", "create_training_job", **job.request
+        )
 
     time.sleep(1.1)  # the name of a job has the second
     made = submit(nodes=2, steps=60)
@@ -168,14 +172,18 @@ def test_two_hosts_are_stopped_restored_and_finish(
     assert not any(line.startswith("step=") for line in lines), "rank 0's host alone reports steps"
 
 
-def test_one_host_goes_on_with_the_checkpoints_in_s3(
+@pytest.mark.slow
+def test_one_host_goes_on_with_the_checkpoints_in_s3_after_its_time_limit(
     service: Service, submit: Callable[..., Launch], tmp_path: Path
 ) -> None:
     pytest.importorskip("lt_trainer_gpu", reason="needs an engine: pip install lt-trainer-gpu")
-    made = submit(time_limit="1h", steps=100_000)
+    made = submit(steps=100_000)
     until(lambda: list((tmp_path / "kept").rglob("manifest.json")), "a checkpoint in S3")
-    SageMakerTarget().cancel(made)
-    stopped_at = max(losses(tmp_path / "kept" / "run")) if until_over(service, made) else 0
+    service.jobs[made.job_ids["train"]].stop_reason = "limit"
+    assert until_over(service, made).description["SecondaryStatus"] == "MaxRuntimeExceeded"
+    (status,) = SageMakerTarget().status(made)
+    assert status.state == "requeued"
+    stopped_at = max(losses(tmp_path / "kept" / "run"))
     time.sleep(1.1)  # the name of a job has the second
     job = until_over(service, submit(steps=stopped_at + 5))
     assert job.description["TrainingJobStatus"] == "Completed", job.description
@@ -194,13 +202,6 @@ def test_a_failure_is_told_as_the_service_would(service: Service, submit: Callab
     assert "channel tokenizer" in status.reason
 
 
-def test_the_time_limit_is_a_stop(service: Service, submit: Callable[..., Launch]) -> None:
-    made = submit(time_limit="1s", steps=100_000)
-    assert until_over(service, made).description["SecondaryStatus"] == "MaxRuntimeExceeded"
-    (status,) = SageMakerTarget().status(made)
-    assert status.state == "requeued"
-
-
 SAVES = """
 import os, sys
 from pathlib import Path
@@ -214,7 +215,7 @@ spec = {"argv": argv, "nodes": 1, "procs_per_node": 1, "env": {}, "cwd": "", "ru
         "grace_s": entrypoint.GRACE_PERIOD_S, "completion": "exit", "restart": {"max_restarts": 0}}
 stop = Stop()
 with handle_stop_signals(stop):
-    sys.exit(entrypoint._run_attempts(read_contract(root, {}), spec, root / "attempts", os.environ, stop, print))
+    sys.exit(entrypoint.run_attempts(read_contract(root, {}), spec, os.environ, stop, print))
 """
 
 
@@ -241,6 +242,6 @@ def test_a_save_may_take_110_of_the_120_seconds(tmp_path: Path, seconds: int) ->
     job.join()
     assert job.description["SecondaryStatus"] == "Stopped"
     assert (tmp_path / "kept" / "saved").read_text() == "saved\n", "and it was sent to where checkpoints are kept"
-    (ended,) = (root / "attempts" / "stages" / "train").glob("attempt-*/exit.json")
+    (ended,) = root.glob("output/data/lt/stages/train/attempt-*/exit.json")
     assert json.loads(ended.read_bytes())["reason"] == "stopped as requested"
     assert not (root / "output" / "failure").exists()

@@ -20,6 +20,12 @@ from typing import Any
 
 import pytest
 
+from lt_launch.launch_dir import load_launch
+from lt_launch.launcher import launch
+from lt_launch.policy import Place, read_table
+from lt_launch.profile import Profile
+from lt_launch.run_file import RunOverrides, read_run_file
+from lt_launch.target import Launch
 from lt_test_helpers.stores import make_stores
 
 NEEDED = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "munged", "gcc")
@@ -126,23 +132,14 @@ class Cluster:
         self.daemons[f"slurmd-{node}"].kill()
         self.daemons[f"slurmd-{node}"].wait(60)
         for pid in self._of_node(node):
-            if _alive(pid):
+            if self.stat_of(pid)[0] not in "ZX":
                 os.kill(pid, signal.SIGKILL)
 
     def _of_node(self, node: str) -> list[int]:
         """What runs on a node: tasks say so in their environment, and their parents are the node's step daemons."""
-        found: list[int] = []
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                environment = (folder / "environ").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            mine = f"SLURM_CONF={self.base}/slurm.conf".encode() in environment
-            if not mine or f"SLURMD_NODENAME={node}".encode() not in environment:
-                continue
-            pid = int(folder.name)
-            found.append(pid)
-            while (parent := _parent(pid)) > 1 and "slurmstepd" in _command(parent):
+        found = self.processes(f"SLURM_CONF={self.base}/slurm.conf", f"SLURMD_NODENAME={node}")
+        for pid in list(found):
+            while "slurmstepd" in self.stat_of(parent := self.stat_of(pid)[1])[2]:
                 found.append(parent)
                 pid = parent
         return list(dict.fromkeys(found))
@@ -161,19 +158,16 @@ class Cluster:
         text = self.wait_for(lambda: self.run("scontrol", "-o", "show", "job", id_, code=None), f"job {id_}", 20)
         return dict(word.split("=", 1) for word in text.split() if "=" in word)
 
-    def go_now(self, id_: str) -> None:
-        """Spare a requeued job the two minutes that Slurm lets it wait; not the second in which its old credential
-        was revoked, or the new one counts as revoked too."""
-        start = (id_, self.job(id_).get("Restarts", "0"))
-        if start not in self._hurried:
+    def job_in_a_hurry(self, id_: str) -> dict[str, str]:
+        """Spare a requeued job the two minutes that Slurm lets it wait; what the controller shows of it.
+
+        Not the second in which its old credential was revoked, or the new one counts as revoked too.
+        """
+        job = self.job(id_)
+        start = (id_, job.get("Restarts", "0"))
+        if job["JobState"] == "PENDING" and start[1] != "0" and start not in self._hurried:
             self._hurried.add(start)
             subprocess.run(["scontrol", "update", f"JobId={id_}", "StartTime=now+3"], capture_output=True, check=False)
-
-    def go_now_if_requeued(self, id_: str) -> dict[str, str]:
-        """Spare a job the two minutes if it waits for them; what the controller shows of it."""
-        job = self.job(id_)
-        if job["JobState"] == "PENDING" and int(job.get("Restarts", "0")):
-            self.go_now(id_)
         return job
 
     def wait_for(self, condition: Callable[[], Any], what: str, timeout_s: float = 120.0) -> Any:
@@ -185,14 +179,41 @@ class Cluster:
             time.sleep(POLL_S)
         raise AssertionError(f"{what} did not come; {self.tail()}")
 
-    def wait_for_end(self, id_: str, timeout_s: float = 240.0, *, hurry: bool = True) -> dict[str, str]:
-        """Wait until a job has ended for good; requeued ones are started at once."""
+    def wait_for_end(self, id_: str, timeout_s: float = 240.0) -> dict[str, str]:
+        """Wait until a job, or every element of an array, has ended for good; requeued ones are started at once."""
 
         def ended() -> dict[str, str] | None:
-            job = self.go_now_if_requeued(id_) if hurry else self.job(id_)
-            return job if job["JobState"] in ENDED else None
+            self.job_in_a_hurry(id_)
+            states = self.run("squeue", "-h", "-r", "-t", "all", "-j", id_, "-o", "%T", code=None).split()
+            return self.job(id_) if states and set(states) <= set(ENDED) else None
 
         return self.wait_for(ended, f"the end of job {id_}", timeout_s)
+
+    @staticmethod
+    def stat_of(pid: int) -> tuple[str, int, str]:
+        """State, parent and name of a process; "X", 0 and "" where there is none any more."""
+        try:
+            head, _, rest = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")
+        except OSError:
+            return "X", 0, ""
+        state, parent = rest.split()[:2]
+        return state, int(parent), head.partition("(")[2]
+
+    @staticmethod
+    def processes(*variables: str) -> list[int]:
+        """Processes that have these variables, as NAME=VALUE, in their environment."""
+        found: list[int] = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if {word.encode() for word in variables} <= set((folder / "environ").read_bytes().split(b"\0")):
+                    found.append(int(folder.name))
+        return found
+
+    @staticmethod
+    def exits(made: Launch, stage: str) -> list[dict[str, Any]]:
+        """How the attempts of a stage ended."""
+        place = Place(made.directory / "stages" / stage / "spec.json")
+        return [read_table(place.attempt(number) / "exit.json") or {} for number in place.attempts()]
 
     def tail(self) -> str:
         text = "".join(f"--- {path.name}\n" + path.read_text()[-800:] for path in sorted((self.base / "log").iterdir()))
@@ -213,27 +234,6 @@ class Cluster:
 
 def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
-    except OSError:
-        return False
-
-
-def _parent(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1])
-    except OSError:
-        return 0
-
-
-def _command(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/comm").read_text()
-    except OSError:
-        return ""
 
 
 def _free_ports(count: int) -> list[int]:
@@ -272,21 +272,45 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def enroot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def submit(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Launch]:
+    """Submit a run file of `tmp_path`, written with a text and the nodes' interpreter if there is a text."""
+    monkeypatch.setenv("LT_LAUNCH_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+
+    def go(text: str = "", *, name: str = "run.toml", python: str = sys.executable) -> Launch:
+        if text:
+            table = f'[profile]\npython = "{python}"\n'
+            text = text.replace("[profile]\n", table) if "[profile]\n" in text else f"{text}\n{table}"
+            Path(name).write_text(text)
+        file = read_run_file(name, Profile(), RunOverrides())
+        assert launch(file.pipeline, file.profile, "slurm") == 0
+        return load_launch(tmp_path / file.pipeline.out)
+
+    return go
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Put a program before the real one of its name, which is REAL in its text, as FOLDER is `tmp_path`."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+
+    def write(name: str, text: str) -> None:
+        (folder / name).write_text(text.replace("REAL", shutil.which(name) or "").replace("FOLDER", str(tmp_path)))
+        (folder / name).chmod(0o755)
+        if not os.environ["PATH"].startswith(f"{folder}:"):
+            monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+    return write
+
+
+@pytest.fixture
+def enroot(tmp_path: Path, fake: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch) -> Path:
     """Put the stand-in for enroot, and one for an EFA device, in the nodes' PATH; the folder of its records."""
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "enroot").symlink_to(Path(__file__).with_name("enroot_stand_in.sh"))
-    (tmp_path / "bin" / "fi_info").write_text("#!/bin/sh\nexit 0\n")
-    (tmp_path / "bin" / "fi_info").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    fake("enroot", Path(__file__).with_name("enroot_stand_in.sh").read_text())
+    fake("fi_info", "#!/bin/sh\nexit 0\n")
     monkeypatch.setenv("ENROOT_STAND_IN", str(tmp_path))
     return tmp_path
-
-
-@pytest.fixture(scope="session")
-def python() -> str:
-    """The interpreter of the nodes."""
-    return sys.executable
 
 
 @pytest.fixture(scope="session")

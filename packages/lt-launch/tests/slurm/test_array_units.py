@@ -5,6 +5,8 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,8 @@ import pytest
 
 from lt_data import Tokenizer, prepare
 from lt_data.store.manifest import Selection
-from lt_launch.launch_dir import load_launch
-from lt_launch.launcher import launch
-from lt_launch.profile import Profile
-from lt_launch.run_file import RunOverrides, read_run_file
 from lt_launch.slurm.target import SlurmTarget
+from lt_launch.target import Launch
 
 KILLS = int(os.environ.get("LT_KILLS", "50"))
 SEED = int(os.environ.get("LT_SEED", "23"))
@@ -33,8 +32,6 @@ restart = {{ max_restarts = 100 }}
 name = "prepare"
 array = {elements}
 argv = ["{python}", "-m", "lt_data", {words}]
-[profile]
-python = "{python}"
 """
 
 
@@ -42,16 +39,13 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def processes(word: str) -> list[int]:
-    """Processes that run the command of an element, whose words hold this one; not what starts and watches it."""
+def processes(cluster: Any, out: Path) -> list[int]:
+    """Processes that run the command of an element into a store; not what starts and watches it."""
     found: list[int] = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if words[1:3] == [b"-m", b"lt_data"] and word.encode() in words:
-            found.append(int(folder.name))
+    for pid in cluster.processes(f"LT_ARRAY_SIZE={ELEMENTS}"):
+        with suppress(OSError):
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            found += [pid] if words[1:3] == [b"-m", b"lt_data"] and str(out).encode() in words else []
     return found
 
 
@@ -64,11 +58,7 @@ def start_at_once(cluster: Any, id_: str) -> None:
 
 
 @pytest.mark.slow
-def test_killed_elements_cost_units_alone(
-    cluster: Any, python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LT_LAUNCH_HOME", str(tmp_path / "home"))
-    monkeypatch.chdir(tmp_path)
+def test_killed_elements_cost_units_alone(cluster: Any, submit: Callable[..., Launch], tmp_path: Path) -> None:
     rng, words = random.Random(SEED), np.random.default_rng(SEED)
     (tmp_path / "in").mkdir()
     for number in range(60):
@@ -86,19 +76,14 @@ def test_killed_elements_cost_units_alone(
         given = ["prepare", tmp_path / "in", "--tokenizer", tmp_path / "tok", "--out", out, "--engine", "hf"]
         given += ["--unit-bytes", UNIT_BYTES, "--drop-duplicates"]
         quoted = ", ".join(f'"{word}"' for word in given)
-        (tmp_path / "run.toml").write_text(
-            RUN_FILE.format(round=number, elements=ELEMENTS, python=python, words=quoted), encoding="utf-8"
-        )
-        file = read_run_file("run.toml", Profile(), RunOverrides())
-        assert launch(file.pipeline, file.profile, "slurm") == 0
-        made = load_launch(tmp_path / file.pipeline.out)
+        made = submit(RUN_FILE.format(round=number, elements=ELEMENTS, python=sys.executable, words=quoted))
         id_ = made.job_ids["prepare"]
         deadline = time.monotonic() + 240
         while cluster.run("squeue", "-h", "-r", "-j", id_, "-o", "%i", code=None).strip():
             assert time.monotonic() < deadline, cluster.tail()
             start_at_once(cluster, id_)
             time.sleep(rng.uniform(0.05, 0.4))
-            victims = processes(str(out))
+            victims = processes(cluster, out)
             if victims and killed < KILLS:
                 os.kill(rng.choice(victims), signal.SIGKILL)
                 killed += 1

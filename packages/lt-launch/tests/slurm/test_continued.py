@@ -6,6 +6,8 @@ devices. All commands and options of the stages are those of the example, with s
 
 import json
 import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,8 @@ import pytest
 
 from lt_data import RowReader, Tokenizer, TokenStore, open_pack
 from lt_data.streaming.rows import IGNORE_INDEX
-from lt_launch.launch_dir import load_launch
-from lt_launch.launcher import launch
-from lt_launch.profile import Profile
-from lt_launch.run_file import RunOverrides, read_run_file
 from lt_launch.slurm.target import SlurmTarget
+from lt_launch.target import Launch
 from lt_trainer.observability.inspection import inspect_step
 
 EXAMPLES = Path(__file__).parents[4] / "examples" / "launch"
@@ -100,9 +99,8 @@ def make_model(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_from_download_to_export(cluster: Any, python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    values = {"base": tmp_path, "python": python}
-    monkeypatch.setenv("LT_LAUNCH_HOME", str(tmp_path / "home"))
+def test_from_download_to_export(cluster: Any, submit: Callable[..., Launch], tmp_path: Path) -> None:
+    values = {"base": tmp_path, "python": sys.executable}
     for name, text in {
         "bin/hf": HUB.format(**values),
         "bin/neuron_parallel_compile": COMPILER.format(**values),
@@ -123,11 +121,8 @@ def test_from_download_to_export(cluster: Any, python: str, tmp_path: Path, monk
         (tmp_path / f"text/{part}.jsonl").write_text(lines, encoding="utf-8")
     for program in (tmp_path / "bin").iterdir():
         program.chmod(0o755)
-    monkeypatch.chdir(tmp_path)
-    file = read_run_file("continued.toml", Profile(), RunOverrides())
-    assert launch(file.pipeline, file.profile, "slurm") == 0
-    made = load_launch(Path(file.pipeline.out))
-    for stage in file.pipeline.stages:
+    made = submit(name="continued.toml")
+    for stage in made.pipeline.stages:
         cluster.wait_for_end(made.job_ids[stage.name], 400)
         states = {one.stage: one.state for one in SlurmTarget().status(made)}
         failed = {name: state for name, state in states.items() if state in ("failed", "cancelled")}

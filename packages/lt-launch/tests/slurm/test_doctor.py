@@ -1,22 +1,22 @@
 """What doctor says of a real cluster and of jobs that could never run on it."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lt_launch.job import ContainerImage, Job, Pipeline, Resources, Stage
+from lt_launch.job import Job, Pipeline, Resources, Stage
 from lt_launch.profile import Profile
 from lt_launch.slurm import doctor
 from lt_launch.slurm.doctor import check_auto_resume, findings
 from lt_launch.slurm.target import SlurmTarget
 from lt_launch.target import Finding
-from lt_trainer.config.section import Given
 
 
-def look(made: Job | None, folder: Path, **slurm: Any) -> dict[str, Finding]:
-    profile = Profile(values={f"slurm.{name}": Given(value, "test") for name, value in slurm.items()})
-    pipeline = Pipeline.from_job(made, out=str(folder / "run")) if made else None
+def look(made: Job, folder: Path, **slurm: Any) -> dict[str, Finding]:
+    profile = Profile().with_values({f"slurm.{name}": value for name, value in slurm.items()}, "test")
+    pipeline = Pipeline.from_job(made, out=str(folder / "run"))
     return {finding.check: finding for finding in findings(SlurmTarget(), profile, pipeline)}
 
 
@@ -25,44 +25,36 @@ def job(**changes: Any) -> Job:
     return Job(**{**values, **changes})
 
 
-def test_a_job_that_fits(cluster: Any, tmp_path: Path) -> None:
-    found = look(job(nodes=3), tmp_path)
-    assert "is UP" in found["controller"].detail
-    assert "3 low idle" in found["nodes"].detail
-    assert found["stage train"].level == "ok", found["stage train"]
-    assert found["time to save"].level == "ok"
-    assert found["time to save"].detail == "KillWait is 20 s"
-    assert cluster.run("squeue", "-h") == "", "nothing was submitted"
-
-
 @pytest.mark.parametrize(
-    ("changes", "slurm", "words"),
+    ("changes", "slurm", "check", "level", "words"),
     [
-        ({"nodes": 9}, {}, "not available"),
-        ({}, {"partition": "nowhere"}, "Invalid partition"),
-        ({"resources": Resources(cpus_per_proc=64)}, {}, "not available"),
+        ({"nodes": 3}, {}, "controller", "ok", "is UP"),
+        ({}, {}, "nodes", "ok", "3 low idle"),
+        ({"nodes": 3}, {}, "stage train", "ok", "to start at"),
+        ({"nodes": 9}, {}, "stage train", "error", "not available"),
+        ({}, {"partition": "nowhere"}, "stage train", "error", "invalid partition"),
+        ({"resources": Resources(cpus_per_proc=64)}, {}, "stage train", "error", "not available"),
+        ({}, {}, "time to save", "ok", "killwait is 20 s"),
+        ({"grace_period_s": 60.0}, {}, "time to save", "warning", "20 s, fault_tolerance.grace_period_s is 60"),
+        ({"resources": Resources(exclusive=True)}, {}, "auto-resume", "ok", "srun supports --auto-resume"),
     ],
 )
-def test_a_job_that_could_never_run(
-    cluster: Any, tmp_path: Path, changes: dict[str, Any], slurm: dict[str, Any], words: str
+def test_what_is_found(
+    cluster: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any],
+    slurm: dict[str, Any],
+    check: str,
+    level: str,
+    words: str,
 ) -> None:
-    finding = look(job(**changes), tmp_path, **slurm)["stage train"]
-    assert finding.level == "error"
-    assert words.lower() in finding.detail.lower()
-
-
-def test_what_is_worth_a_warning(cluster: Any, tmp_path: Path) -> None:
-    found = look(job(grace_period_s=60.0, container=ContainerImage(image="x.sqsh")), tmp_path)
-    assert found["time to save"].level == "warning"
-    assert "20 s, fault_tolerance.grace_period_s is 60" in found["time to save"].detail
-
-
-def test_auto_resume_of_a_hyperpod_cluster(cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here a SPANK plugin makes srun take the option, and the cluster has no task plugin."""
+    """As on HyperPod: a SPANK plugin makes srun take --auto-resume, and the cluster has no task plugin."""
     monkeypatch.setattr(doctor, "HYPERPOD_MARKER", tmp_path)
-    found = look(job(resources=Resources(exclusive=True)), tmp_path)
-    assert (found["auto-resume"].level, found["auto-resume"].detail) == ("ok", "srun supports --auto-resume")
-    assert "auto-resume" not in look(job(), tmp_path, auto_resume="off")
+    finding = look(job(**changes), tmp_path, **slurm)[check]
+    assert (finding.level, bool(finding.remedy)) == (level, level != "ok")
+    assert words.lower() in finding.detail.lower()
+    assert cluster.run("squeue", "-h") == "", "nothing was submitted"
 
 
 @pytest.mark.parametrize(
@@ -78,27 +70,20 @@ def test_auto_resume_of_a_hyperpod_cluster(cluster: Any, tmp_path: Path, monkeyp
             "ok",
             "requeues a job",
         ),
-        ("--auto-resume=N", "TaskPlugin = task/none\n", {"exclusive": True}, "ok", "supports --auto-resume"),
     ],
 )
 def test_rules_of_auto_resume(srun_help: str, config: str, resources: dict[str, Any], level: str, words: str) -> None:
     finding = check_auto_resume(srun_help, config, Stage(job=job(resources=Resources(**resources))))
-    assert finding.level == level
+    assert (finding.level, bool(finding.remedy)) == (level, level == "warning")
     assert words in finding.detail
-    assert bool(finding.remedy) == (level == "warning")
 
 
-def test_without_a_controller_that_is_all_there_is_to_say(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    found = look(job(), tmp_path)
-    assert list(found) == ["controller"]
-    assert found["controller"].level == "error"
-    assert "scontrol is not installed here" in found["controller"].detail
-
-
-def test_a_machine_that_knows_no_cluster_says_where_to_go(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    scontrol = tmp_path / "scontrol"
-    scontrol.write_text("#!/bin/sh\necho 'scontrol: fatal: Could not establish a configuration source' >&2\nexit 1\n")
-    scontrol.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+def test_without_a_controller_that_is_all_there_is_to_say(
+    fake: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fake("scontrol", "#!/bin/sh\necho 'scontrol: fatal: Could not establish a configuration source' >&2\nexit 1\n")
     assert "run this on a login node of the cluster" in look(job(), tmp_path)["controller"].detail
+    monkeypatch.setenv("PATH", "/nowhere")
+    (found,) = look(job(), tmp_path).values()
+    assert (found.check, found.level) == ("controller", "error")
+    assert "scontrol is not installed here" in found.detail

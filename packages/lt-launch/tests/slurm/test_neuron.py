@@ -1,15 +1,11 @@
 """Trainium ranks of a real cluster get a NeuronCore each, by a stand-in for torch-xla and the runtime."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from lt_launch.launch_dir import load_launch
-from lt_launch.launcher import launch
-from lt_launch.profile import Profile
-from lt_launch.run_file import RunOverrides, read_run_file
 from lt_launch.slurm.target import SlurmTarget
+from lt_launch.target import Launch
 from lt_test_helpers.neuron_start import START, recipe
 
 JOB = """
@@ -20,7 +16,6 @@ nodes = 2
 procs_per_node = 2
 env = {{ PYTHONPATH = "{start}" }}
 [profile]
-python = "{python}"
 setup = [
     "export NEURON_NODE={folder}/$SLURMD_NODENAME; mkdir -p $NEURON_NODE",
     "echo root $NEURON_RT_ROOT_COMM_ID, not $MASTER_ADDR:$MASTER_PORT",
@@ -28,17 +23,10 @@ setup = [
 """
 
 
-def test_each_rank_has_its_own_core_of_its_node(
-    cluster: Any, python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_rank_has_its_own_core_of_its_node(cluster: Any, submit: Callable[..., Launch], tmp_path: Path) -> None:
     """The ranks end where they have loaded torch-xla, so the run is none that has finished."""
-    monkeypatch.setenv("LT_LAUNCH_HOME", str(tmp_path / "home"))
-    monkeypatch.chdir(tmp_path)
     (tmp_path / "recipe.toml").write_text(recipe("run", nodes=2))
-    (tmp_path / "job.toml").write_text(JOB.format(start=START, python=python, folder=tmp_path))
-    file = read_run_file("job.toml", Profile(), RunOverrides())
-    assert launch(file.pipeline, file.profile, "slurm") == 0
-    made = load_launch(tmp_path / "run")
+    made = submit(JOB.format(start=START, folder=tmp_path))
     cluster.wait_for_end(made.job_ids["cores"])
     logs = ["\n".join(SlurmTarget().logs(made, stage="cores", rank=rank, follow=False)) for rank in range(4)]
     found = {path.parent.name + "/" + path.name: path.read_text() for path in tmp_path.glob("n?/core-*")}

@@ -4,16 +4,13 @@ What stands in: enroot's rules of environment, mounts and options without its na
 for the GPUs. Command, script and options are those of the example, with smaller numbers.
 """
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lt_launch.launch_dir import load_launch
-from lt_launch.launcher import launch
-from lt_launch.profile import Profile
-from lt_launch.run_file import RunOverrides, read_run_file
 from lt_launch.slurm.target import SlurmTarget
 from lt_launch.target import Launch
 from lt_trainer.run_directory.jsonl import read_jsonl
@@ -25,6 +22,7 @@ JOB = {
     'time_limit = "3d"': 'time_limit = "1h"\nenv = { GLOO_SOCKET_IFNAME = "lo" }',
     "gpus_per_node = 8\nexclusive = true": "cpus_per_proc = 1",
     'image = "/fsx/lt.sqsh"\nmounts = ["/fsx:/fsx"]': 'image = "{base}/lt.sqsh"\nmounts = ["{base}:{base}"]',
+    'python = "python3"': f'python = "{sys.executable}"',
     'partition = "p5"': 'partition = "low"',
 }
 RECIPE = {
@@ -48,34 +46,21 @@ def changed(name: str, pairs: dict[str, str], base: Path, store: Path) -> str:
     return text
 
 
-@pytest.fixture
-def submit(
-    cluster: Any, store: Path, python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[], Launch]:
-    """Submit the example in `tmp_path`, whose image has the packages of this environment."""
-    monkeypatch.setenv("LT_LAUNCH_HOME", str(tmp_path / "home"))
-    (tmp_path / "lt.sqsh").write_text(f"PATH={Path(python).parent}:/usr/bin:/bin\nHOME={tmp_path}\n")
-    (tmp_path / "run.toml").write_text(changed("smp-enroot.toml", JOB, tmp_path, store))
-    (tmp_path / "smp-recipe.toml").write_text(changed("smp-recipe.toml", RECIPE, tmp_path, store))
-    monkeypatch.chdir(tmp_path)
-
-    def go() -> Launch:
-        file = read_run_file("run.toml", Profile(), RunOverrides())
-        assert launch(file.pipeline, file.profile, "slurm") == 0
-        return load_launch(tmp_path / "run")
-
-    return go
-
-
 def losses(folder: Path) -> list[float]:
     return [row["loss"] for row in read_jsonl(folder / "metrics.jsonl") if "loss" in row]
 
 
 @pytest.mark.slow
-def test_training_in_containers(cluster: Any, submit: Callable[[], Launch], enroot: Path, tmp_path: Path) -> None:
+def test_training_in_containers(
+    cluster: Any, submit: Callable[..., Launch], store: Path, enroot: Path, tmp_path: Path
+) -> None:
+    """In an image that has the packages of this environment."""
     from lt_test_helpers.runs import run
     from lt_trainer.config.recipe import load
 
+    (tmp_path / "lt.sqsh").write_text(f"PATH={Path(sys.executable).parent}:/usr/bin:/bin\nHOME={tmp_path}\n")
+    (tmp_path / "run.toml").write_text(changed("smp-enroot.toml", JOB, tmp_path, store))
+    (tmp_path / "smp-recipe.toml").write_text(changed("smp-recipe.toml", RECIPE, tmp_path, store))
     made = submit()
     (id_,) = made.job_ids.values()
     state = cluster.wait_for_end(id_, 400)["JobState"]

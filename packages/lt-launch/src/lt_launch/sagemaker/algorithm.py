@@ -1,47 +1,28 @@
 """CreateAlgorithm request of the published algorithm, built from the recipe's own schema.
 
-Types and defaults are read from the recipe's fields. Ranges are derived from the schema: a bound is listed only if the
-recipe rejects values beyond it, or if no larger value could be intended (see `HYPERPARAMETER_RANGES`).
+Types, defaults and ranges are read from the recipe's fields. Contradictions between fields are found in the container
+only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from lt_launch.sagemaker.constraints import check_request
-from lt_launch.sagemaker.errors import SageMakerError
+from lt_launch.errors import LaunchError
+from lt_launch.sagemaker.service_model import check_request
 from lt_trainer.config.hyperparameters import hyperparameter_fields
 from lt_trainer.config.section import extra_of, leaves
 from lt_trainer.config.sections import Recipe
 from lt_trainer.run_directory.records import METRIC_DEFINITIONS
 
-INT32_MAX = 2**31 - 1
-HYPERPARAMETER_RANGES: dict[str, tuple[float, float]] = {
-    "VOCAB_SIZE": (0, INT32_MAX),
-    "HIDDEN_SIZE": (2, 65536),
-    "INTERMEDIATE_SIZE": (1, 262144),
-    "N_HEADS": (1, 1024),
-    "N_KV_HEADS": (1, 1024),
-    "N_LAYERS": (1, 1024),
-    "SEQ_LEN": (2, 1048576),
-    "GLOBAL_BATCH_SIZE": (1, 1048576),
-    "MICRO_BATCH_SIZE": (1, 65536),
-    "LEARNING_RATE": (1e-12, 10.0),
-    "WEIGHT_DECAY": (0.0, 10.0),
-    "BETA1": (0.0, 0.999999),
-    "BETA2": (0.0, 0.999999),
-    "GRAD_CLIP": (0.0, 1e9),
-    "MAX_STEPS": (1, INT32_MAX),
-    "WARMUP_STEPS": (0, INT32_MAX),
-    "MIN_LR": (0.0, 10.0),
-    "NUM_NODES": (1, 1024),
-    "CHECKPOINT_INTERVAL": (0, INT32_MAX),
-}
-"""Smallest and largest value of each number. The recipe rejects values below the lower bound; values above the upper
-bound are typing errors. Contradictions between fields are detected in the container only."""
+LARGEST = {"Integer": 2**31 - 1, "Continuous": 1e9}
+"""Upper bound of hyperparameters that the recipe does not bound: SageMaker takes no range without one."""
+OPEN_BOUND = 1e-12
+"""Distance of a range from a bound that the recipe itself excludes."""
 PUBLISHED_INSTANCE_TYPES = {
     "gpu": ("ml.p4de.24xlarge", "ml.p5.48xlarge", "ml.p5e.48xlarge", "ml.p5en.48xlarge"),
     "neuron": ("ml.trn1.2xlarge", "ml.trn1.32xlarge", "ml.trn1n.32xlarge"),
@@ -69,11 +50,11 @@ def create_algorithm_request(
         engines: gpu, neuron or both, the engines in the image; they decide the instance types.
 
     Raises:
-        SageMakerError: the service would reject it; names field and limit.
+        LaunchError: the service would reject it; names field and limit.
     """
     unknown = [engine for engine in engines if engine not in PUBLISHED_INSTANCE_TYPES]
     if unknown or not engines:
-        raise SageMakerError(
+        raise LaunchError(
             f"--engine {', '.join(unknown) or '(none)'}: the engines are {', '.join(PUBLISHED_INSTANCE_TYPES)}"
         )
     specification: dict[str, Any] = {
@@ -101,7 +82,7 @@ def create_algorithm_request(
         "AlgorithmDescription": description or "Pre-training of Llama-family language models with lt",
         "TrainingSpecification": specification,
     }
-    check_request("CreateAlgorithmInput", request)
+    check_request("CreateAlgorithm", request)
     return request
 
 
@@ -123,7 +104,9 @@ def _hyperparameter_specification(name: str, field: FieldInfo) -> dict[str, Any]
         "IsRequired": False,
         "DefaultValue": str(field.default),
     }
-    if name in HYPERPARAMETER_RANGES:
-        low, high = HYPERPARAMETER_RANGES[name]
+    if kind != "FreeText":
+        bounds = {bound: value for one in field.metadata for bound, value in asdict(one).items()}
+        low = bounds["ge"] if "ge" in bounds else bounds["gt"] + OPEN_BOUND
+        high = min(bounds.get("le", LARGEST[kind]), bounds.get("lt", LARGEST[kind] + 1) - OPEN_BOUND, LARGEST[kind])
         specification["Range"] = {f"{kind}ParameterRangeSpecification": {"MinValue": str(low), "MaxValue": str(high)}}
     return specification

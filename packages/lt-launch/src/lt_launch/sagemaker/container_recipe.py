@@ -13,153 +13,125 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lt_launch.devices import count_devices
-from lt_launch.sagemaker.contract import GRACE_PERIOD_S, PROCS_PER_NODE_VARIABLE, RUN_CHANNEL, Contract, engine_of
-from lt_launch.sagemaker.errors import SageMakerError
-from lt_launch.sagemaker.recipe_rules import OVERRIDE_PREFIX
-from lt_launch.sagemaker.request import VALIDATION_CHANNEL_PREFIX, channel_for_field
+from lt_launch.errors import LaunchError
+from lt_launch.sagemaker.contract import GRACE_PERIOD_S, RUN_CHANNEL, Contract, engine_of
+from lt_launch.sagemaker.request import OVERRIDE_PREFIX, VALIDATION_CHANNEL_PREFIX, channel_for_field
 
 if TYPE_CHECKING:
     from lt_trainer.config.recipe import ResolvedRecipe
-
-RUN_FOLDER = "run"
 
 
 def resolve_recipe(contract: Contract, environ: Mapping[str, str]) -> ResolvedRecipe:
     """Return the resolved recipe of the job, with sources for error messages.
 
     Raises:
-        SageMakerError: a channel or the number of hosts is invalid; RecipeError and DataError for their content.
+        LaunchError: a channel or the number of hosts is invalid; RecipeError and DataError for their content.
     """
     from lt_trainer.config.recipe import load
 
     if "train" not in contract.channels:
-        raise SageMakerError("channel train is missing; add it with a token store made by lt data prepare")
+        raise LaunchError("channel train is missing; add it with a token store made by lt data prepare")
     store = find_store(contract.channels["train"], "train")
-    sets = [environ[name] for name in sorted(name for name in environ if name.startswith(OVERRIDE_PREFIX))]
-    override_names = {name for name, _, _ in (text.partition("=") for text in sets)}
-    engine = engine_of(contract.cluster.instance_type)
+    overrides = [environ[name] for name in sorted(environ) if name.startswith(OVERRIDE_PREFIX)]
+    for name in {text.partition("=")[0] for text in overrides}:
+        if channel_for_field(name) or name == "run.dir":
+            raise LaunchError(f"{OVERRIDE_PREFIX}: {name} is set by the container; leave it out")
+    engine = engine_of(contract.instance_type)
     base: dict[str, Any] = {
         "run": {"dir": str(run_dir(contract)), "engine": engine},
         "data": {"store": str(store)},
         "fault_tolerance": {"grace_period_s": GRACE_PERIOD_S},
     }
     if engine == "neuron":
-        base["engine"] = {"neuron": {"num_neuroncores": procs_per_node(contract, environ)}}
-    for channel, folder in contract.channels.items():
-        _add_channel(base, channel, folder)
-    for name in sorted(override_names):
-        if channel_for_field(name) or name == "run.dir":
-            raise SageMakerError(f"{OVERRIDE_PREFIX}: {name} is set by the container; leave it out")
+        base["engine"] = {"neuron": {"num_neuroncores": procs_per_node(environ)}}
+    for channel, folder in contract.channels.items():  # others are for the code in the image
+        if channel == "validation":
+            base["data"]["validation"] = str(find_store(folder, channel))
+        elif channel.startswith(VALIDATION_CHANNEL_PREFIX):
+            one = {"store": str(find_store(folder, channel))}
+            base["data"].setdefault("validation_sets", {})[channel.removeprefix(VALIDATION_CHANNEL_PREFIX)] = one
+        elif channel == "init":
+            base["model"] = {"init_from": str(folder)}
     hyperparameters = dict(contract.hyperparameters)
     if "tokenizer" in contract.channels:
-        check_tokenizer(contract.channels["tokenizer"], store)
+        _check_tokenizer(contract.channels["tokenizer"], store)
         hyperparameters.pop("TOKENIZER", None)  # a name only; the files have been compared
-    resolved = load(hyperparameters=hyperparameters, overrides=sets, base=base, base_name="container")
-    _check_nodes(contract, resolved)
+    resolved = load(hyperparameters=hyperparameters, overrides=overrides, base=base, base_name="container")
+    hosts, nodes = len(contract.hosts), resolved.recipe.parallel.n_nodes
+    if nodes != hosts and (hosts == 1 or resolved.is_given("parallel.n_nodes")):
+        source = resolved.origins["parallel.n_nodes"]
+        raise LaunchError(
+            f"NUM_NODES = {nodes} ({source}) and the job has {hosts} instance(s); make the two equal, or leave it out"
+        )
     grace_s = resolved.recipe.fault_tolerance.grace_period_s
     if grace_s > GRACE_PERIOD_S:
-        raise SageMakerError(
+        raise LaunchError(
             f"fault_tolerance.grace_period_s = {grace_s:g}: SageMaker kills all processes 120 s after its signal; "
             f"set it to at most {GRACE_PERIOD_S:g}, or leave it out"
         )
     return resolved
 
 
-def _add_channel(base: dict[str, Any], channel: str, folder: Path) -> None:
-    """Add the recipe fields of a channel; other channels are for the code in the image."""
-    if channel == "validation":
-        base["data"]["validation"] = str(find_store(folder, channel))
-    elif channel.startswith(VALIDATION_CHANNEL_PREFIX):
-        store = {"store": str(find_store(folder, channel))}
-        base["data"].setdefault("validation_sets", {})[channel.removeprefix(VALIDATION_CHANNEL_PREFIX)] = store
-    elif channel == "init":
-        base["model"] = {"init_from": str(folder)}
-
-
 def run_dir(contract: Contract) -> Path:
     """Return the run directory: on a writable file system (channel `run`), else in the checkpoint folder."""
-    shared = contract.channels.get(RUN_CHANNEL)
-    if shared is not None:
-        return shared
-    if len(contract.cluster.hosts) > 1:
-        raise SageMakerError(
-            f"{len(contract.cluster.hosts)} hosts need one folder that all of them write checkpoints to, and "
+    if RUN_CHANNEL in contract.channels:
+        return contract.channels[RUN_CHANNEL]
+    if len(contract.hosts) > 1:
+        raise LaunchError(
+            f"{len(contract.hosts)} hosts need one folder that all of them write checkpoints to, and "
             f"{contract.checkpoint_dir} is each host's own; add a channel {RUN_CHANNEL} with a file system (EFS or FSx "
             "for Lustre, FileSystemAccessMode rw), or use one instance"
         )
-    return contract.checkpoint_dir / RUN_FOLDER
+    return contract.checkpoint_dir / "run"
 
 
 def find_store(channel: Path, name: str) -> Path:
     """Return the token store of a channel: the folder itself, or the only token store in it.
 
     Raises:
-        SageMakerError: there is none, or more than one.
+        LaunchError: there is none, or more than one.
     """
-    if (channel / "manifest.json").exists():
+    return _find_folder(channel, name, "manifest.json", "the token store made by lt data prepare")
+
+
+def _find_folder(channel: Path, name: str, file: str, what: str) -> Path:
+    """Return the folder with a file: the channel itself, or the only one below it."""
+    if (channel / file).exists():
         return channel
-    stores = sorted(path.parent for path in channel.glob("*/manifest.json"))
-    if len(stores) == 1:
-        return stores[0]
+    found = sorted(path.parent for path in channel.glob(f"*/{file}"))
+    if len(found) == 1:
+        return found[0]
     contents = ", ".join(sorted(path.name for path in channel.iterdir())[:10]) or "nothing"
-    problem = "holds no token store" if not stores else f"holds {len(stores)} token stores"
-    raise SageMakerError(
-        f"channel {name} {problem} (there is {contents}); point it to the folder with manifest.json "
-        "made by lt data prepare"
-    )
+    raise LaunchError(f"channel {name} holds {len(found)} files named {file} (there is {contents}); point it to {what}")
 
 
-def check_tokenizer(channel: Path, store: Path) -> None:
-    """Reject a tokenizer that differs from that of the store.
-
-    Raises:
-        SageMakerError: the channel has no tokenizer, or a different one.
-    """
+def _check_tokenizer(channel: Path, store: Path) -> None:
+    """Reject a tokenizer that differs from that of the store."""
     from lt_data import DataError, Tokenizer, TokenStore
 
-    folder = channel
-    if not (channel / "tokenizer.json").exists():
-        candidates = sorted(path.parent for path in channel.rglob("tokenizer.json"))
-        if len(candidates) != 1:
-            raise SageMakerError(
-                f"channel tokenizer holds {len(candidates)} files named tokenizer.json; point it to the folder of one "
-                "tokenizer, or leave it out to use the store's own"
-            )
-        folder = candidates[0]
+    folder = _find_folder(
+        channel, "tokenizer", "tokenizer.json", "one tokenizer, or leave it out: the store has its own"
+    )
     try:
         tokenizer = Tokenizer.load(folder)
     except DataError as exc:
-        raise SageMakerError(f"channel tokenizer: {exc}") from exc
-    store_tokenizer = TokenStore(store).manifest.tokenizer
-    if tokenizer.sha256 != store_tokenizer.sha256:
-        raise SageMakerError(
+        raise LaunchError(f"channel tokenizer: {exc}") from exc
+    own = TokenStore(store).manifest.tokenizer
+    if tokenizer.sha256 != own.sha256:
+        raise LaunchError(
             f"channel tokenizer (sha256 {tokenizer.sha256}) is not the tokenizer that {store} was made with "
-            f"({store_tokenizer.name!r}, sha256 {store_tokenizer.sha256}); prepare the data with this tokenizer, or "
-            "leave the channel out to use the store's own"
+            f"({own.name!r}, sha256 {own.sha256}); prepare the data with this tokenizer, or leave the channel "
+            "out to use the store's own"
         )
 
 
-def _check_nodes(contract: Contract, resolved: ResolvedRecipe) -> None:
-    hosts, nodes = len(contract.cluster.hosts), resolved.recipe.parallel.n_nodes
-    if nodes == hosts or (hosts > 1 and not resolved.is_given("parallel.n_nodes")):
-        return
-    source = resolved.origins["parallel.n_nodes"]
-    raise SageMakerError(
-        f"NUM_NODES = {nodes} ({source}) and the job has {hosts} instance(s); make the two equal, or leave it out"
-    )
-
-
-def procs_per_node(contract: Contract, environ: Mapping[str, str], machine: Path = Path("/")) -> int:
+def procs_per_node(environ: Mapping[str, str], machine: Path = Path("/")) -> int:
     """Return the processes of this host: LT_PROCS_PER_NODE, else its device count, else one.
 
     Raises:
-        SageMakerError: the variable is not a positive number.
+        LaunchError: the variable is not a positive number.
     """
-    requested = environ.get(PROCS_PER_NODE_VARIABLE, "")
-    if requested:
-        if not requested.isdigit() or int(requested) < 1:
-            raise SageMakerError(
-                f"{PROCS_PER_NODE_VARIABLE} = {requested!r}: give the number of processes on each host, 1 or more"
-            )
-        return int(requested)
-    return max(1, count_devices(machine, environ))
+    requested = environ.get("LT_PROCS_PER_NODE", "")
+    if requested and not (requested.isdigit() and int(requested)):
+        raise LaunchError(f"LT_PROCS_PER_NODE = {requested!r}: give the number of processes on each host, 1 or more")
+    return int(requested or 0) or max(1, count_devices(machine, environ))

@@ -13,7 +13,6 @@ success.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -27,12 +26,11 @@ from typing import Any
 
 from lt_launch import policy
 from lt_launch.attempt import Attempt, Stop, Transport, handle_stop_signals
+from lt_launch.errors import LaunchError
 from lt_launch.hosts import Host
 from lt_launch.policy import Place
 from lt_launch.sagemaker.container_recipe import procs_per_node, resolve_recipe
-from lt_launch.sagemaker.contract import GRACE_PERIOD_S, Contract, read_contract
-from lt_launch.sagemaker.errors import SageMakerError
-from lt_launch.sagemaker.failure import failure_text, write_failure
+from lt_launch.sagemaker.contract import GRACE_PERIOD_S, Contract, read_contract, write_failure
 from lt_launch.spec import recipe_hash
 
 MASTER_PORT = 7777
@@ -41,6 +39,8 @@ MAX_RESTARTS, MAX_WITHOUT_PROGRESS = 10, 2
 DNS_TIMEOUT_S = 120.0
 OFFLINE_ENV = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 """Variables that disable network access of libraries, which would wait for a timeout."""
+COPIED = ("metrics.jsonl", "events.jsonl", "recipe.toml", "environment.json")
+"""Files of the run directory that are uploaded with the model."""
 
 
 def run_entrypoint(root: Path, environ: Mapping[str, str], log: Callable[[str], None]) -> int:
@@ -57,34 +57,28 @@ def run_entrypoint(root: Path, environ: Mapping[str, str], log: Callable[[str], 
     stop = Stop()
     with handle_stop_signals(stop):
         try:
-            contract = read_contract(root, environ)
-            return _train(contract, environ, stop, log)
-        except ValueError as exc:
-            code = getattr(exc, "exit_code", None)
-            if not isinstance(code, int):
-                write_failure(root / "output" / "failure", failure_text(f"{type(exc).__name__}: {exc}", []))
-                raise
-            log(f"error: {exc}")
-            write_failure(root / "output" / "failure", failure_text(str(exc), []))
-            return code
+            return _train(read_contract(root, environ), environ, stop, log)
         except BaseException as exc:
-            write_failure(root / "output" / "failure", failure_text(f"{type(exc).__name__}: {exc}", []))
+            code = getattr(exc, "exit_code", None)
+            if isinstance(exc, ValueError) and isinstance(code, int):
+                log(f"error: {exc}")
+                write_failure(root, str(exc))
+                return code
+            write_failure(root, f"{type(exc).__name__}: {exc}")
             raise
 
 
 def _train(contract: Contract, environ: Mapping[str, str], stop: Stop, log: Callable[[str], None]) -> int:
     from lt_trainer.config.recipe import to_toml
 
-    cluster, procs = contract.cluster, procs_per_node(contract, environ)
-    resolved = resolve_recipe(contract, environ)
+    procs, resolved, is_first_host = procs_per_node(environ), resolve_recipe(contract, environ), contract.node_rank == 0
     recipe = resolved.recipe
-    output = contract.output_data_dir / "lt"
+    output = contract.root / "output" / "data" / "lt"
     output.mkdir(parents=True, exist_ok=True)
     run_toml = output / "run.toml"
     run_toml.write_text(to_toml(recipe, resolved.origins), encoding="utf-8")
-    is_first_host = cluster.node_rank == 0
     log(
-        f"host {cluster.current_host}, {cluster.node_rank + 1} of {len(cluster.hosts)}, {procs} process(es) on it; "
+        f"host {contract.current_host}, {contract.node_rank + 1} of {len(contract.hosts)}, {procs} process(es) on it; "
         f"store {recipe.data.store}, run directory {recipe.run.dir}"
     )
     if is_first_host and not contract.has_checkpoint_config and "run" not in contract.channels:
@@ -93,7 +87,7 @@ def _train(contract: Contract, environ: Mapping[str, str], stop: Stop, log: Call
         "name": "train",
         "argv": [sys.executable, "-P", "-m", "lt_trainer", "run", str(run_toml)],
         "recipe": recipe_hash(run_toml.read_text(encoding="utf-8")),
-        "nodes": len(cluster.hosts),
+        "nodes": len(contract.hosts),
         "procs_per_node": procs,
         "env": {},
         "cwd": "",
@@ -102,32 +96,21 @@ def _train(contract: Contract, environ: Mapping[str, str], stop: Stop, log: Call
         "completion": "run_dir" if is_first_host else "exit",  # other hosts may see the run directory too early
         "restart": {"max_restarts": MAX_RESTARTS, "max_without_progress": MAX_WITHOUT_PROGRESS},
     }
-    code = _run_attempts(contract, spec, output, {**environ, **_container_env(contract, environ)}, stop, log)
-    if code == 0 and is_first_host:
-        code = _export_model(contract, Path(recipe.run.dir), environ, log)
-    return code
+    env = {**environ, **OFFLINE_ENV}
+    if contract.network_interface:
+        env |= dict.fromkeys(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), contract.network_interface)
+    code = run_attempts(contract, spec, env, stop, log)
+    return _export_model(contract.root, Path(recipe.run.dir), env, log) if code == 0 and is_first_host else code
 
 
-def _container_env(contract: Contract, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of libraries, and the network interface for NCCL and gloo."""
-    env = dict(OFFLINE_ENV)
-    interface = contract.cluster.network_interface
-    return env | ({"NCCL_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": interface} if interface else {})
-
-
-def _run_attempts(
-    contract: Contract,
-    spec: dict[str, Any],
-    output: Path,
-    environ: Mapping[str, str],
-    stop: Stop,
-    log: Callable[[str], None],
+def run_attempts(
+    contract: Contract, spec: dict[str, Any], environ: Mapping[str, str], stop: Stop, log: Callable[[str], None]
 ) -> int:
     """Run attempts on this host; report a failure and return the exit code of the last one."""
-    path, cluster = output / "stages" / "train" / "spec.json", contract.cluster
+    path = contract.root / "output" / "data" / "lt" / "stages" / "train" / "spec.json"
     policy.write_table(path, spec)
-    place, first, host = Place(path), True, Host(name=cluster.current_host)
-    _wait_for_dns(cluster.master_addr, stop)
+    place, first, host = Place(path), True, Host(name=contract.current_host)
+    _wait_for_dns(contract.master_addr, stop)
     while True:
         number, first = policy.open_attempt(spec, place, launched=first), False
         result = Attempt(
@@ -136,8 +119,8 @@ def _run_attempts(
             number=number,
             hosts=[host],
             nodes=[Transport().open_node(host, spec, place.attempt(number))],
-            first_node=cluster.node_rank,
-            address=cluster.master_addr,
+            first_node=contract.node_rank,
+            address=contract.master_addr,
             master_port=int(environ.get("SM_MASTER_PORT", MASTER_PORT)),
             env=environ,
             stop=stop,
@@ -155,7 +138,7 @@ def _run_attempts(
             log(f"restarting: {reason}" if should_restart else reason)
             if should_restart:
                 continue
-        write_failure(contract.failure_file, _failure_message(result))
+        write_failure(contract.root, str(result["reason"]), (result["first"] or {}).get("tail", []))
         return int(result["code"]) or policy.INTERNAL
 
 
@@ -169,7 +152,7 @@ def _wait_for_dns(host: str, stop: Stop) -> None:
     """Wait until the name of rank 0's host resolves: the service registers names as hosts start.
 
     Raises:
-        SageMakerError: it did not within DNS_TIMEOUT_S; ranks would wait for it forever.
+        LaunchError: it did not within DNS_TIMEOUT_S; ranks would wait for it forever.
     """
     deadline = time.monotonic() + DNS_TIMEOUT_S
     while not stop.number:
@@ -177,37 +160,30 @@ def _wait_for_dns(host: str, stop: Stop) -> None:
             socket.getaddrinfo(host, None)
         except OSError as exc:
             if time.monotonic() > deadline:
-                raise SageMakerError(
-                    f"the name of the first host, {host}, has no address: {exc}", exit_code=75
-                ) from exc
+                text = f"the name of the first host, {host}, has no address: {exc}"
+                raise LaunchError(text, exit_code=policy.REQUEUE) from exc
             time.sleep(1)
         else:
             return
 
 
-def _failure_message(result: Mapping[str, Any]) -> str:
-    return failure_text(str(result["reason"]), list((result["first"] or {}).get("tail", [])))
-
-
-def _export_model(contract: Contract, run: Path, environ: Mapping[str, str], log: Callable[[str], None]) -> int:
+def _export_model(root: Path, run: Path, environ: Mapping[str, str], log: Callable[[str], None]) -> int:
     """Export the trained model as a Hugging Face folder into /opt/ml/model, which may be a mount."""
-    contract.model_dir.mkdir(parents=True, exist_ok=True)
-    temporary = contract.model_dir / ".lt-export"
+    model = root / "model"
+    temporary = model / ".lt-export"
     if temporary.exists():  # left by an interrupted export
         shutil.rmtree(temporary)
+    model.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-P", "-m", "lt_ckpt", "export", str(run), "--out", str(temporary)]
     code = subprocess.run(command, env=dict(environ), check=False).returncode
     if code:
-        write_failure(
-            contract.failure_file, f"training completed, but the model could not be exported (exit code {code})"
-        )
+        write_failure(root, f"training completed, but the model could not be exported (exit code {code})")
         return code
     for path in sorted(temporary.iterdir()):
-        os.replace(path, contract.model_dir / path.name)
+        os.replace(path, model / path.name)
     temporary.rmdir()
-    for name in ("metrics.jsonl", "events.jsonl", "recipe.toml", "environment.json"):
+    for name in COPIED:
         if (run / name).exists():
-            shutil.copy2(run / name, contract.output_data_dir / "lt" / name)
-    names = json.dumps(sorted(path.name for path in contract.model_dir.iterdir()))
-    log(f"the model is in {contract.model_dir}: {names}")
+            shutil.copy2(run / name, root / "output" / "data" / "lt" / name)
+    log(f"the model is in {model}: {', '.join(sorted(path.name for path in model.iterdir()))}")
     return 0

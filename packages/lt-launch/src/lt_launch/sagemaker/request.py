@@ -3,37 +3,53 @@
 The recipe travels in two ways. Hyperparameters of the published algorithm are sent as such, so that the console shows
 them; NUM_NODES is always sent and equals the number of instances. Every other field that differs from its default is
 sent as an environment variable LT_SET_nn = "section.field=value". Paths are not sent: the container has its own.
+
+Besides the service's model (`service_model`), what the service accepts and the container cannot run is refused, since
+instances cost money from their start:
+
+    instance type    the recipe's engine trains on it
+    channel run      several instances share one writable folder; it is the run directory of a single one, too
+    spot             an interrupted job starts from its checkpoints, so it needs a place for them
+    grace period     the service kills everything 120 s after its signal
+    isolation        a mirror cannot be reached
 """
 
 from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic.fields import FieldInfo
 
+from lt_launch.errors import LaunchError
 from lt_launch.job import Job
-from lt_launch.sagemaker.constraints import check_request
-from lt_launch.sagemaker.errors import SageMakerError
-from lt_launch.sagemaker.options import SageMakerOptions, parse_pairs
-from lt_launch.sagemaker.recipe_rules import DEFAULT_VOLUME_GB, OVERRIDE_PREFIX, check_compatible
+from lt_launch.sagemaker.contract import GRACE_PERIOD_S, RUN_CHANNEL, engine_of
+from lt_launch.sagemaker.options import SageMakerOptions
+from lt_launch.sagemaker.service_model import check_request
 from lt_trainer.config.hyperparameters import hyperparameter_fields
 from lt_trainer.config.section import flatten, leaves
-from lt_trainer.config.sections import Recipe
+from lt_trainer.config.sections import FaultToleranceOptions, Recipe
 from lt_trainer.config.toml import format_value
 from lt_trainer.engine import engine_names, engine_spec
 from lt_trainer.run_directory.records import METRIC_DEFINITIONS
 
+OVERRIDE_PREFIX = "LT_SET_"
 LAUNCHER_ONLY_FIELDS = ("run.dir", "model.preset", "parallel.n_nodes")
 """Fields that have no meaning in the container or reach it in another way."""
 FIELD_CHANNELS = {"data.store": "train", "data.validation": "validation", "model.init_from": "init"}
 VALIDATION_CHANNEL_PREFIX = "validation-"
 VALIDATION_STORE_FIELD = re.compile(r"data\.validation_sets\.([A-Za-z0-9._-]+)\.store")
 WAIT_FACTOR = 2
+DEFAULT_VOLUME_GB = 1
+"""Smallest volume; channels in File mode need more, file systems and FastFile do not."""
 FILE_SYSTEMS = {"fsx": "FSxLustre", "efs": "EFS"}
 """Type of a file system, by the scheme of its addresses."""
+ADDRESS = re.compile(
+    r"(?:(?P<s3>s3://[^?]*)|(?P<scheme>fsx|efs)://(?P<id>[^/?]+)(?P<path>/[^?]*)?(?:\?(?P<mode>r[ow]))?)"
+)
+RUN_REMEDY = 'add a writable file system, "run=fsx://FILE_SYSTEM_ID/FOLDER?rw", to sagemaker.channels'
 
 
 def create_training_job_request(job: Job, options: SageMakerOptions) -> dict[str, Any]:
@@ -45,51 +61,57 @@ def create_training_job_request(job: Job, options: SageMakerOptions) -> dict[str
         options: options of the profile.
 
     Raises:
-        SageMakerError: a value is missing, or the service would reject it; names field, value and limit.
+        LaunchError: a value is missing, or the service would reject it; names field, value and limit.
     """
     if not job.recipe:
-        raise SageMakerError(f"job {job.name}: only a training job can run here; choose it with --stage")
-    recipe = tomllib.loads(job.recipe)
+        raise LaunchError(f"job {job.name}: only a training job can run here; choose it with --stage")
+    recipe, run_s = tomllib.loads(job.recipe), job.time_limit_s or options.max_run_s
     _check_required(job, options)
-    spot = {"EnableManagedSpotTraining": True} if options.use_spot_instances else {}
+    spot = options.use_spot_instances
     request: dict[str, Any] = {
         "TrainingJobName": job.name,
         "RoleArn": options.role,
-        "AlgorithmSpecification": _algorithm(options),
+        "AlgorithmSpecification": {
+            **({"AlgorithmName": options.algorithm} if options.algorithm else {"TrainingImage": options.image}),
+            "TrainingInputMode": options.input_mode,
+            **({} if options.algorithm else {"MetricDefinitions": [dict(one) for one in METRIC_DEFINITIONS]}),
+            "EnableSageMakerMetricsTimeSeries": True,
+        },
         "HyperParameters": hyperparameters(recipe, job.nodes),
         "InputDataConfig": _channels(recipe, options),
-        "OutputDataConfig": _without_empty(
-            S3OutputPath=options.output_path,
-            KmsKeyId=options.output_kms_key,
-            CompressionType="GZIP" if options.compress_output else "NONE",
-        ),
-        "ResourceConfig": _without_empty(
-            InstanceType=job.resources.instance_type,
-            InstanceCount=job.nodes,
-            VolumeSizeInGB=job.resources.volume_gib or DEFAULT_VOLUME_GB,
-            VolumeKmsKeyId=options.volume_kms_key,
-            KeepAlivePeriodInSeconds=options.keep_alive_period_s,
-        ),
-        "StoppingCondition": _stopping(job, options),
+        "OutputDataConfig": {"S3OutputPath": options.output_path, "CompressionType": "GZIP"},
+        "ResourceConfig": {
+            "InstanceType": job.resources.instance_type,
+            "InstanceCount": job.nodes,
+            "VolumeSizeInGB": job.resources.volume_gib or DEFAULT_VOLUME_GB,
+            **({"KeepAlivePeriodInSeconds": options.keep_alive_period_s} if options.keep_alive_period_s else {}),
+        },
+        "StoppingCondition": {
+            "MaxRuntimeInSeconds": run_s,
+            **({"MaxWaitTimeInSeconds": WAIT_FACTOR * run_s} if spot else {}),
+        },
         "EnableNetworkIsolation": options.network_isolation,
-        "EnableInterContainerTrafficEncryption": options.encrypt_traffic,
-        **spot,
+        **({"EnableManagedSpotTraining": True} if spot else {}),
     }
     if options.checkpoint_s3_uri:
-        request["CheckpointConfig"] = {"S3Uri": options.checkpoint_s3_uri, "LocalPath": options.checkpoint_local_path}
+        request["CheckpointConfig"] = {"S3Uri": options.checkpoint_s3_uri, "LocalPath": "/opt/ml/checkpoints"}
     if options.subnets or options.security_groups:
         request["VpcConfig"] = {"Subnets": list(options.subnets), "SecurityGroupIds": list(options.security_groups)}
-    if environment := _environment(recipe, job):
+    overrides = {f"{OVERRIDE_PREFIX}{at:02}": text for at, text in enumerate(recipe_overrides(recipe))}
+    processes = {"LT_PROCS_PER_NODE": str(job.procs_per_node)} if job.procs_per_node > 1 else {}
+    if environment := {**job.env, **overrides, **processes}:
         request["Environment"] = environment
-    if options.tags:
-        request["Tags"] = [
-            {"Key": key, "Value": value} for key, value in parse_pairs(options.tags, "sagemaker.tags").items()
-        ]
-    if options.max_retry_attempts:
-        request["RetryStrategy"] = {"MaximumRetryAttempts": options.max_retry_attempts}
-    check_request("CreateTrainingJobRequest", request)
-    check_compatible(recipe, job, options, request)
+    request = _merged(request, options.request)
+    check_request("CreateTrainingJob", request)
+    for problem in _contradictions(flatten(recipe), request):
+        raise LaunchError(problem)
     return request
+
+
+def _merged(request: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a request with further fields, tables merged."""
+    tables = {k: _merged(request[k], v) for k, v in more.items() if isinstance(v, dict) and k in request}
+    return {**request, **more, **tables}
 
 
 def hyperparameters(recipe: Mapping[str, Any], instance_count: int) -> dict[str, str]:
@@ -97,7 +119,7 @@ def hyperparameters(recipe: Mapping[str, Any], instance_count: int) -> dict[str,
     values = flatten(recipe)
     nodes = values.get("parallel.n_nodes", 1)
     if nodes not in (1, instance_count):
-        raise SageMakerError(
+        raise LaunchError(
             f"parallel.n_nodes (NUM_NODES) = {nodes} and the job has {instance_count} instances; leave one of them out"
         )
     schema = leaves(Recipe)
@@ -110,16 +132,19 @@ def hyperparameters(recipe: Mapping[str, Any], instance_count: int) -> dict[str,
 
 
 def recipe_overrides(recipe: Mapping[str, Any]) -> list[str]:
-    """Return the other fields that differ from their defaults, as `section.field=value` for `--set`."""
-    schema, sent = leaves(Recipe) | _engine_schema(recipe), {*hyperparameter_fields().values()}
+    """Return the other fields that differ from their defaults, as `section.field=value` for `--set`.
+
+    Of an engine that is not installed here all options are sent.
+    """
+    schema: dict[str, FieldInfo] = leaves(Recipe)
+    for name in {*recipe.get("engine", {})} & {*engine_names()}:
+        schema |= leaves(engine_spec(name).options, f"engine.{name}.")
+    sent = {*hyperparameter_fields().values(), *LAUNCHER_ONLY_FIELDS}
+    defaults = {name: list(it) if isinstance(it := field.default, tuple) else it for name, field in schema.items()}
     return [
         f"{name}={_format_value(value)}"
         for name, value in flatten(recipe).items()
-        if name not in sent
-        and name not in LAUNCHER_ONLY_FIELDS
-        and not channel_for_field(name)
-        and not (name in schema and _is_default(value, schema[name].default))
-        and value != {}
+        if name not in sent and not channel_for_field(name) and value not in (defaults.get(name, {}), {})
     ]
 
 
@@ -127,19 +152,6 @@ def channel_for_field(name: str) -> str:
     """Return the channel of a path field of the recipe; empty for fields that are not paths."""
     match = VALIDATION_STORE_FIELD.fullmatch(name)
     return VALIDATION_CHANNEL_PREFIX + match[1] if match else FIELD_CHANNELS.get(name, "")
-
-
-def _engine_schema(recipe: Mapping[str, Any]) -> dict[str, FieldInfo]:
-    """Return the options of the installed engines; options of other engines are all sent."""
-    installed, schema = engine_names(), dict[str, FieldInfo]()
-    for name in recipe.get("engine", {}):
-        if name in installed:
-            schema |= leaves(engine_spec(name).options, f"engine.{name}.")
-    return schema
-
-
-def _is_default(value: Any, default: Any) -> bool:
-    return (tuple(value) if isinstance(value, list) else value) == default
 
 
 def _format_value(value: Any) -> str:
@@ -159,92 +171,75 @@ def _check_required(job: Job, options: SageMakerOptions) -> None:
     }
     for name, (value, remedy) in required.items():
         if not value:
-            raise SageMakerError(f"{name} is not set; set it in the run file or profile to {remedy}")
-
-
-def _algorithm(options: SageMakerOptions) -> dict[str, Any]:
-    if options.algorithm:
-        return {
-            "AlgorithmName": options.algorithm,
-            "TrainingInputMode": options.input_mode,
-            "EnableSageMakerMetricsTimeSeries": True,
-        }
-    return {
-        "TrainingImage": options.image,
-        "TrainingInputMode": options.input_mode,
-        "MetricDefinitions": [dict(definition) for definition in METRIC_DEFINITIONS],
-        "EnableSageMakerMetricsTimeSeries": True,
-    }
+            raise LaunchError(f"{name} is not set; set it in the run file or profile to {remedy}")
 
 
 def _channels(recipe: Mapping[str, Any], options: SageMakerOptions) -> list[dict[str, Any]]:
-    sources = parse_pairs(options.channels, "sagemaker.channels")
+    sources = options.sources
     paths = {name: value for name, value in flatten(recipe).items() if value and channel_for_field(name)}
     for name, address in paths.items():
         if str(address).startswith("s3://"):
             sources.setdefault(channel_for_field(name), address)
-    if "train" not in sources:
-        raise SageMakerError(
-            'sagemaker.channels has no channel "train"; add "train=s3://BUCKET/STORE" (send the store there with '
-            "`lt data upload`), or give data.store an s3:// address"
-        )
-    for name, address in paths.items():
-        if channel_for_field(name) not in sources:
-            raise SageMakerError(
-                f'{name} = {address!r} needs a channel; add "{channel_for_field(name)}=s3://BUCKET/FOLDER" to '
-                "sagemaker.channels"
+    for name, address in {"data.store": "", **paths}.items():
+        if (channel := channel_for_field(name)) not in sources:
+            raise LaunchError(
+                f'{name} = {address!r} needs a channel; add "{channel}=s3://BUCKET/FOLDER" to sagemaker.channels '
+                "(send a store there with `lt data upload`)"
             )
-    return [_channel(name, source, options) for name, source in sources.items()]
+    return [_channel(name, source, options.input_mode) for name, source in sources.items()]
 
 
-def _channel(name: str, source: str, options: SageMakerOptions) -> dict[str, Any]:
-    scheme, separator, rest = source.partition("://")
-    if not separator:
-        raise SageMakerError(
-            f"sagemaker.channels, {name}={source}: a folder of this machine; send it to S3 with `lt data upload`, and "
-            f'write "{name}=s3://BUCKET/FOLDER"'
+def _channel(name: str, source: str, input_mode: str) -> dict[str, Any]:
+    match = ADDRESS.fullmatch(source)
+    if match is None:
+        raise LaunchError(
+            f"sagemaker.channels, {name}={source}: write it as s3://BUCKET/FOLDER (send a folder there with "
+            "`lt data upload`), fsx://FILE_SYSTEM_ID/FOLDER or efs://FILE_SYSTEM_ID/FOLDER; ?rw after a file system "
+            "makes it writable"
         )
-    if scheme not in ("s3", *FILE_SYSTEMS):
-        raise SageMakerError(
-            f"sagemaker.channels, {name}={source}: write it as s3://BUCKET/FOLDER, fsx://FILE_SYSTEM_ID/FOLDER or "
-            "efs://FILE_SYSTEM_ID/FOLDER"
+    if match["s3"]:
+        s3 = {"S3DataType": "S3Prefix", "S3Uri": source, "S3DataDistributionType": "FullyReplicated"}
+        return {"ChannelName": name, "DataSource": {"S3DataSource": s3}, "InputMode": input_mode}
+    system = {
+        "FileSystemId": match["id"],
+        "FileSystemAccessMode": match["mode"] or "ro",
+        "FileSystemType": FILE_SYSTEMS[match["scheme"]],
+        "DirectoryPath": match["path"] or "/",
+    }
+    return {"ChannelName": name, "DataSource": {"FileSystemDataSource": system}, "InputMode": "File"}
+
+
+def _contradictions(values: Mapping[str, Any], request: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence with field, value and remedy for each thing that the container could not run."""
+    if (mirror := values.get("checkpoint.mirror_url")) and request["EnableNetworkIsolation"]:
+        yield (
+            f"checkpoint.mirror_url = {mirror!r} cannot be reached from an isolated container; leave it out and set "
+            "sagemaker.checkpoint_s3_uri, or set sagemaker.network_isolation to false"
         )
-    if scheme in FILE_SYSTEMS:
-        rest, _, mode = rest.partition("?")
-        identifier, _, path = rest.partition("/")
-        if mode not in ("", "ro", "rw"):
-            raise SageMakerError(f"sagemaker.channels, {name}={source}: write ro or rw after ?")
-        system = {
-            "FileSystemId": identifier,
-            "FileSystemAccessMode": mode or "ro",
-            "FileSystemType": FILE_SYSTEMS[scheme],
-            "DirectoryPath": f"/{path}",
-        }
-        return {"ChannelName": name, "DataSource": {"FileSystemDataSource": system}, "InputMode": "File"}
-    if source.endswith(("?ro", "?rw")):
-        raise SageMakerError(
-            f"sagemaker.channels, {name}={source}: S3 is copied or streamed, never written; leave out what follows ?, "
-            "or name a file system, fsx://FILE_SYSTEM_ID/FOLDER?rw"
+    kind, instances = request["ResourceConfig"]["InstanceType"], request["ResourceConfig"]["InstanceCount"]
+    engine = values.get("run.engine", "gpu")
+    if engine != engine_of(kind) and values.get(f"engine.{engine}.device") != "cpu":
+        yield (
+            f"run.engine = {engine!r} and job.resources.instance_type = {kind!r}, which the engine {engine_of(kind)} "
+            "trains on; change one of them"
         )
-    s3 = {"S3DataType": "S3Prefix", "S3Uri": source, "S3DataDistributionType": "FullyReplicated"}
-    return {"ChannelName": name, "DataSource": {"S3DataSource": s3}, "InputMode": options.input_mode}
-
-
-def _stopping(job: Job, options: SageMakerOptions) -> dict[str, int]:
-    run = job.time_limit_s or options.max_run_s
-    condition = {"MaxRuntimeInSeconds": run}
-    if options.use_spot_instances or options.max_wait_s:
-        condition["MaxWaitTimeInSeconds"] = options.max_wait_s or WAIT_FACTOR * run
-    if options.max_pending_s:
-        condition["MaxPendingTimeInSeconds"] = options.max_pending_s
-    return condition
-
-
-def _environment(recipe: Mapping[str, Any], job: Job) -> dict[str, str]:
-    overrides = {f"{OVERRIDE_PREFIX}{at:02}": text for at, text in enumerate(recipe_overrides(recipe))}
-    processes = {"LT_PROCS_PER_NODE": str(job.procs_per_node)} if job.procs_per_node > 1 else {}
-    return {**job.env, **overrides, **processes}
-
-
-def _without_empty(**values: Any) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value not in ("", 0)}
+    grace_s = values.get("fault_tolerance.grace_period_s", 0)
+    if grace_s > GRACE_PERIOD_S and grace_s != FaultToleranceOptions().grace_period_s:
+        yield (
+            f"fault_tolerance.grace_period_s = {grace_s:g}: SageMaker kills all processes 120 s after its signal; set "
+            f"it to at most {GRACE_PERIOD_S:g}, or leave it out"
+        )
+    inputs = {channel["ChannelName"]: channel["DataSource"] for channel in request["InputDataConfig"]}
+    run = inputs.get(RUN_CHANNEL)
+    if run is None and instances > 1:
+        yield f"{instances} instances need one folder that all of them write checkpoints to; {RUN_REMEDY}"
+    elif run and "S3DataSource" in run:
+        address = run["S3DataSource"]["S3Uri"]
+        yield f"channel {RUN_CHANNEL} = {address!r} is each host's own copy: checkpoints would be lost; {RUN_REMEDY}"
+    elif run and (mode := run["FileSystemDataSource"]["FileSystemAccessMode"]) != "rw":
+        yield f"channel {RUN_CHANNEL} has the access mode {mode!r}; end its address with ?rw to write checkpoints"
+    if request.get("EnableManagedSpotTraining") and not run and "CheckpointConfig" not in request:
+        yield (
+            "sagemaker.use_spot_instances = True: an interrupted job would start at step 0; set "
+            "sagemaker.checkpoint_s3_uri to s3://BUCKET/FOLDER, or add a writable channel run"
+        )

@@ -9,11 +9,10 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
+from lt_launch.errors import LaunchError
 from lt_launch.job import Pipeline, with_container_env
 from lt_launch.profile import Profile
-from lt_launch.sagemaker.errors import SageMakerError
 from lt_launch.sagemaker.options import SageMakerOptions
-from lt_launch.sagemaker.recipe_rules import request_notes
 from lt_launch.sagemaker.request import create_training_job_request
 from lt_launch.target import Finding, Launch, LaunchTarget, RenderedLaunch, StageState, StageStatus, TargetNode
 
@@ -28,10 +27,12 @@ STATES: Mapping[str, StageState] = {
 }
 PENDING_STATUSES = ("Starting", "Pending", "LaunchingMLInstances", "PreparingTrainingStack", "DownloadingTrainingImage")
 RESTART_STATUSES = ("Interrupted", "Restarting")
+RESUMED_STATUSES = (*RESTART_STATUSES, "MaxRuntimeExceeded", "MaxWaitTimeExceeded")
+"""Saved, and resumed by the service or by another launch."""
 POLL_S, NO_OUTPUT_NOTICE_S = 5.0, 30.0
-FIRST_HOST = "algo-1"
-"""Host of rank 0."""
 MAX_NAME_PREFIX = 63 - len("-20260101-000000")
+TAIL_LINES = 100
+RIGHTS_REMEDY = "upload the store with lt data upload, log in, or see containers/iam/sagemaker-client.json"
 
 
 class SageMakerTarget(LaunchTarget):
@@ -46,101 +47,134 @@ class SageMakerTarget(LaunchTarget):
         return RenderedLaunch(
             files={REQUEST_FILE: json.dumps(request, indent=1) + "\n"},
             commands=(("aws", "sagemaker", "create-training-job", "--cli-input-json", f"file://{REQUEST_FILE}"),),
-            notes=(*profile.container_notes, *request_notes(request)),
+            notes=profile.container_notes,
             comments=("training job names are unique: lt launch run appends the time",),
         )
 
     def submit(self, launch: Launch, rendered: RenderedLaunch, *, detach: bool) -> tuple[Mapping[str, str], int]:
-        """Create the training job."""
+        """Create the training job; an account has each name once, so the time is appended."""
         request = json.loads(rendered.files[REQUEST_FILE])
-        request["TrainingJobName"] = unique_job_name(request["TrainingJobName"])
-        self._client(launch.profile).create_training_job(request)
-        return {launch.pipeline.single_job.name: request["TrainingJobName"]}, 0
+        name = f"{request['TrainingJobName'][:MAX_NAME_PREFIX]}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+        _client(launch.profile).call("sagemaker", "create_training_job", **{**request, "TrainingJobName": name})
+        return {launch.pipeline.single_job.name: name}, 0
 
     def status(self, launch: Launch) -> tuple[StageStatus, ...]:
         """Return the status from DescribeTrainingJob."""
-        stage = launch.pipeline.single_job.name
-        if stage not in launch.job_ids:
+        stage, name, client = launch.pipeline.single_job.name, _job_name(launch), _client(launch.profile)
+        if not name:
             return (StageStatus(stage=stage, state="pending", reason="not submitted"),)
-        name, client = launch.job_ids[stage], self._client(launch.profile)
-        description = client.describe_training_job(name)
+        description = client.call("sagemaker", "describe_training_job", TrainingJobName=name)
         status = to_stage_status(stage, description)
         if description.get("TrainingStartTime"):
             try:
-                streams = client.list_log_streams(name, FIRST_HOST)
-                status = replace(status, log_tail=tuple(client.tail_log_stream(streams[-1])) if streams else ())
-            except SageMakerError as exc:  # no right to read the log
+                tail = [
+                    client.read_log_stream(stream, startFromHead=False, limit=TAIL_LINES)[0]
+                    for stream in client.list_log_streams(name, "algo-1")[-1:]
+                ]
+                status = replace(status, log_tail=tuple(line for lines in tail for line in lines))
+            except LaunchError as exc:  # no right to read the log
                 status = replace(status, reason=f"{status.reason}; {exc}")
         return (status,)
 
     def running_jobs(self, launch: Launch) -> str:
         """Return the name of the unfinished training job of an earlier launch, or ""."""
-        name = launch.job_ids.get(launch.pipeline.single_job.name, "")
-        is_running = (
-            name
-            and STATES.get(self._client(launch.profile).describe_training_job(name)["TrainingJobStatus"]) == "running"
-        )
-        return name if is_running else ""
+        name = _job_name(launch)
+        return name if name and _is_running(_client(launch.profile), name) else ""
 
     def logs(self, launch: Launch, *, stage: str, rank: int, follow: bool) -> Iterator[str]:
         """Yield the CloudWatch lines of a rank's host; without any, their future location."""
         from lt_launch.sagemaker.client import LOG_GROUP
 
-        job = launch.pipeline.single_job
-        host, name = f"algo-{rank // job.procs_per_node + 1}", launch.job_ids.get(job.name, "")
+        host, name = f"algo-{rank // launch.pipeline.single_job.procs_per_node + 1}", _job_name(launch)
         if not name:
-            raise SageMakerError(f"{launch.directory.parent}: the job was not submitted")
-        client, tokens, quiet_since, noticed = self._client(launch.profile), dict[str, str](), time.monotonic(), False
+            raise LaunchError(f"{launch.directory.parent}: the job was not submitted")
+        client, tokens, quiet_since = _client(launch.profile), dict[str, str](), time.monotonic()
         while True:
-            is_last = not follow or STATES.get(client.describe_training_job(name)["TrainingJobStatus"]) != "running"
+            is_last, found = not follow or not _is_running(client, name), False
             for stream in client.list_log_streams(name, host):
-                lines, tokens[stream] = client.read_log_stream(stream, tokens.get(stream, ""))
-                quiet_since = time.monotonic() if lines else quiet_since
-                yield from lines
+                while lines := self._read(client, stream, tokens):
+                    yield from lines
+                    found = True
             if is_last:
                 return
-            if not noticed and time.monotonic() - quiet_since > NO_OUTPUT_NOTICE_S:
-                noticed = True
+            quiet_since = time.monotonic() if found else quiet_since
+            if time.monotonic() - quiet_since > NO_OUTPUT_NOTICE_S:
+                quiet_since = float("inf")
                 where = f"{LOG_GROUP}, streams {name}/{host}-..."
                 yield f"# no output for {NO_OUTPUT_NOTICE_S:.0f} s; it will be in {where}"
             time.sleep(POLL_S)
 
+    def _read(self, client: Any, stream: str, tokens: dict[str, str]) -> list[str]:
+        lines, tokens[stream] = client.read_log_stream(stream, tokens.get(stream, ""))
+        return lines
+
     def cancel(self, launch: Launch) -> Iterable[str]:
         """Stop the training job: the containers get SIGTERM and 120 s to save."""
-        name = launch.job_ids.get(launch.pipeline.single_job.name, "")
+        name = _job_name(launch)
         if not name:
             return ["it was not submitted"]
-        self._client(launch.profile).stop_training_job(name)
+        _client(launch.profile).call("sagemaker", "stop_training_job", TrainingJobName=name)
         return [f"{name} was signaled to save and stop; it has 120 s"]
 
     def list(self, profile: Profile) -> Iterable[StageStatus]:
-        """Return the newest training jobs of the account."""
-        for job in self._client(profile).list_training_jobs():
-            name = job["TrainingJobName"]
-            state = STATES.get(job["TrainingJobStatus"], "unknown")
+        """Return the newest training jobs of the account, at most 100."""
+        order = {"MaxResults": 100, "SortBy": "CreationTime", "SortOrder": "Descending"}
+        for job in _client(profile).call("sagemaker", "list_training_jobs", **order)["TrainingJobSummaries"]:
+            name, state = job["TrainingJobName"], STATES.get(job["TrainingJobStatus"], "unknown")
             yield StageStatus(stage=name, state=state, job_id=name, since=_to_timestamp(job.get("LastModifiedTime")))
 
     def nodes(self, profile: Profile) -> Iterable[TargetNode]:
-        """Raise SageMakerError: SageMaker has no permanent nodes."""
-        raise SageMakerError("--on sagemaker: it has no nodes; instances exist only while a job runs")
+        """Raise LaunchError: SageMaker has no permanent nodes."""
+        raise LaunchError("--on sagemaker: it has no nodes; instances exist only while a job runs")
 
     def doctor(self, profile: Profile, pipeline: Pipeline | None) -> Iterator[Finding]:
-        """Check boto3, the request's limits, and the rights in S3."""
-        from lt_launch.sagemaker.doctor import sagemaker_findings
+        """Check the request, and this user's rights to read and write in S3."""
+        options, client = profile.options("sagemaker", SageMakerOptions), _client(profile)
+        if pipeline is not None:
+            self.render(pipeline, profile)
+            yield Finding(level="ok", check="request", detail="within all limits of CreateTrainingJob")
+        folders = {f"channel {name}": address for name, address in options.sources.items()}
+        folders |= {"output": options.output_path, "checkpoints": options.checkpoint_s3_uri}
+        for check, address in folders.items():
+            if address.startswith("s3://"):
+                problem = _s3_problem(client, address, write=check in ("output", "checkpoints"))
+                level, remedy = ("error", RIGHTS_REMEDY) if problem else ("ok", "")
+                yield Finding(level=level, check=check, detail=problem or address, remedy=remedy)
+        if not options.checkpoint_s3_uri:
+            text = "sagemaker.checkpoint_s3_uri is not set: a stopped job loses its progress"
+            yield Finding(level="warning", check="checkpoints", detail=text, remedy="set it to s3://BUCKET/FOLDER")
 
-        return sagemaker_findings(profile, pipeline)
 
-    def _client(self, profile: Profile) -> Any:
-        try:
-            from lt_launch.sagemaker.client import SageMakerClient
-        except ModuleNotFoundError as exc:
-            raise SageMakerError("--on sagemaker needs boto3: pip install 'lt-launch[sagemaker]'") from exc
-        return SageMakerClient(profile.options("sagemaker", SageMakerOptions))
+def _client(profile: Profile) -> Any:
+    try:
+        from lt_launch.sagemaker.client import SageMakerClient
+    except ModuleNotFoundError as exc:
+        raise LaunchError("--on sagemaker needs boto3: pip install 'lt-launch[sagemaker]'") from exc
+    return SageMakerClient(profile.options("sagemaker", SageMakerOptions))
 
 
-def unique_job_name(name: str) -> str:
-    """Return the name with the time: an account has each name of a training job once."""
-    return f"{name[:MAX_NAME_PREFIX]}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+def _job_name(launch: Launch) -> str:
+    return launch.job_ids.get(launch.pipeline.single_job.name, "")
+
+
+def _is_running(client: Any, name: str) -> bool:
+    description = client.call("sagemaker", "describe_training_job", TrainingJobName=name)
+    return STATES.get(description["TrainingJobStatus"]) == "running"
+
+
+def _s3_problem(client: Any, address: str, *, write: bool) -> str:
+    """List a folder, or write and delete a small object in it; return the error or ""."""
+    bucket, _, folder = address.removeprefix("s3://").partition("/")
+    try:
+        if not write:
+            answer = client.call("s3", "list_objects_v2", Bucket=bucket, Prefix=folder, MaxKeys=1)
+            return "" if answer.get("KeyCount") else "no object there"
+        place = {"Bucket": bucket, "Key": f"{folder.rstrip('/')}/.lt-doctor-{time.time_ns()}".lstrip("/")}
+        client.call("s3", "put_object", Body=b"lt", **place)
+        client.call("s3", "delete_object", **place)
+    except LaunchError as exc:
+        return str(exc)
+    return ""
 
 
 def to_stage_status(stage: str, description: Mapping[str, Any]) -> StageStatus:
@@ -149,21 +183,17 @@ def to_stage_status(stage: str, description: Mapping[str, Any]) -> StageStatus:
     state = STATES.get(description["TrainingJobStatus"], "unknown")
     if secondary in PENDING_STATUSES and state == "running":
         state = "pending"
-    elif secondary in RESTART_STATUSES:
+    elif secondary in RESUMED_STATUSES:
         state = "requeued"
-    elif secondary in ("MaxRuntimeExceeded", "MaxWaitTimeExceeded"):
-        state = "requeued"  # saved; a restart resumes it
     transitions = description.get("SecondaryStatusTransitions", [])
     message = transitions[-1].get("StatusMessage", "") if transitions else ""
-    metrics = [f"{one['MetricName']}={one['Value']}" for one in description.get("FinalMetricDataList", [])]
-    reason = description.get("FailureReason") or ", ".join(word for word in (secondary, message, *metrics) if word)
     return StageStatus(
         stage=stage,
         state=state,
         job_id=description["TrainingJobName"],
         attempt=sum(1 for one in transitions if one.get("Status") in RESTART_STATUSES),
         exit_code=0 if state == "completed" else None,
-        reason=reason,
+        reason=description.get("FailureReason") or ", ".join(word for word in (secondary, message) if word),
         nodes=tuple(f"algo-{i + 1}" for i in range(description["ResourceConfig"]["InstanceCount"])),
         since=_to_timestamp(transitions[-1].get("StartTime") if transitions else description.get("CreationTime")),
     )

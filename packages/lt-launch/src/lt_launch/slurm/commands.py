@@ -1,21 +1,19 @@
-"""Slurm's commands and parsers of their output; one function runs them, the others are pure.
+"""Slurm's commands and what they print; one function runs them, the others are pure.
 
-`scontrol` retains a job until some minutes after its end (MinJobAge), `sacct` works only with accounting enabled, so
-neither is queried for information that the launch directory has.
+`squeue` knows a job until some minutes after its end (MinJobAge), `sacct` works only with accounting enabled, so
+neither is asked for what the launch directory has.
 """
 
 from __future__ import annotations
 
-import re
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from lt_launch.errors import LaunchError
 from lt_launch.target import StageState, TargetNode
 
-FIELD_PATTERN = re.compile(r"(?:^| )([A-Za-z:/_]+)=((?:(?! [A-Za-z:/_]+=).)*)")
 NAMES: Mapping[StageState, str] = {
     "pending": "PENDING CONFIGURING",
     "requeued": "REQUEUED REQUEUE_HOLD SPECIAL_EXIT PREEMPTED",
@@ -27,26 +25,29 @@ NAMES: Mapping[StageState, str] = {
 }
 STATES: Mapping[str, StageState] = {name: state for state, names in NAMES.items() for name in names.split()}
 """State of a stage by Slurm's name of it."""
-NO_CLUSTER_ERRORS = (
-    "configuration source",
-    "Unable to contact slurm controller",
-    "Unable to process configuration file",
-)
+NO_CLUSTER_ERRORS = ("configuration source", "Unable to contact slurm controller", "process configuration file")
 """Error texts of Slurm's commands without a cluster."""
+QUEUE = ("squeue", "-h", "-r", "-o", "%F|%K|%T|%N|%r|%j")
+"""Command whose lines `parse_queue` reads: one for each job and element of an array."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class QueueJob:
-    """A job, or one element of an array, in the queue of the controller."""
+class QueueJob(NamedTuple):
+    """A job, or one element of an array, in the queue."""
 
     id: str
-    index: int | None
-    state: str
-    reason: str = ""
-    nodes: str = ""
-    restarts: int = 0
-    exit_code: int | None = None
-    fields: Mapping[str, str] = field(default_factory=dict)
+    element: int | None
+    """Index in its array."""
+    state: StageState
+    """"failed" of a job that ended in a state without a name here."""
+    nodes: str
+    reason: str
+    """Reason of the queue, else Slurm's name of the state."""
+    name: str
+
+    @property
+    def label(self) -> str:
+        """Id as Slurm's commands take it."""
+        return self.id if self.element is None else f"{self.id}_{self.element}"
 
 
 def run_slurm_command(*words: str, cwd: Path | None = None, allowed_errors: Sequence[str] = ()) -> str:
@@ -65,60 +66,33 @@ def run_slurm_command(*words: str, cwd: Path | None = None, allowed_errors: Sequ
     except FileNotFoundError:
         raise LaunchError(f"{words[0]} is not installed here; run this on a machine of the cluster") from None
     except subprocess.TimeoutExpired:
-        raise LaunchError(
-            f"{' '.join(words)} no answer within 120 s; check the controller with scontrol ping"
-        ) from None
-    if result.returncode:
-        error = result.stderr.strip() or result.stdout.strip()
-        if any(text in error for text in allowed_errors):
-            return ""
-        remedy = ""
-        if any(text in error for text in NO_CLUSTER_ERRORS):
-            remedy = "; run this on a login node of the cluster, or set SLURM_CONF"
-        raise LaunchError(f"{' '.join(words)}: {error}{remedy}")
-    return result.stdout
+        raise LaunchError(f"{' '.join(words)}: no answer in 120 s; check the controller with scontrol ping") from None
+    error = result.stderr.strip() or result.stdout.strip()
+    if not result.returncode:
+        return result.stdout
+    if any(text in error for text in allowed_errors):
+        return ""
+    unknown = any(text in error for text in NO_CLUSTER_ERRORS)
+    remedy = "; run this on a login node of the cluster, or set SLURM_CONF" if unknown else ""
+    raise LaunchError(f"{' '.join(words)}: {error}{remedy}")
 
 
-def parse_jobs(text: str) -> list[QueueJob]:
-    """Parse the jobs in the output of `scontrol -o show job`, one per line."""
+def parse_queue(text: str) -> list[QueueJob]:
+    """Parse the jobs in the output of `QUEUE`."""
     jobs = []
     for line in text.splitlines():
-        fields = {match[1]: match[2].strip() for match in FIELD_PATTERN.finditer(line)}
-        if "JobId" not in fields:
-            continue
-        code = fields.get("ExitCode", "").partition(":")[0]
-        index = fields.get("ArrayTaskId", "")
-        jobs.append(
-            QueueJob(
-                id=fields.get("ArrayJobId", fields["JobId"]),
-                index=_parse_int(index),
-                state=fields.get("JobState", ""),
-                reason="" if fields.get("Reason", "None") == "None" else fields["Reason"],
-                nodes="" if fields.get("NodeList", "(null)") == "(null)" else fields["NodeList"],
-                restarts=_parse_int(fields.get("Restarts", "")) or 0,
-                exit_code=_parse_int(code),
-                fields=fields,
-            )
-        )
+        id_, index, state, nodes, reason, name = line.split("|", 5)
+        number = int(index) if index.isdigit() else None
+        words = state if reason == "None" else reason
+        jobs.append(QueueJob(id_, number, STATES.get(state, "failed"), nodes, words, name))
     return jobs
 
 
-def _parse_int(text: str) -> int | None:
-    return int(text) if re.fullmatch("[0-9]{1,18}", text) else None
-
-
 def parse_nodes(text: str) -> list[TargetNode]:
-    """Parse the nodes in the output of `sinfo -h -N -o '%N|%P|%T|%G|%E'`.
-
-    Raises:
-        LaunchError: a line is none of a node.
-    """
+    """Parse the nodes in the output of `sinfo -h -N -o '%N|%P|%T|%G|%E'`."""
     nodes = []
     for line in text.splitlines():
-        try:
-            name, partition, state, gres, reason = (word.strip() for word in line.split("|", 4))
-        except ValueError:
-            raise LaunchError(f"sinfo: {line[:200]!r} is not a line of NODE|PARTITION|STATE|GRES|REASON") from None
+        name, partition, state, gres, reason = (word.strip() for word in line.split("|", 4))
         nodes.append(
             TargetNode(
                 name=name,
@@ -129,40 +103,3 @@ def parse_nodes(text: str) -> list[TargetNode]:
             )
         )
     return nodes
-
-
-def parse_sacct(text: str) -> dict[str, tuple[str, str]]:
-    """Parse state and exit code by job id from `sacct -X -n -P -o JobID,State,ExitCode`."""
-    states: dict[str, tuple[str, str]] = {}
-    for line in text.splitlines():
-        words = line.split("|")
-        if len(words) >= 3:
-            states[words[0]] = (words[1].partition(" ")[0], words[2])
-    return states
-
-
-def submit_chain(commands: Sequence[Sequence[str]], stages: Sequence[str], folder: Path) -> dict[str, str]:
-    """Submit in order, each with the ids of its predecessors; a failure cancels those already submitted.
-
-    Raises:
-        LaunchError: Slurm rejects one; with Slurm's message.
-    """
-    ids: dict[str, str] = {}
-    for stage, command in zip(stages, commands, strict=True):
-        words = [_substitute_job_ids(word, ids) for word in command]
-        try:
-            answer = run_slurm_command(*words, cwd=folder)
-        except LaunchError as exc:
-            if ids:
-                run_slurm_command("scancel", *ids.values())
-            cancelled = f"; the {len(ids)} stage(s) before it were cancelled" if ids else ""
-            raise LaunchError(f"Slurm rejected stage {stage}: {exc}{cancelled}") from exc
-        lines = answer.strip().splitlines()
-        if not lines:
-            raise LaunchError(f"sbatch answered nothing for stage {stage}; see squeue for what it has submitted")
-        ids[stage] = lines[-1].partition(";")[0]
-    return ids
-
-
-def _substitute_job_ids(word: str, ids: Mapping[str, str]) -> str:
-    return re.sub(r"\{jobid:([^}]*)\}", lambda match: ids[match[1]], word)

@@ -7,7 +7,6 @@ import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
 
 from lt_launch.errors import LaunchError
 from lt_launch.job import Pipeline, Stage
@@ -27,8 +26,7 @@ def findings(target: LaunchTarget, profile: Profile, pipeline: Pipeline | None) 
     try:
         answer = run_slurm_command("scontrol", "ping").strip()
     except LaunchError as exc:
-        yield Finding(level="error", check="controller", detail=str(exc), remedy="ask its admin")
-        return
+        answer = str(exc)
     if "is UP" not in answer:
         yield Finding(level="error", check="controller", detail=answer, remedy="ask its admin")
         return
@@ -38,47 +36,49 @@ def findings(target: LaunchTarget, profile: Profile, pipeline: Pipeline | None) 
     if pipeline is None:
         return
     config, options = run_slurm_command("scontrol", "show", "config"), profile.options("slurm", SlurmOptions)
-    yield _check_shared_folder(Path(pipeline.out).absolute())
+    folder = Path(pipeline.out).absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    kind = _output("stat", "-f", "-c", "%T", str(existing))[0]
+    problem, remedy = "", "use a folder that the nodes share (--out)"
+    if kind in LOCAL_FILE_SYSTEMS:
+        problem = f"{existing} is {kind}, a node-local file system"
+    yield _finding("shared folder", problem, remedy, ok=f"{existing} is {kind}")
     scripts = target.render(pipeline, profile).files
     for stage in pipeline.stages:
-        yield _check_schedulable(stage, scripts[f"{stage.name}.sbatch"])
+        text, failed = _output("sbatch", "--test-only", text=scripts[f"{stage.name}.sbatch"])
+        remedy = "change resources, or slurm.partition and the like in the profile"
+        level = "error" if failed else "ok"
+        yield Finding(level=level, check=f"stage {stage.name}", detail=text, remedy=remedy if failed else "")
         if stage.job.is_training:
             yield _check_kill_wait(stage, config)
         if HYPERPOD_MARKER.is_dir() and options.auto_resume != "off":
             yield check_auto_resume(run_slurm_command("srun", "--help"), config, stage)
 
 
-def _check_shared_folder(folder: Path) -> Finding:
-    existing = folder
-    while not existing.exists():
-        existing = existing.parent
-    result = subprocess.run(["stat", "-f", "-c", "%T", existing], capture_output=True, text=True, check=False)
-    kind = result.stdout.strip()
-    if kind in LOCAL_FILE_SYSTEMS:
-        text, remedy = f"{existing} is {kind}, a node-local file system", "use a folder that the nodes share (--out)"
-        return Finding(level="warning", check="shared folder", detail=text, remedy=remedy)
-    return Finding(level="ok", check="shared folder", detail=f"{existing} is {kind}")
+def _output(*words: str, text: str = "") -> tuple[str, int]:
+    """Return the last line that a command writes, without the program's name, and its exit code."""
+    result = subprocess.run(words, input=text, capture_output=True, text=True, check=False)
+    line = (result.stdout + result.stderr).strip().rpartition("\n")[2]
+    return line.removeprefix(f"{words[0]}: ").removeprefix("allocation failure: "), result.returncode
 
 
-def _check_schedulable(stage: Stage, script: str) -> Finding:
-    result = subprocess.run(["sbatch", "--test-only"], input=script, capture_output=True, text=True, check=False)
-    lines = result.stderr.strip().splitlines()
-    text = lines[-1].removeprefix("sbatch: ").removeprefix("allocation failure: ") if lines else "no answer"
-    if result.returncode:
-        remedy = "change resources, or slurm.partition and the like in the profile"
-        return Finding(level="error", check=f"stage {stage.name}", detail=text, remedy=remedy)
-    return Finding(level="ok", check=f"stage {stage.name}", detail=text)
+def _finding(check: str, problem: str, remedy: str, *, ok: str) -> Finding:
+    if problem:
+        return Finding(level="warning", check=check, detail=problem, remedy=remedy)
+    return Finding(level="ok", check=check, detail=ok)
 
 
 def _check_kill_wait(stage: Stage, config: str) -> Finding:
     """Check the time to save at preemption: KillWait, or the partition's GraceTime if set."""
-    match = re.search(r"^KillWait\s*=\s*(\d+)", config, re.MULTILINE)
-    kill_wait_s = int(match[1]) if match else 0
-    if kill_wait_s < stage.job.grace_period_s:
-        remedy = "ask for a longer KillWait or GraceTime, or save more often (checkpoint.interval)"
-        text = f"a preempted job has {kill_wait_s} s, fault_tolerance.grace_period_s is {stage.job.grace_period_s:g}"
-        return Finding(level="warning", check="time to save", detail=text, remedy=remedy)
-    return Finding(level="ok", check="time to save", detail=f"KillWait is {kill_wait_s} s")
+    kill_wait_s, grace_s = int(_setting("KillWait", config) or 0), stage.job.grace_period_s
+    problem = f"a preempted job has {kill_wait_s} s, fault_tolerance.grace_period_s is {grace_s:g}"
+    remedy = "ask for a longer KillWait or GraceTime, or save more often (checkpoint.interval)"
+    return _finding("time to save", problem * (kill_wait_s < grace_s), remedy, ok=f"KillWait is {kill_wait_s} s")
+
+
+def _setting(name: str, config: str) -> str:
+    match = re.search(rf"^{name}\s*=\s*(\w\S*)", config, re.MULTILINE)
+    return match[1] if match else ""
 
 
 def check_auto_resume(srun_help: str, config: str, stage: Stage) -> Finding:
@@ -89,18 +89,14 @@ def check_auto_resume(srun_help: str, config: str, stage: Stage) -> Finding:
         config: what `scontrol show config` prints.
         stage: the stage; with GPUs as generic resources HyperPod requeues its job instead.
     """
-    task_plugin = re.search(r"^TaskPlugin\s*=\s*(\S+)", config, re.MULTILINE)
-    level: Literal["ok", "warning"] = "warning"
+    plugin, problem, remedy = _setting("TaskPlugin", config), "", ""
     if "--auto-resume" not in srun_help:
-        text, remedy = "a HyperPod cluster whose srun has no --auto-resume", "install its SPANK plugin"
-    elif task_plugin and task_plugin[1] != "task/none":
-        text = f"TaskPlugin is {task_plugin[1]}, with which HyperPod does not resume steps"
+        problem, remedy = "a HyperPod cluster whose srun has no --auto-resume", "install its SPANK plugin"
+    elif plugin not in ("", "task/none"):
+        problem = f"TaskPlugin is {plugin}, with which HyperPod does not resume steps"
         remedy = "ask its admin for TaskPlugin=task/none, or set slurm.auto_resume to off: the policy requeues then"
     elif not stage.job.resources.exclusive:
-        text = "srun supports --auto-resume, and the job shares its nodes"
+        problem = "srun supports --auto-resume, and the job shares its nodes"
         remedy = "set resources.exclusive: other jobs of a replaced node are lost"
-    else:
-        level, text, remedy = "ok", "srun supports --auto-resume", ""
-        if stage.job.resources.gpus_per_node:
-            text += "; HyperPod requeues a job with generic resources (GPUs)"
-    return Finding(level=level, check="auto-resume", detail=text, remedy=remedy)
+    generic = "; HyperPod requeues a job with generic resources (GPUs)" if stage.job.resources.gpus_per_node else ""
+    return _finding("auto-resume", problem, remedy, ok=f"srun supports --auto-resume{generic}")

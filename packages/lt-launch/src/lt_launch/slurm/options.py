@@ -22,14 +22,9 @@ class SlurmOptions(Section, table="slurm"):
 
     partition: Word = option("", "partition of stages that name none")
     account: Word = option("", "account to charge")
-    qos: Word = option("", "quality of service")
-    reservation: Word = option("", "reservation")
     exclude: tuple[Word, ...] = option((), "nodes to exclude")
     gpu_option: Literal["gpus-per-node", "gres", ""] = option(
         "gpus-per-node", 'how GPUs are requested; "" = not at all (clusters that allocate whole nodes)'
-    )
-    signal_lead_time_s: int = option(
-        0, "time from USR1 to the time limit; 0 = the job's grace period plus 30 s", unit="s", ge=0
     )
     step_wait_timeout_s: int = option(
         600, "time srun may wait for the nodes of the job before the job is requeued; 0 = no limit", unit="s", ge=0

@@ -1,7 +1,9 @@
-"""Body of an sbatch script below its header: what an administrator reads, changes and submits by hand.
+"""One sbatch script per stage: what an administrator reads, changes and submits by hand. Pure.
 
-One Slurm task is one rank. The script builds the command `srun ... rank [enroot ...] start COMMAND` and leaves the rest
-to `<launch>/policy.py`: signals, exit codes, and when to requeue.
+A script needs bash, Slurm and the profile's python on the nodes, and the launch directory on a shared file system;
+lt-launch itself is not needed. One Slurm task is one rank. The script builds the command
+`srun ... rank [enroot ...] start COMMAND` and leaves the rest to `<launch>/policy.py`: signals, exit codes, and when to
+requeue.
 
 - `rank` runs on the node, outside enroot's container: it tells the process who it is, by torchrun's variables, and
   leaves its exit code for the policy. TORCHELASTIC_RUN_ID gives each Trainium rank its cores.
@@ -11,6 +13,7 @@ to `<launch>/policy.py`: signals, exit codes, and when to requeue.
 
 from __future__ import annotations
 
+import math
 import shlex
 
 from lt_launch.job import Pipeline, Stage
@@ -18,6 +21,10 @@ from lt_launch.node_commands import ARRAY, INDEX, RECIPE
 from lt_launch.profile import Profile
 from lt_launch.slurm.options import SlurmOptions
 from lt_launch.spec import with_python
+from lt_trainer.errors import RecipeError
+
+EXIT_MARGIN_S = 30
+"""Seconds beyond the job's grace period for exit codes and the policy."""
 
 HEAD = """\
 # {stage} of {pipeline}, by lt launch. By hand: sbatch {stage}.sbatch, in this folder.
@@ -65,20 +72,68 @@ PASSED = (
 )
 
 
-def script_body(stage: Stage, pipeline: Pipeline, profile: Profile, options: SlurmOptions) -> str:
-    """Return the script below its header."""
-    job = stage.job
-    text = HEAD.format(stage=stage.name, pipeline=pipeline.name)
+def render_script(stage: Stage, pipeline: Pipeline, profile: Profile, options: SlurmOptions) -> str:
+    """Return the script of a stage.
+
+    Raises:
+        RecipeError: its time limit leaves no time to train.
+    """
+    job, python = stage.job, shlex.quote(profile.python)
+    text = "#!/bin/bash\n" + "".join(f"#SBATCH {line}\n" for line in _directives(stage, pipeline, options)) + "\n"
+    text += HEAD.format(stage=stage.name, pipeline=pipeline.name)
     if job.world_size > 1:
         text += NETWORK + (NEURON if job.engine == "neuron" else "")
-    text += _step(stage, options) + _container(stage, options) + _rank(stage, profile)
-    python = shlex.quote(profile.python)
+    text += _step(stage, options) + _container(stage, options) + _rank(stage, profile) + _start(stage, profile)
     container = ' "${container[@]}"' if job.container.image else ""
-    text += _start(stage, profile)
     return (
         f'{text}exec {python} "$launch/policy.py" run "$launch/stages/{stage.name}/spec.json" -- "${{step[@]}}" \\\n'
         f'    bash -c "$rank" rank{container} bash -c "$start" {stage.name} {_command(stage, profile)}\n'
     )
+
+
+def _directives(stage: Stage, pipeline: Pipeline, options: SlurmOptions) -> list[str]:
+    """Return the sbatch options by line, in groups; Slurm expands only its own % patterns in them."""
+    job, resources = stage.job, stage.job.resources
+    cpus, gib = resources.cpus_per_proc, resources.memory_gib
+    lead_time_s = math.ceil(job.grace_period_s) + EXIT_MARGIN_S
+    if job.time_limit_s and job.time_limit_s <= lead_time_s:
+        raise RecipeError(
+            f"leaves no time to train: the signal comes {lead_time_s} s before the limit",
+            values={"job.time_limit": job.time_limit_s, "job.grace_period_s": job.grace_period_s},
+            remedy="raise the time limit, or lower fault_tolerance.grace_period_s",
+        )
+    size = [f"--nodes={job.nodes}", f"--ntasks-per-node={job.procs_per_node}"]
+    size += [f"--cpus-per-task={cpus}"] if cpus else []
+    if resources.gpus_per_node and options.gpu_option:
+        gres = "gpus-per-node=" if options.gpu_option == "gpus-per-node" else "gres=gpu:"
+        size.append(f"--{gres}{resources.gpus_per_node}")
+    size += [f"--mem={gib}G" if gib else "--mem=0"] if gib or resources.exclusive else []
+    size += ["--exclusive"] if resources.exclusive else []
+    place = {
+        "partition": resources.partition or options.partition,
+        "account": options.account,
+        "constraint": resources.constraint,
+        "exclude": ",".join(options.exclude),
+    }
+    name = f"{pipeline.name}-{stage.name}" if pipeline.name != stage.name else stage.name
+    limit = f"%{stage.array_limit}" if stage.array_limit else ""
+    lines = [
+        f"--job-name={name} --output=../stages/{stage.name}/slurm-{'%A_%a' if stage.array else '%j'}.out",
+        " ".join(size),
+        " ".join(f"--{name}={value}" for name, value in place.items() if value),
+        f"--array=0-{stage.array - 1}{limit}" if stage.array else "",
+        f"--time={_format_time(job.time_limit_s)}" if job.time_limit_s else "",
+        f"--signal=B:USR1@{lead_time_s}",
+        "--requeue --open-mode=append --kill-on-invalid-dep=yes",
+        *options.sbatch_args,
+    ]
+    return [line for line in lines if line]
+
+
+def _format_time(seconds: int) -> str:
+    """Format seconds as Slurm's days-hours:minutes:seconds."""
+    days, rest = divmod(seconds, 86400)
+    return f"{f'{days}-' if days else ''}{rest // 3600:02}:{rest % 3600 // 60:02}:{rest % 60:02}"
 
 
 def _step(stage: Stage, options: SlurmOptions) -> str:

@@ -1,0 +1,84 @@
+"""Scripts as text: golden, clean for shellcheck, right in their header; and what Slurm's commands print."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lt_launch.job import ContainerImage, Job, Pipeline, Resources, Stage
+from lt_launch.profile import Profile
+from lt_launch.slurm.commands import QueueJob, parse_nodes, parse_queue
+from lt_launch.slurm.target import SlurmTarget
+from lt_trainer.errors import RecipeError
+
+DATA = Path(__file__).parent / "data"
+
+
+def script(job: dict[str, Any], slurm: dict[str, Any], stage: dict[str, Any]) -> str:
+    made = Job(**{"name": "train", "argv": ("python", "train.py"), **job})
+    profile = Profile().with_values({f"slurm.{name}": value for name, value in slurm.items()}, "test")
+    pipeline = Pipeline(name="wiki", stages=(Stage(job=made, **stage),))
+    return SlurmTarget().render(pipeline, profile).files[f"{made.name}.sbatch"]
+
+
+NODE = {"gpus_per_node": 8, "cpus_per_proc": 12, "exclusive": True, "partition": "own", "constraint": "p5"}
+IMAGE = ContainerImage(image="/fsx/lt.sqsh", mounts=("/fsx:/fsx",), workdir="/w")
+VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "direct": (
+        {"nodes": 4, "procs_per_node": 8, "grace_period_s": 300, "time_limit_s": 36 * 3600}
+        | {"resources": Resources(**NODE)},
+        {"partition": "other", "exclude": ["n7", "n9"]},
+        {},
+    ),
+    "srun": (
+        {"nodes": 16, "procs_per_node": 32, "engine": "neuron", "time_limit_s": 90061},
+        {"partition": "trn1", "account": "team", "sbatch_args": ["--comment=x"]},
+        {},
+    ),
+    "enroot": (
+        {"nodes": 8, "procs_per_node": 8, "container": IMAGE},
+        {"container_runtime": "enroot", "auto_resume": "on"},
+        {},
+    ),
+    "array": (
+        {"name": "prepare", "resources": Resources(memory_gib=64)},
+        {},
+        {"array": 16, "array_limit": 4},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_scripts_are_as_they_were_and_clean(name: str) -> None:
+    text = script(*VARIANTS[name])
+    golden = DATA / f"{name}.sbatch"
+    if os.environ.get("LT_WRITE_GOLDEN"):
+        golden.write_text(text)
+    assert text == golden.read_text()
+    shellcheck = Path(sys.executable).with_name("shellcheck")
+    done = subprocess.run([shellcheck, "-"], input=text, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
+def test_a_limit_that_leaves_no_time_to_train_is_refused() -> None:
+    with pytest.raises(RecipeError, match="leaves no time to train: the signal comes 150 s before the limit"):
+        script({"time_limit_s": 150}, {}, {})
+    assert "--signal=B:USR1@150\n" in script({"time_limit_s": 151}, {}, {})
+
+
+def test_what_the_controller_answers() -> None:
+    assert parse_queue(
+        "5|2|PENDING||Resources|a b\n5|N/A|COMPLETED|n1|None|x|y\n8|N/A|TIMEOUT|n[1-2]|TimeLimit|y\n9|N/A|NEW||None|z\n"
+    ) == [
+        QueueJob("5", 2, "pending", "", "Resources", "a b"),
+        QueueJob("5", None, "completed", "n1", "COMPLETED", "x|y"),
+        QueueJob("8", None, "failed", "n[1-2]", "TimeLimit", "y"),
+        QueueJob("9", None, "failed", "", "NEW", "z"),
+    ]
+    (node, down) = parse_nodes("n1|high*|allocated|gpu:8|none\nn2|low|down*|(null)|Not responding\n")
+    assert (node.name, node.state, node.partition, node.devices) == ("n1", "allocated", "high", "gpu:8")
+    assert (down.state, down.reason) == ("down (no answer)", "Not responding")
