@@ -1,5 +1,6 @@
 """A made-up package that offers a command, and a way to run `lt` in a fresh interpreter."""
 
+import json
 import os
 import subprocess
 import sys
@@ -115,3 +116,18 @@ def own_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
     monkeypatch.setenv("LT_LAUNCH_HOME", str(home))
     monkeypatch.setenv("LT_LAUNCH_PROFILE", str(home / "profile.toml"))
     return home
+
+
+@pytest.fixture(scope="session")
+def tiny_recipe() -> Callable[..., str]:
+    """Text of a recipe that trains in seconds on CPUs, with further fields by their dotted names."""
+    model = {"hidden_size": 32, "intermediate_size": 64, "n_heads": 2, "n_kv_heads": 1, "n_layers": 1}
+    base = {f"model.{name}": value for name, value in model.items()} | {"model.tie_word_embeddings": True}
+    base |= {"data.seq_len": 64, "batch.global_batch_size": 8, "batch.micro_batch_size": 2, "optimizer.lr": 3e-3}
+    base |= {"schedule.warmup_steps": 3, "schedule.min_lr": 3e-4, "checkpoint.interval": 5, "metrics.log_interval": 1}
+    base |= {"engine.gpu.device": "cpu", "engine.gpu.dtype": "float32"}
+
+    def make(fields: dict[str, object]) -> str:
+        return "".join(f"{name} = {json.dumps(value)}\n" for name, value in {**base, **fields}.items())
+
+    return make

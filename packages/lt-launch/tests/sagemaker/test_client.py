@@ -2,38 +2,18 @@
 
 import json
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from lt_launch.errors import LaunchError
-from lt_launch.launch_dir import load_launch
-from lt_launch.launcher import launch
-from lt_launch.profile import Profile
-from lt_launch.run_file import RunOverrides, read_run_file
 from lt_launch.sagemaker.client import LOG_GROUP, SageMakerClient
 from lt_launch.sagemaker.options import SageMakerOptions
 from lt_launch.sagemaker.target import SageMakerTarget, to_stage_status
 from lt_launch.status import status_rows
 from lt_launch.target import Launch
 from lt_test_helpers.s3_server import run_s3_server
-
-JOB = """
-[job]
-name = "train"
-recipe = "recipe.toml"
-resources = {{ instance_type = "ml.p5.48xlarge" }}
-[profile.sagemaker]
-region = "us-east-1"
-endpoint_url = "{endpoint}"
-role = "arn:aws:iam::123456789012:role/trainer"
-image = "123456789012.dkr.ecr.us-east-1.amazonaws.com/lt:1"
-channels = ["train=s3://data/store"]
-output_path = "s3://data/out"
-checkpoint_s3_uri = "s3://data/checkpoints"
-"""
 
 
 @pytest.fixture(scope="module")
@@ -43,30 +23,20 @@ def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield bucket.client.meta.endpoint_url
 
 
-def submit(tmp_path: Path, endpoint: str) -> Launch:
-    (tmp_path / "recipe.toml").write_text('[data]\nstore = "store"\n[schedule]\nmax_steps = 1000\n')
-    (tmp_path / "job.toml").write_text(JOB.format(endpoint=endpoint))
-    file = read_run_file("job.toml", Profile(), RunOverrides())
-    assert launch(file.pipeline, file.profile, "sagemaker") == 0
-    return load_launch(file.pipeline.out)
-
-
 def found_by_doctor(made: Launch) -> dict[str, tuple[str, str]]:
     found = SageMakerTarget().doctor(made.profile, made.pipeline)
     return {one.check: (one.level, one.detail) for one in found}
 
 
-def test_a_job_is_created_described_read_and_its_buckets_are_tried(
-    moto: str, tmp_path: Path, credentials: None
-) -> None:
-    made, target = submit(tmp_path, moto), SageMakerTarget()
+def test_a_job_is_created_described_read_and_its_buckets_are_tried(moto: str, submit: Callable[..., Launch]) -> None:
+    made, target = submit(moto), SageMakerTarget()
     name, client = made.job_ids["train"], SageMakerClient(SageMakerOptions(region="us-east-1", endpoint_url=moto))
     assert name.startswith("train-20")
     found = client.call("sagemaker", "describe_training_job", TrainingJobName=name)
     sent = json.loads((made.directory / "rendered" / "request.json").read_bytes())
     for field in ("HyperParameters", "InputDataConfig", "CheckpointConfig", "EnableNetworkIsolation", "RoleArn"):
         assert found[field] == sent[field]
-    assert found["HyperParameters"] == {"MAX_STEPS": "1000", "NUM_NODES": "1"}
+    assert found["HyperParameters"]["MAX_STEPS"] == "1000"
     (status,) = target.status(made)
     assert (status.state, status.job_id, status.exit_code) == ("completed", name, 0)
     assert name in [one.job_id for one in target.list(made.profile)]
@@ -102,9 +72,9 @@ def test_a_job_is_created_described_read_and_its_buckets_are_tried(
     assert s3.list_objects_v2(Bucket="data")["KeyCount"] == 1, "what was tried is gone again"
 
 
-def test_a_service_that_cannot_be_reached_is_one_sentence(tmp_path: Path, credentials: None) -> None:
+def test_a_service_that_cannot_be_reached_is_one_sentence(submit: Callable[..., Launch]) -> None:
     with pytest.raises(LaunchError, match=r"create_training_job: .*127\.0\.0\.1:9"):
-        submit(tmp_path, "http://127.0.0.1:9")
+        submit("http://127.0.0.1:9")
 
 
 def test_a_description_is_a_status() -> None:

@@ -49,8 +49,6 @@ SlurmctldLogFile={base}/log/ctld.log
 SlurmdLogFile={base}/log/slurmd-%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
-JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0,sched_min_interval=0
@@ -64,7 +62,6 @@ MinJobAge=3600
 SlurmctldTimeout=10
 SlurmdTimeout=5
 MailProg=/bin/true
-MpiDefault=none
 PlugStackConfig={base}/plugstack.conf
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.2 Port={n1} CPUs=8 RealMemory=4000
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.3 Port={n2} CPUs=8 RealMemory=4000

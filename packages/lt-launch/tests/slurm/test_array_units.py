@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -49,14 +48,6 @@ def processes(cluster: Any, out: Path) -> list[int]:
     return found
 
 
-def start_at_once(cluster: Any, id_: str) -> None:
-    """Spare requeued elements the two minutes that Slurm lets them wait; once, or they would never start."""
-    for row in cluster.run("squeue", "-h", "-r", "-j", id_, "-t", "PD", "-o", "%i %S", code=None).splitlines():
-        element, start = row.split()
-        if start != "N/A" and datetime.fromisoformat(start) > datetime.now() + timedelta(seconds=10):
-            cluster.run("scontrol", "update", f"JobId={element}", "StartTime=now+3", code=None)
-
-
 @pytest.mark.slow
 def test_killed_elements_cost_units_alone(cluster: Any, submit: Callable[..., Launch], tmp_path: Path) -> None:
     rng, words = random.Random(SEED), np.random.default_rng(SEED)
@@ -81,7 +72,8 @@ def test_killed_elements_cost_units_alone(cluster: Any, submit: Callable[..., La
         deadline = time.monotonic() + 240
         while cluster.run("squeue", "-h", "-r", "-j", id_, "-o", "%i", code=None).strip():
             assert time.monotonic() < deadline, cluster.tail()
-            start_at_once(cluster, id_)
+            for element in cluster.run("squeue", "-h", "-r", "-j", id_, "-t", "PD", "-o", "%i", code=None).split():
+                cluster.job_in_a_hurry(element)
             time.sleep(rng.uniform(0.05, 0.4))
             victims = processes(cluster, out)
             if victims and killed < KILLS:

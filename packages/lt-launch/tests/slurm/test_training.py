@@ -1,6 +1,5 @@
 """Training on a real cluster, preempted, warned, killed, robbed of nodes at random steps: all losses are bit-equal."""
 
-import json
 import os
 import random
 import shutil
@@ -15,41 +14,8 @@ import pytest
 from lt_launch.policy import Place
 from lt_launch.slurm.target import SlurmTarget
 from lt_launch.target import Launch
+from lt_trainer.run_directory.jsonl import read_jsonl
 
-RECIPE = """
-[run]
-dir = "{name}"
-engine = "{engine}"
-[model]
-hidden_size = 32
-intermediate_size = 64
-n_heads = 2
-n_kv_heads = 1
-n_layers = 1
-tie_word_embeddings = true
-[data]
-store = "{store}"
-seq_len = 64
-[batch]
-global_batch_size = 8
-micro_batch_size = 2
-[optimizer]
-lr = 3e-3
-[schedule]
-max_steps = {steps}
-warmup_steps = 3
-min_lr = 3e-4
-[checkpoint]
-interval = 5
-[metrics]
-log_interval = 1
-[fault_tolerance]
-grace_period_s = 15
-hang_timeout_s = 60
-[parallel]
-n_nodes = 2
-"""
-ON_A_CPU = '[engine.gpu]\ndevice = "cpu"\ndtype = "float32"\n'
 JOB = """
 [job]
 name = "train"
@@ -70,7 +36,13 @@ ENDINGS = {"warned": "stopped", "preempted": "stopped", "rank_killed": "killed",
 
 
 @pytest.fixture
-def train(submit: Callable[..., Launch], store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def train(
+    submit: Callable[..., Launch],
+    store: Path,
+    tiny_recipe: Callable[..., str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Any:
     """Submit a training job; the numpy engine is an installed package in a folder for PYTHONPATH."""
     engines = tmp_path / "engines"
     info = engines / "numpy_engine-1.0.dist-info"
@@ -81,8 +53,9 @@ def train(submit: Callable[..., Launch], store: Path, tmp_path: Path, monkeypatc
     monkeypatch.syspath_prepend(engines)
 
     def go(name: str, steps: int, *, engine: str = "numpy", more: str = "") -> Launch:
-        text = RECIPE.format(name=name, store=store, steps=steps, engine=engine)
-        (tmp_path / f"recipe-{name}.toml").write_text(text + (ON_A_CPU if engine == "gpu" else ""))
+        fields = {"run.dir": name, "run.engine": engine, "data.store": str(store), "schedule.max_steps": steps}
+        fields |= {"parallel.n_nodes": 2, "fault_tolerance.grace_period_s": 15}
+        (tmp_path / f"recipe-{name}.toml").write_text(tiny_recipe(fields))
         procs = 2 if engine == "numpy" else 1
         return submit(JOB.format(name=name, engines=engines, procs=procs, more=more))
 
@@ -93,11 +66,7 @@ def losses(launch: Launch) -> dict[int, float]:
     """Loss by step; steps that were done twice must have had the same."""
     found: dict[int, float] = {}
     file = launch.directory.parent / "metrics.jsonl"
-    for line in file.read_text().splitlines() if file.exists() else []:
-        try:
-            row = json.loads(line)
-        except ValueError:  # cut by a kill
-            continue
+    for row in read_jsonl(file) if file.exists() else []:
         if "loss" in row:
             assert found.setdefault(row["step"], row["loss"]) == row["loss"], row["step"]
     return found
