@@ -89,7 +89,6 @@ class Cluster:
         (base / "plugstack.conf").write_text(f"required {base}/stub.so\n")
         (base / "munge.key").write_bytes(os.urandom(1024))
         (base / "munge.key").chmod(0o600)
-        os.environ["SLURM_CONF"] = str(base / "slurm.conf")
         subprocess.run(["gcc", "-shared", "-fPIC", "-o", base / "stub.so", STUB], check=True)
 
     def start(self) -> None:
@@ -234,14 +233,11 @@ def _die_with_parent() -> None:
 
 
 def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
 
 
 @pytest.fixture(scope="session")
@@ -254,18 +250,15 @@ def cluster() -> Iterator[Cluster]:
             f"apt-get install slurmctld slurmd slurm-client munge libslurm-dev gcc (missing: {', '.join(missing)})"
         )
     base = Path(tempfile.mkdtemp(prefix="lt-slurm-", dir="/tmp"))
-    before = os.environ.get("SLURM_CONF")
     made = Cluster(base)
-    try:
-        made.start()
-        yield made
-    finally:
-        made.close()
-        shutil.rmtree(base, ignore_errors=True)
-        if before is None:
-            os.environ.pop("SLURM_CONF", None)
-        else:
-            os.environ["SLURM_CONF"] = before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLURM_CONF", str(base / "slurm.conf"))
+        try:
+            made.start()
+            yield made
+        finally:
+            made.close()
+            shutil.rmtree(base, ignore_errors=True)
 
 
 @pytest.fixture

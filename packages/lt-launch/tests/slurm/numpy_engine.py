@@ -7,7 +7,7 @@ MASTER_ADDR:MASTER_PORT, each saves its rows of the weights. A step takes STEP_S
 import json
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
@@ -16,13 +16,11 @@ from typing import Any
 import numpy as np
 
 from lt_ckpt import Checkpoint, Shard
-from lt_trainer.checkpointing.pretrained import PretrainedWeights
 from lt_trainer.config.section import Section
 from lt_trainer.config.sections import Recipe
 from lt_trainer.control import Control
 from lt_trainer.engine import Device, Snapshot, StepBatch, StepMetrics, Stopwatch, Topology, World
 from lt_trainer.errors import PeerError
-from lt_trainer.evaluation.position_scores import PositionScores
 
 STEP_S = 0.03
 WIDTH = 16
@@ -32,17 +30,15 @@ class StarControl(Control):
     """What the ranks say to each other, over connections to rank 0."""
 
     def __init__(self, world: World) -> None:
+        self.is_first = world.rank == 0
         address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-        if world.rank:
+        if not self.is_first:
             self.links = [_connected(address)]
             self.links[0].send_bytes(str(world.rank).encode())
             return
         with Listener(("", address[1]), backlog=world.size) as listener:
             met = {int(link.recv_bytes()): link for link in (listener.accept() for _ in range(world.size - 1))}
         self.links: list[Connection] = [met[rank] for rank in sorted(met)]
-        self.is_first = True
-
-    is_first = False
 
     def all_gather(self, value: Any) -> list[Any]:
         mine = json.dumps(value).encode()  # as text, numbers are the same to the bit
@@ -98,12 +94,6 @@ class NumpyEngine:
     def fetch_metrics(self, pendings: Sequence[tuple[float, float]]) -> list[StepMetrics]:
         return [StepMetrics(loss=loss, grad_norm=norm) for loss, norm in pendings]
 
-    def validate(self, batches: Iterable[StepBatch]) -> tuple[float, int]:
-        raise NotImplementedError
-
-    def score(self, batch: StepBatch) -> PositionScores:
-        raise NotImplementedError
-
     def on_step_begin(self, step: int) -> list[Path]:
         return []
 
@@ -128,9 +118,6 @@ class NumpyEngine:
     def restore(self, checkpoint: Checkpoint) -> None:
         self.weights[:] = checkpoint.read("weights", "w").view(np.float64)
         self.steps = int(checkpoint.manifest.scalars["optimizer_step"])
-
-    def load_weights(self, pretrained: PretrainedWeights) -> None:
-        raise NotImplementedError
 
     def close(self) -> None:
         for link in self.control.links:
