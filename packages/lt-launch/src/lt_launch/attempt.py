@@ -1,6 +1,6 @@
 """One attempt of one stage over its nodes: start, watch, end together, judge.
 
-All nodes answer before any process starts. How it ends the processes:
+How it ends the processes:
 
     a stop signal to the launcher       goes on to all of them, once; after the grace time SIGKILL
     one has failed, or a node is lost   the others may find out themselves (SETTLE_S), then SIGTERM, and SIGKILL after
@@ -14,30 +14,22 @@ Exit codes become notes in the folder of the attempt, as ranks of `lt train torc
 from __future__ import annotations
 
 import math
-import os
-import re
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 from lt_launch import policy
-from lt_launch.hosts import Host
-from lt_launch.node import Node
-from lt_launch.node_commands import is_training, node_commands, ranks_of
+from lt_launch.job_output import LogTail
+from lt_launch.node import Host, Node, is_training, node_commands
 from lt_launch.policy import Place, Table
 
 POLL_S, SETTLE_S = 0.05, 3.0
 TORCHRUN_S = 5.0
 """What torchrun takes beyond the grace time of its ranks."""
-NEEDS_A_PERSON = re.compile(
-    r"Permission denied|Host key verification failed|REMOTE HOST IDENTIFICATION|Could not resolve hostname|not found|"
-    r"No such file|Bad configuration|Bad owner|no mutual|Too many authentication",
-)
-"""What ssh and shells complain of when trying again would not help."""
 STUCK_S = 15.0
 """After this time a node whose processes cannot be killed is given up."""
 
@@ -62,40 +54,16 @@ class Stop:
 
 @contextmanager
 def handle_stop_signals(stop: Stop) -> Iterator[None]:
-    """Forward stop signals to `stop` for the duration of the context."""
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
-    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    previous = {n: signal.signal(n, stop.note) for n in numbers if not (ignored and n == signal.SIGHUP)}
+    """Forward stop signals to `stop` for the duration of the context; one that is ignored (nohup) stays so."""
+    previous = {number: signal.getsignal(number) for number in policy.STOPS}
+    for number, handler in previous.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, stop.note)
     try:
         yield
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-class Transport:
-    """Access to the nodes of a target; this one is that of this machine.
-
-    Args:
-        slots: processes that may run side by side; 0 = one per core.
-    """
-
-    connect_timeout_s = 60.0
-
-    def __init__(self, slots: int = 0) -> None:
-        self._slots = slots or os.cpu_count() or 1
-
-    def slots(self, host: Host) -> int:
-        """Return how many processes may run side by side on a host."""
-        return self._slots
-
-    def address(self, host: Host) -> str:
-        """Return the address at which other nodes reach a host."""
-        return "127.0.0.1"
-
-    def open_node(self, host: Host, spec: Mapping[str, Any], folder: Path) -> Node:
-        """Open a node for one attempt of a stage, with the attempt's folder."""
-        return Node(["bash", "-s"], folder, float(spec["grace_s"]))
 
 
 @dataclass(kw_only=True)
@@ -106,20 +74,16 @@ class Attempt:
     place: Place
     number: int
     hosts: Sequence[Host]
-    nodes: Sequence[Node]
-    """In the order of the hosts."""
     first_node: int = 0
-    """Index of the first of these nodes among those of the stage; the launcher of a SageMaker host has one."""
-    address: str = "127.0.0.1"
-    """Of the stage's first node."""
-    master_port: int = 0
-    """Port there; 0 = a free one."""
-    connect_timeout_s: float = math.inf
+    """Index of the first of these hosts among those of the stage; the launcher of a SageMaker host has one."""
+    master: tuple[str, int] | None = None
+    """Address of the stage's first node and a port there; None = of the first host, and a port that is free here."""
     env: Mapping[str, str]
     """Variables that are handed on and stand in no file."""
     stop: Stop
-    show: Callable[[int, str], None]
-    """Takes a rank and lines that it wrote."""
+    show: Callable[[str], None]
+    """Takes lines of the first rank."""
+    nodes: list[Node] = field(default_factory=list)
     _lost: Table | None = None
     _term_at: float = math.inf
     _kill_at: float = math.inf
@@ -127,93 +91,59 @@ class Attempt:
     _is_told_to_stop: bool = False
 
     def run(self) -> Table:
-        """Run it to its end and write exit.json; return its content."""
+        """Run it to its end and write exit.json; return its content.
+
+        A host on which the first attempt of a launch cannot start at all is the user's to mend: exit code 64.
+        """
+        folder = self.place.attempt(self.number)
+        log = LogTail(policy.log_file(folder, self._ranks(0)[0]))
+        master = self.master or (self.hosts[0].address, free_port())
         try:
-            if not (result := self._meet()):
-                self._start()
-                self._watch()
+            for number, host in enumerate(self.hosts):
+                commands = node_commands(self.spec, self.place, self.number, self.first_node + number, master, self.env)
+                self.nodes.append(Node(host, self.spec, self.place, self.number, commands))
+            while any(not (node.left or node.lost) for node in self.nodes) and time.monotonic() < self._give_up_at:
+                self._poll()
+                self._end()
+                self._show(log, is_last=False)
+                time.sleep(POLL_S)
+            self._poll()
+            self._show(log, is_last=True)
         finally:
             for node in self.nodes:
                 node.close()
-        if result:
-            policy.write_table(self.place.attempt(self.number) / "exit.json", result)
-            return result
         hosts = {rank: host.name for node, host in enumerate(self.hosts) for rank in self._ranks(node)}
-        return policy.conclude(
-            dict(self.spec),
-            self.place,
-            self.number,
-            ranks=list(hosts),
-            hosts=hosts,
-            lost=self._lost,
+        result = policy.conclude(
+            dict(self.spec), self.place, self.number, ranks=list(hosts), hosts=hosts, lost=self._lost
         )
+        is_first = (folder / policy.LAUNCHED).exists()
+        if is_first and result["kind"] == policy.LOST and not all(node.began for node in self.nodes):
+            result |= {"kind": policy.FAILED, "code": policy.USER}
+            policy.write_table(folder / "exit.json", result)
+        return result
 
     def _ranks(self, node: int) -> list[int]:
-        return ranks_of(self.spec, self.first_node + node)
+        procs = int(self.spec["procs_per_node"])
+        return list(range((self.first_node + node) * procs, (self.first_node + node + 1) * procs))
 
-    def _meet(self) -> Table | None:
-        """Wait for every node; return the exit record if one does not come up."""
-        deadline = time.monotonic() + self.connect_timeout_s
-        while True:
-            for host, node in zip(self.hosts, self.nodes, strict=True):
-                node.poll()
-                if node.lost:
-                    needs_person = any(NEEDS_A_PERSON.search(line) for line in node.complaints)
-                    said = node.complaints[-1].strip() if node.complaints else node.lost
-                    text = f"cannot start on host {host.name}: {said}"
-                    return _refusal(text, needs_person=needs_person, hosts=[host.name])
-            if self.stop.number:
-                return _refusal("stopped before it began") | {"kind": policy.STOPPED}
-            missing = [host.name for host, node in zip(self.hosts, self.nodes, strict=True) if not node.port]
-            if not missing:
-                self.master_port = self.master_port or self.nodes[0].port
-                return None
-            if time.monotonic() > deadline:
-                text = f"no answer from {', '.join(missing[:8])} within {self.connect_timeout_s:g} s"
-                return _refusal(text, hosts=missing)
-            time.sleep(POLL_S)
+    def _show(self, log: LogTail, *, is_last: bool) -> None:
+        while lines := log.read(is_last=is_last):
+            self.show("".join(f"{line}\n" for line in lines))
 
-    def _start(self) -> None:
-        for number, (host, node) in enumerate(zip(self.hosts, self.nodes, strict=True)):
-            master, index = (self.address, self.master_port), self.first_node + number
-            orders = node_commands(self.spec, self.place, self.number, index, master, {**self.env, **host.env})
-            node.start(orders, self._ranks(number)[0] if number == 0 else None)
-
-    def _watch(self) -> None:
-        while any(not (node.left or node.lost) for node in self.nodes) and time.monotonic() < self._give_up_at:
-            for number in range(len(self.nodes)):
-                self._poll(number)
-            self._end()
-            time.sleep(POLL_S)
-        while any(self._poll(number) for number in range(len(self.nodes))):
-            pass  # the rest of the output
-
-    def _poll(self, number: int) -> bool:
-        """Take what has happened on a node; return False if nothing has."""
-        events = self.nodes[number].poll()
-        for event in events:
-            if "ended" in event and event["ended"] in self._ranks(number):
-                self._ended(self.hosts[number].name, event)
-            elif "lines" in event:
-                self.show(0, event["lines"])
-        if self.nodes[number].lost and not self._lost:
-            self._lost = {
-                "host": self.hosts[number].name,
-                "ranks": self._ranks(number),
-                "why": self.nodes[number].lost,
-            }
-            self._fail()
-        return bool(events)
-
-    def _ended(self, host: str, event: Table) -> None:
-        rank, code = event["ended"], event["code"]
-        note = self.place.attempt(self.number) / "notes" / str(rank)
-        if not note.exists():
-            note.write_text(f"{code} {host}\n", encoding="utf-8")
-        if code == policy.REQUEUE:
-            self._kill_by(time.monotonic() + self._grace_period_s())
-        elif code:
-            self._fail()
+    def _poll(self) -> None:
+        """Take what has happened on the nodes."""
+        for number, node in enumerate(self.nodes):
+            for rank, code in node.poll():
+                note = self.place.attempt(self.number) / "notes" / str(rank)
+                if not note.exists():
+                    note.write_text(f"{code} {node.host.name}\n", encoding="utf-8")
+                if code == policy.REQUEUE:
+                    self._kill_by(time.monotonic() + self._grace_period_s())
+                elif code:
+                    self._fail()
+            if node.lost and not self._lost:
+                self._lost = {"host": node.host.name, "ranks": self._ranks(number), "why": node.lost}
+                self._fail()
 
     def _fail(self) -> None:
         now = time.monotonic()
@@ -251,13 +181,8 @@ class Attempt:
             node.send(number)
 
 
-def _refusal(reason: str, *, needs_person: bool = False, hosts: Sequence[str] = ()) -> Table:
-    return {
-        "kind": policy.FAILED if needs_person else policy.LOST,
-        "code": policy.USER if needs_person else policy.REQUEUE,
-        "reason": reason,
-        "first": None,
-        "hosts": list(hosts),
-        "step_before": -1,
-        "step": -1,
-    }
+def free_port() -> int:
+    """Return a port of this machine that nobody uses now, outside those that the kernel hands out."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

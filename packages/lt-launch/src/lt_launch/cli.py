@@ -1,17 +1,12 @@
 """Command line of `lt launch`. Heavy imports happen inside the commands."""
 
-from __future__ import annotations
-
+import inspect
 import sys
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
-
-if TYPE_CHECKING:
-    from lt_launch.profile import Profile
-    from lt_launch.run_file import RunFile
 
 app = typer.Typer(
     name="launch",
@@ -21,63 +16,41 @@ app = typer.Typer(
     help="Start, watch and finish a run on this machine, over ssh, on Slurm or on SageMaker.",
 )
 
-RunFileArgument = Annotated[Path, typer.Argument(metavar="RUN.toml", help="A recipe, a job or a pipeline.")]
-TargetOption = Annotated[str, typer.Option("--on", help="local, ssh, slurm, sagemaker, or k8s (render only).")]
-ProfileFile = Annotated[
-    Path | None, typer.Option("--profile", help="Facts about your machines; else ~/.config/lt/launch.toml.")
-]
-Nodes = Annotated[int | None, typer.Option(help="Machines of the job that trains.", min=1)]
-ProcsPerNode = Annotated[int | None, typer.Option(help="Processes on each of them, one for each device.", min=1)]
-Env = Annotated[
-    list[str] | None, typer.Option("--env", metavar="K=V", help="A variable for every process; may be repeated.")
-]
-Overrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a field of the recipe; may be repeated.")
-]
-Hostfile = Annotated[Path | None, typer.Option(help="For ssh: lines of 'host [slots=N] [port=P] [user=U] [addr=A]'.")]
-Out = Annotated[str, typer.Option(help="Folder of the launch; else the run directory, or runs/NAME.")]
-Stage = Annotated[str, typer.Option(help="Only this stage of a pipeline.")]
-Run = Annotated[str, typer.Argument(metavar="RUN", help="A launch: its folder (--out), its name, or a job's id.")]
-
-
-def _target_capacity(on: str, profile: Profile) -> tuple[int, int]:
-    """Return the nodes and processes per node of a target; 0 where unknown."""
-    if on == "local":
-        from lt_launch.devices import count_devices
-
-        return 1, count_devices()
-    if on == "ssh":
-        from lt_launch.hosts import slots_per_host
-        from lt_launch.ssh import SshOptions, resolve_hosts
-
-        hosts = resolve_hosts(profile.options("ssh", SshOptions))
-        return len(hosts), slots_per_host(hosts)
-    return 0, 0
+Run = Annotated[str, typer.Argument(metavar="RUN", help="A launch: its folder (--out) or its name.")]
 
 
 def _load_run_file(
-    file: Path,
-    on: str,
-    profile: Path | None,
-    nodes: int | None,
-    nproc_per_node: int | None,
-    env: list[str] | None,
-    sets: list[str] | None,
-    hostfile: Path | None,
-    out: str,
-    stage: str,
-) -> RunFile:
+    file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="A recipe, a job or a pipeline.")],
+    on: Annotated[str, typer.Option("--on", help="local, ssh, slurm, sagemaker, or k8s (render only).")] = "local",
+    profile: Annotated[
+        Path | None, typer.Option(help="Facts about your machines; else ~/.config/lt/launch.toml.")
+    ] = None,
+    nodes: Annotated[int | None, typer.Option(help="Machines of the job that trains.", min=1)] = None,
+    nproc_per_node: Annotated[
+        int | None, typer.Option(help="Processes on each of them, one for each device.", min=1)
+    ] = None,
+    env: Annotated[
+        list[str] | None, typer.Option(metavar="K=V", help="A variable for every process; may be repeated.")
+    ] = None,
+    sets: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="A.B=C", help="Override a field of the recipe; may be repeated."),
+    ] = None,
+    hostfile: Annotated[Path | None, typer.Option(help="For ssh: lines of HOST [slots=N], in rank order.")] = None,
+    out: Annotated[str, typer.Option(help="Folder of the launch; else the run directory, or runs/NAME.")] = "",
+    stage: Annotated[str, typer.Option(help="Only this stage of a pipeline.")] = "",
+) -> Any:
+    """Return the run file that options of the command line override."""
     from lt_launch.errors import LaunchError
     from lt_launch.profile import load_profile
     from lt_launch.run_file import RunOverrides, read_run_file
+    from lt_launch.target import get_target
 
     variables: dict[str, str] = {}
     for text in env or []:
-        name, equals, value = text.partition("=")
-        if not equals or not name:
+        name, equals, variables[name] = text.partition("=")
+        if not name or not equals:
             raise LaunchError(f"--env {text}: write it as NAME=VALUE")
-        variables[name] = value
-    user_profile = load_profile(profile)
     overrides = RunOverrides(
         nodes=nodes,
         procs_per_node=nproc_per_node,
@@ -85,65 +58,68 @@ def _load_run_file(
         env=variables,
         sets=tuple(sets or []),
         stage=stage,
-        target_capacity=lambda run_file: _target_capacity(on, run_file.with_hostfile(hostfile)),
+        hostfile=hostfile,
+        target_capacity=get_target(on).capacity,
     )
-    run_file = read_run_file(file, user_profile, overrides)
-    return replace(run_file, profile=run_file.profile.with_hostfile(hostfile))
+    return read_run_file(file, load_profile(profile), overrides)
+
+
+def _takes_run_file(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command, as its first parameters `run_file` and `on`, the arguments of `_load_run_file`."""
+    shared = inspect.signature(_load_run_file).parameters
+    own = list(inspect.signature(command).parameters.values())[2:]
+
+    def run(**given: Any) -> None:
+        run_file = _load_run_file(**{name: given.pop(name) for name in shared if name != "on"}, on=given["on"])
+        command(run_file, given.pop("on"), **given)
+
+    parameters = [*shared.values(), *own]
+    run.__signature__ = inspect.Signature(parameters)
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    return run
 
 
 @app.command()
-def run(
-    file: RunFileArgument,
-    on: TargetOption = "local",
-    profile: ProfileFile = None,
-    nodes: Nodes = None,
-    nproc_per_node: ProcsPerNode = None,
-    env: Env = None,
-    sets: Overrides = None,
-    hostfile: Hostfile = None,
-    out: Out = "",
-    stage: Stage = "",
-    detach: Annotated[bool, typer.Option("--detach", help="local and ssh: run in the background.")] = False,
-) -> None:
+@_takes_run_file
+def run(run_file: Any, on: str) -> None:
     """Submit a run to a target. Completed stages are skipped; launching into the same folder resumes it.
 
     Exit codes: 0 done (or submitted), 75 start it again, 64 user error, else the exit code of the first failure.
     """
     from lt_launch.launcher import launch
 
-    run_file = _load_run_file(file, on, profile, nodes, nproc_per_node, env, sets, hostfile, out, stage)
-    sys.exit(launch(run_file.pipeline, run_file.profile, on, detach=detach))
+    sys.exit(launch(run_file.pipeline, run_file.profile, on))
 
 
 @app.command()
+@_takes_run_file
 def render(
-    file: RunFileArgument,
-    on: TargetOption = "local",
-    profile: ProfileFile = None,
-    nodes: Nodes = None,
-    nproc_per_node: ProcsPerNode = None,
-    env: Env = None,
-    sets: Overrides = None,
-    hostfile: Hostfile = None,
-    out: Out = "",
-    stage: Stage = "",
+    run_file: Any,
+    on: str,
     output_dir: Annotated[Path | None, typer.Option(help="Write the files into this new folder instead.")] = None,
 ) -> None:
     """Print exactly the files and command lines that would be sent, without contacting the target."""
+    from lt_ckpt.terminal_text import escape_controls
     from lt_launch.launcher import format_rendered, write_rendered
     from lt_launch.target import get_target
 
-    run_file = _load_run_file(file, on, profile, nodes, nproc_per_node, env, sets, hostfile, out, stage)
     rendered = get_target(on).render(run_file.pipeline, run_file.profile)
     if output_dir is None:
         text = format_rendered(rendered)
-        if sys.stdout.isatty():  # in a file it is what is sent, byte for byte
-            from lt_ckpt.terminal_text import escape_controls
-
-            text = escape_controls(text)
-        sys.stdout.write(text)
+        # In a file it is what is sent, byte for byte.
+        sys.stdout.write(escape_controls(text) if sys.stdout.isatty() else text)
     else:
         write_rendered(rendered, output_dir)
+
+
+@app.command()
+@_takes_run_file
+def doctor(run_file: Any, on: str) -> None:
+    """Check a target and a run before anything is spent; exit code 64 on a problem."""
+    from lt_launch.doctor import run_doctor
+
+    sys.exit(run_doctor(on, run_file))
 
 
 @app.command()
@@ -179,53 +155,13 @@ def logs(
 def cancel(run: Run) -> None:
     """Cancel a run; training saves a checkpoint within its grace period."""
     from lt_ckpt.terminal_text import echo
-    from lt_launch.launch_dir import load_launch, log_event
+    from lt_launch.launch_dir import load_launch, mark_cancelled
     from lt_launch.target import get_target
 
     launch = load_launch(run)
-    log_event(launch, "cancel_requested")
+    mark_cancelled(launch)
     for message in get_target(launch.target).cancel(launch):
         echo(message)
-
-
-@app.command("list")
-def list_launches(
-    on: Annotated[str, typer.Option("--on", help="Ask this target instead of the list of this machine.")] = "",
-    profile: ProfileFile = None,
-) -> None:
-    """List the launches made on this machine, or your jobs on a target."""
-    from lt_launch.status import show_launches, show_target_jobs
-
-    if on:
-        show_target_jobs(on, profile)
-    else:
-        show_launches()
-
-
-@app.command()
-def nodes(on: TargetOption = "local", profile: ProfileFile = None, hostfile: Hostfile = None) -> None:
-    """List the machines of a target and their states."""
-    from lt_launch.status import show_nodes
-
-    show_nodes(on, profile, hostfile)
-
-
-@app.command()
-def doctor(
-    file: Annotated[Path | None, typer.Argument(metavar="[RUN.toml]", help="Also check what this run needs.")] = None,
-    on: TargetOption = "local",
-    profile: ProfileFile = None,
-    nodes: Nodes = None,
-    nproc_per_node: ProcsPerNode = None,
-    hostfile: Hostfile = None,
-) -> None:
-    """Check a target and a run before anything is spent; exit code 64 on a problem."""
-    from lt_launch.doctor import run_doctor
-
-    run_file = None
-    if file is not None:
-        run_file = _load_run_file(file, on, profile, nodes, nproc_per_node, None, None, hostfile, "", "")
-    sys.exit(run_doctor(on, run_file, profile, hostfile))
 
 
 @app.command("sagemaker-entrypoint")

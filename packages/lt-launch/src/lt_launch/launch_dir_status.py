@@ -1,101 +1,79 @@
 """Status and logs of stages, from the launch directory alone.
 
-Local and ssh have no other source; Slurm falls back on it after the controller has purged a job. A stage with a stamp
-is complete; otherwise its newest attempt decides: by its exit.json, else by whether a process still runs the launch.
+Local and ssh have no other source; Slurm falls back on it after the controller has purged a job. A stage's newest
+attempt decides: by its exit.json, else by whether a process still runs the launch.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from lt_launch import launch_dir, policy
 from lt_launch.errors import LaunchError
-from lt_launch.policy import Place, Table, log_file, read_table
+from lt_launch.job_output import LogTail
+from lt_launch.policy import Place, read_table
 from lt_launch.target import Launch, StageState, StageStatus
 
 POLL_S = 0.2
-KINDS = (policy.DONE, policy.STOPPED, policy.REQUEUED, policy.LOST, policy.KILLED, policy.FAILED)
+STATES: dict[object, StageState] = {
+    policy.DONE: "completed",
+    policy.STOPPED: "requeued",
+    policy.REQUEUED: "requeued",
+    policy.LOST: "lost",
+    policy.KILLED: "failed",
+    policy.FAILED: "failed",
+}
+"""State by kind of ending, when no other attempt follows."""
+
+
+def places_of(launch: Launch) -> list[Place]:
+    """Return the folders of all stages and elements in pipeline order."""
+    stages = launch.directory / "stages"
+    return [
+        Place(stages / stage.name / "spec.json", index)
+        for stage in launch.pipeline.stages
+        for index in stage.array_indices
+    ]
 
 
 def read_stage_statuses(launch: Launch) -> tuple[StageStatus, ...]:
     """Return the status of every stage and array element in pipeline order."""
     is_running = bool(launch_dir.lock_owner(launch.directory))
-    events = launch_dir.read_events(launch)
-    cancelled = _is_cancelled(events)
-    statuses = []
-    for stage in launch.pipeline.stages:
-        for index in stage.array_indices:
-            place = Place(launch.directory / "stages" / stage.name / "spec.json", index)
-            statuses.append(element_status(launch, place, is_running=is_running, cancelled=cancelled, events=events))
-    return tuple(statuses)
+    return tuple(element_status(launch, place, is_running=is_running) for place in places_of(launch))
 
 
-def _is_cancelled(events: list[Table]) -> bool:
-    """Return True if the user's newest request is a cancellation."""
-    requests = [event.get("event") for event in events if event.get("event") in ("created", "cancel_requested")]
-    return bool(requests) and requests[-1] == "cancel_requested"
-
-
-def element_status(
-    launch: Launch, place: Place, *, is_running: bool, cancelled: bool = False, events: list[Table] | None = None
-) -> StageStatus:
+def element_status(launch: Launch, place: Place, *, is_running: bool) -> StageStatus:
     """Return the status of one stage or element from its folder."""
-    name, attempts = place.folder.name, place.attempts()
-    number = attempts[-1] if attempts else 0
-    result = read_table(place.attempt(number) / "exit.json") if attempts else None
-    job_id = launch.job_ids.get(name, launch.job_ids.get(name.rpartition(".")[0], ""))
-    state, reason, since = _element_state(place, attempts, result, alive=is_running, cancelled=cancelled)
+    attempts, cancelled = place.attempts(), (place.stage / policy.CANCELLED).exists()
+    job_id = launch.job_ids.get(place.stage.name, "")
+    if not attempts:
+        state = "completed" if place.stamp.exists() else "cancelled" if cancelled and not is_running else "pending"
+        reason = "" if is_running or state != "pending" else "not started"
+        return StageStatus(stage=place.folder.name, state=state, job_id=job_id, reason=reason)
+    folder = place.attempt(attempts[-1])
+    file, hosts = folder / "exit.json", folder / "hosts"
+    result = read_table(file) if file.exists() else None
+    if not file.exists():
+        state, reason = ("running", "") if is_running else ("lost", "the process that ran it is gone")
+    elif result is None or result.get("kind") not in STATES:
+        state, reason = "unknown", f"{file} is damaged"
+    else:
+        state, reason = STATES[result["kind"]], str(result.get("reason", ""))
+        if cancelled and result["kind"] == policy.STOPPED:
+            state = "cancelled"
+        elif is_running and result["kind"] in policy.AGAIN:
+            state = "requeued"
     return StageStatus(
-        stage=name,
+        stage=place.folder.name,
         state=state,
         job_id=job_id,
-        attempt=number,
-        exit_code=result["code"] if result else None,
+        attempt=attempts[-1],
+        exit_code=result.get("code") if result else None,
         reason=reason,
-        nodes=_newest_hosts(events or [], name),
-        since=since,
+        nodes=tuple(hosts.read_text(encoding="utf-8").split()) if hosts.exists() else (),
+        since=(file if file.exists() else folder).stat().st_mtime,
     )
-
-
-def _newest_hosts(events: list[Table], name: str) -> tuple[str, ...]:
-    """Return the hosts of the newest attempt of a stage or element; empty if none has started."""
-    rows = [row for row in events if row.get("event") == "attempt_started" and row.get("stage") == name]
-    return tuple(rows[-1].get("hosts", ())) if rows else ()
-
-
-def _element_state(
-    place: Place, attempts: list[int], result: Table | None, *, alive: bool, cancelled: bool
-) -> tuple[StageState, str, float]:
-    stamp = place.stamp
-    if stamp.exists() and ((result is None and not attempts) or (result or {}).get("kind") == "done"):
-        return "completed", "", stamp.stat().st_mtime
-    if not attempts:
-        if cancelled and not alive:
-            return "cancelled", "", 0.0
-        return "pending", "" if alive else "not started", 0.0
-    folder = place.attempt(attempts[-1])
-    if result is None:
-        started_at = folder.stat().st_mtime if not (folder / "key").exists() else (folder / "key").stat().st_mtime
-        if alive:
-            return "running", "", started_at
-        return "lost", "the process that ran it is gone", started_at
-    ended_at, kind = (folder / "exit.json").stat().st_mtime, result.get("kind")
-    reason = str(result.get("reason", ""))
-    if kind not in KINDS:
-        return "unknown", f"{folder / 'exit.json'} is damaged: kind = {repr(kind)[:80]}", ended_at
-    if kind == "failed":
-        return "failed", reason, ended_at
-    if kind == "done":  # its stamp is missing: the outputs were removed
-        return "completed", "", ended_at
-    if cancelled and kind == "stopped":
-        return "cancelled", reason, ended_at
-    if kind in ("stopped", "requeued"):
-        return "requeued", reason, ended_at
-    if alive:
-        return "requeued", reason, ended_at
-    return ("lost" if kind == "lost" else "failed"), reason, ended_at
 
 
 def find_stage_dir(launch: Launch, name: str) -> Place:
@@ -104,17 +82,13 @@ def find_stage_dir(launch: Launch, name: str) -> Place:
     Raises:
         LaunchError: there is no such stage, or no stage has started yet.
     """
-    places = [
-        Place(launch.directory / "stages" / stage.name / "spec.json", index)
-        for stage in launch.pipeline.stages
-        for index in stage.array_indices
-    ]
+    places = places_of(launch)
     if name:
-        matches = [place for place in places if place.folder.name == name]
-        if not matches:
-            known = ", ".join(place.folder.name for place in places[:20])
-            raise LaunchError(f"--stage {name}: no such stage; the stages are {known}")
-        return matches[0]
+        for place in places:
+            if place.folder.name == name:
+                return place
+        known = ", ".join(place.folder.name for place in places[:20])
+        raise LaunchError(f"--stage {name}: no such stage; the stages are {known}")
     started = [(place.attempt(place.attempts()[-1]).stat().st_mtime, place) for place in places if place.attempts()]
     if not started:
         raise LaunchError(f"{launch.directory.parent}: no stage has started yet")
@@ -148,20 +122,14 @@ def read_logs(
     world = spec.get("nodes", 1) * spec.get("procs_per_node", 1)
     if rank >= world:
         raise LaunchError(f"--rank {rank}: stage {place.folder.name} has ranks 0 to {world - 1}")
-    offsets: dict[Path, int] = {}
-    partial: dict[Path, bytes] = {}
+    tails: dict[int, LogTail] = {}
     while True:
         running = not has_ended(place) if has_ended else launch_dir.lock_owner(launch.directory)
         is_last = not follow or not running  # before the final read
         for number in place.attempts():
-            path = log_file(place.attempt(number), rank)
-            data = launch_dir.read_log(path, offsets.get(path, 0))
-            offsets[path] = offsets.get(path, 0) + len(data)
-            *rows, partial[path] = (partial.get(path, b"") + data).split(b"\n")
-            if is_last and partial[path]:
-                rows.append(partial[path])
-            for row in rows:
-                yield row.decode("utf-8", "replace")
+            tail = tails.setdefault(number, LogTail(policy.log_file(place.attempt(number), rank)))
+            while lines := tail.read(is_last=is_last):
+                yield from lines
         if is_last:
             return
         time.sleep(poll_s)

@@ -1,4 +1,7 @@
-r"""The processes of one node: a shell that starts them, tells how they end, and ends them when the launcher is gone.
+r"""A stage on one node: a shell that starts its processes, tells how they end, and ends them without a launcher.
+
+A stage that trains by a recipe is one `lt train torchrun` per node. Of another stage each process is started as it is,
+with the variables that torchrun sets, so that whatever runs under torchrun runs here, and without torch.
 
 The launcher starts `bash -s`, here or at the other end of ssh, writes a script to its standard input and keeps that
 open. Nothing else is needed on the node, and no word of a command line or variable is seen in the list of processes.
@@ -20,25 +23,27 @@ import re
 import secrets
 import shlex
 import signal
-import socket
 import subprocess
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-from lt_launch.policy import Table, code_name, log_file
+from lt_launch.policy import Place, code_name, log_file
+from lt_launch.spec import ARRAY, INDEX, RECIPE
 
 TOKEN = "LT_LAUNCH_TOKEN"
-BEAT_S = 1.0
-LINES_BYTES = 1 << 16
-STUCK_S = 10.0
-"""After this time processes that cannot be killed, since they wait for a device, are left alone."""
-FREE_PORT = "import socket; probe = socket.socket(); probe.bind(('', 0)); print(probe.getsockname()[1])"
+BEAT_S, STUCK_S = 1.0, 10.0
+"""Time between two signs of life; after the other, processes that cannot be killed, since they wait for a device, are
+left alone."""
+TRAIN = ("-P", "-m", "lt_trainer", "run")
+"""What follows the interpreter in the command of a stage that trains by a recipe."""
 
 SHELL = r"""
+cd -- @folder@ || exit 66
+echo lt-began
 exec 3<&0 </dev/null 2>/dev/null
 trap : HUP INT TERM USR1 USR2
 marked() { grep -lsz "^@token@=$1" /proc/[0-9]*/environ; }
@@ -78,33 +83,52 @@ COMMAND = r"""
 """
 
 
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """A machine, and how a shell on it is started."""
+
+    name: str
+    slots: int = 0
+    """Processes that may run side by side; 0 = unknown."""
+    address: str = "127.0.0.1"
+    """At which the other hosts reach it."""
+    shell: tuple[str, ...] = ("bash", "-s")
+    """Command line whose standard input the shell reads."""
+    silence_s: float = 0
+    """Silence of the launcher after which it counts as gone; 0 = only the end of its words does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A command on a node, and the ranks that are its processes."""
+
+    ranks: list[int]
+    argv: list[str]
+    env: dict[str, str]
+
+
 class Node:
     """A node for one attempt of a stage.
 
     Args:
-        argv: what starts `bash -s` there.
-        folder: the attempt's, the same on the node and here.
-        grace_period_s: what processes have to leave by themselves when their command, or who started it, is gone.
-        python: interpreter there that finds a free port; "" = the node is this machine.
-        silence_s: silence of the launcher after which it counts as gone; 0 = only the end of its words does.
+        host: the machine.
+        place: the stage's folder, the same on the node and here.
+        number: number of the attempt.
+        spec: the stage.
+        commands: what to run, by `node_commands`.
     """
 
-    def __init__(
-        self, argv: Sequence[str], folder: Path, grace_period_s: float, *, python: str = "", silence_s: float = 0
-    ) -> None:
-        self.left, self.lost = False, ""
-        """True when no process is left; the reason why the node is lost."""
+    def __init__(self, host: Host, spec: Mapping[str, Any], place: Place, number: int, commands: list[Command]) -> None:
+        self.host = host
+        self.began, self.left, self.lost = False, False, ""
+        """Whether the shell is there; when no process is left; the reason why the node is lost."""
         self.token = secrets.token_hex(16)
         """Marks what it starts."""
-        self.complaints: deque[str] = deque(maxlen=20)
-        """Last lines of ssh and the shell."""
-        self.port = 0 if python else free_port()
-        """A free port; 0 while the node has not answered."""
-        self._folder, self._grace, self._silence = folder, max(1, round(grace_period_s)), round(silence_s)
-        self._partial, self._shown, self._offset, self._beat_at = b"", None, 0, time.monotonic()
+        self._complaints: deque[str] = deque(maxlen=20)
+        self._partial, self._beat_at = b"", time.monotonic()
         # A session of its own: Ctrl-C at a terminal would else end it before it could be told what to do.
         self.process = subprocess.Popen(
-            argv,
+            host.shell,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -112,42 +136,30 @@ class Node:
         )
         assert self.process.stdout is not None
         os.set_blocking(self.process.stdout.fileno(), False)
-        self._say(f"cd -- {shlex.quote(str(folder))} || exit 66\n")
-        if python:
-            self._say(f'port=$({shlex.join([python, "-c", FREE_PORT])}) && echo "lt-port $port" || exit 66\n')
+        self._say(self._script(spec, place, number, commands))
 
-    def start(self, orders: Sequence[Mapping[str, Any]], shown_rank: int | None) -> None:
-        """Start commands.
-
-        Args:
-            orders: of each command: ranks, argv, env, defaults (variables that are set only if they are not), bin
-                (first folder of PATH), cwd.
-            shown_rank: the rank whose output `poll` returns; None for none.
-        """
-        self._say(shell_script(orders, self._folder, self.token, self._grace, self._silence))
-        self._shown = None if shown_rank is None else log_file(self._folder, shown_rank)
-
-    def poll(self) -> list[Table]:
-        """Return what has happened: {"ended": rank, "code": number}, {"lines": text}."""
-        now, found = time.monotonic(), []
-        if self._silence and now - self._beat_at >= BEAT_S:
+    def poll(self) -> Iterator[tuple[int, int]]:
+        """Yield the ranks that have ended since the last call, with their exit codes."""
+        now, code = time.monotonic(), self.process.poll()
+        if self.host.silence_s and now - self._beat_at >= BEAT_S:
             self._beat_at = now
             self._say("\n")
-        code = self.process.poll()
-        for line in self._answers(is_last=code is not None):
-            words = line.split()
-            if words[:1] == ["lt-port"]:
-                self.port = int(words[1])
-            elif words[:1] == ["lt-ended"]:
-                found.append({"ended": int(words[1]), "code": int(words[2])})
-            elif words == ["lt-left"]:
+        assert self.process.stdout is not None
+        while data := self.process.stdout.read(1 << 16):
+            self._partial += data
+        *rows, self._partial = (self._partial + (b"\n" if code is not None else b"")).split(b"\n")
+        for line in (row.decode("utf-8", "replace").strip() for row in rows):
+            if match := re.fullmatch(r"lt-ended (\d+) (\d+)\b.*", line):
+                yield int(match[1]), int(match[2])
+            elif line == "lt-began":
+                self.began = True
+            elif line == "lt-left":
                 self.left = True
-            elif words:
-                self.complaints.append(line)
+            elif line:
+                self._complaints.append(line)
         if code is not None and not self.left and not self.lost:
-            said = f" ({self.complaints[-1].strip()})" if self.complaints else ""
+            said = f" ({self._complaints[-1]})" if self._complaints else ""
             self.lost = f"the connection ended with {code_name(code if code >= 0 else 128 - code)}{said}"
-        return found + self._lines()
 
     def send(self, number: int) -> None:
         """Send a signal to every command."""
@@ -178,65 +190,92 @@ class Node:
             self.process.stdin.write(text.encode("utf-8", "surrogateescape"))
             self.process.stdin.flush()
 
-    def _answers(self, *, is_last: bool) -> list[str]:
-        assert self.process.stdout is not None
-        while data := self.process.stdout.read(LINES_BYTES):
-            self._partial += data
-        *rows, self._partial = self._partial.split(b"\n")
-        rows += [self._partial] if is_last else []
-        return [row.decode("utf-8", "replace") for row in rows]
-
-    def _lines(self) -> list[Table]:
-        """Return whole lines that the shown rank has written since the last call."""
-        if self._shown is None:
-            return []
-        try:
-            with open(self._shown, "rb") as file:
-                file.seek(self._offset)
-                data = file.read(LINES_BYTES)
-        except FileNotFoundError:
-            return []
-        end = data.rfind(b"\n") + 1
-        if (self.left and len(data) < LINES_BYTES) or (not end and len(data) == LINES_BYTES):
-            end = len(data)  # the last line has no end, or is a long one
-        self._offset += end
-        return [{"lines": data[:end].decode("utf-8", "replace")}] if end else []
+    def _script(self, spec: Mapping[str, Any], place: Place, number: int, commands: list[Command]) -> str:
+        """Return what the shell runs, as one compound command, which it reads whole before it begins."""
+        folder, text = place.attempt(number), ""
+        for command in commands:
+            mark = f"{self.token}-{command.ranks[0]}-"
+            values = {
+                "start": _start(spec, command, mark),
+                "log": shlex.quote(str(log_file(folder, command.ranks[0]))),
+                "mark": mark,
+                "ranks": " ".join(map(str, command.ranks)),
+            }
+            text += _fill(COMMAND, values)
+        silence = f"-t {round(self.host.silence_s)}" if self.host.silence_s else ""
+        values = {"folder": shlex.quote(str(folder)), "token": TOKEN, "mark": self.token, "silence": silence}
+        grace = str(max(1, round(float(spec["grace_s"]))))
+        return "{" + _fill(SHELL, {**values, "grace": grace, "commands": text}) + "}\n"
 
 
-def shell_script(
-    orders: Sequence[Mapping[str, Any]], folder: Path, token: str, grace_period_s: int, silence_s: int
-) -> str:
-    """Return what the shell of a node runs, as one compound command, which it reads whole before it begins."""
-    commands = ""
-    for order in orders:
-        mark = f"{token}-{order['ranks'][0]}-"
-        values = {
-            "start": _start(order, mark),
-            "log": shlex.quote(str(log_file(folder, order["ranks"][0]))),
-            "mark": mark,
-            "ranks": " ".join(map(str, order["ranks"])),
-        }
-        commands += _fill(COMMAND, values)
-    values = {"token": TOKEN, "mark": token, "silence": f"-t {silence_s}" if silence_s else ""}
-    return "{" + _fill(SHELL, {**values, "grace": str(grace_period_s), "commands": commands}) + "}\n"
-
-
-def _start(order: Mapping[str, Any], mark: str) -> str:
+def _start(spec: Mapping[str, Any], command: Command, mark: str) -> str:
     """Return the shell's words that replace it by a command."""
-    words = [f"cd -- {shlex.quote(order['cwd'])} || exit"] if order["cwd"] else []
-    words += [f'export {name}="${{{name}-{value}}}"' for name, value in order["defaults"].items()]
-    words += [f"export {name}={shlex.quote(value)}" for name, value in {**order["env"], TOKEN: mark}.items()]
-    if order["bin"]:  # commands of the interpreter's own environment (lt) before others
-        words.append(f'export PATH={shlex.quote(order["bin"])}:"$PATH"')
-    return "; ".join([*words, f"exec {shlex.join(order['argv'])}"])
+    words = [f"cd -- {shlex.quote(spec['cwd'])} || exit"] if spec.get("cwd") else []
+    words.append('export PYTHONUNBUFFERED="${PYTHONUNBUFFERED-1}"')
+    if int(spec["procs_per_node"]) > 1:
+        words.append('export OMP_NUM_THREADS="${OMP_NUM_THREADS-1}"')
+    words += [f"export {name}={shlex.quote(value)}" for name, value in {**command.env, TOKEN: mark}.items()]
+    if spec.get("bin"):  # commands of the interpreter's own environment (lt) before others
+        words.append(f'export PATH={shlex.quote(spec["bin"])}:"$PATH"')
+    return "; ".join([*words, f"exec {shlex.join(command.argv)}"])
 
 
 def _fill(text: str, values: Mapping[str, str]) -> str:
     return re.sub("@([a-z]+)@", lambda found: values[found[1]], text)
 
 
-def free_port() -> int:
-    """Return a port of this machine that nobody uses now."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+def is_training(spec: Mapping[str, Any]) -> bool:
+    """Return True if a stage trains by a recipe."""
+    return bool(spec.get("recipe")) and tuple(spec["argv"][1:5]) == TRAIN
+
+
+def node_commands(
+    spec: Mapping[str, Any],
+    place: Place,
+    number: int,
+    node: int,
+    master: tuple[str, int | str],
+    env: Mapping[str, str] | None = None,
+) -> list[Command]:
+    """Return the commands of a node.
+
+    Args:
+        spec: the stage.
+        place: its folder.
+        number: number of the attempt.
+        node: index of the node; rank = node * processes per node + process.
+        master: address of the first node and a free port there; a word for it in what is only shown.
+        env: further variables.
+    """
+    procs, nodes = int(spec["procs_per_node"]), int(spec["nodes"])
+    ranks, folder = list(range(node * procs, (node + 1) * procs)), place.attempt(number)
+    words = {RECIPE: str(place.stage / "recipe.toml")}
+    # By the run's id a rank knows that who started it waits for it.
+    given = {"LT_ATTEMPT": str(number), "TORCHELASTIC_RUN_ID": f"{spec.get('name') or place.stage.name}-{number}"}
+    if place.index is not None:
+        index, width = str(place.index), str(spec["array"])
+        words |= {INDEX: index, ARRAY: width}
+        given |= {"LT_ARRAY_INDEX": index, "LT_ARRAY_SIZE": width}
+    argv: list[str] = [words.get(word, word) for word in spec["argv"]]
+    given = {**(spec.get("env") or {}), **(env or {}), **given}
+    if is_training(spec):
+        torchrun = [argv[0], "-P", "-m", "lt_trainer", "torchrun", argv[5], "--nproc-per-node", str(procs), *argv[6:]]
+        # On one node, too, the address is given: torchrun would look up that of the host's name.
+        torchrun += ["--", f"--nnodes={nodes}", f"--node-rank={node}", "--rdzv-backend=static"]
+        torchrun += [f"--master-addr={master[0]}", f"--master-port={master[1]}"]
+        notes = {"LT_EXIT_CODES": f"{folder}/notes", "LT_RANK_LOGS": str(folder)}
+        return [Command(ranks=ranks, argv=_with_setup(spec, torchrun), env={**given, **notes})]
+    identity = {"WORLD_SIZE": nodes * procs, "LOCAL_WORLD_SIZE": procs, "GROUP_RANK": node, "NODE_RANK": node}
+    given |= {name: str(value) for name, value in identity.items()}
+    given |= {"MASTER_ADDR": master[0], "MASTER_PORT": str(master[1])}
+    argv = _with_setup(spec, argv)
+    return [
+        Command(ranks=[rank], argv=argv, env={**given, "RANK": str(rank), "LOCAL_RANK": str(rank - node * procs)})
+        for rank in ranks
+    ]
+
+
+def _with_setup(spec: Mapping[str, Any], argv: list[str]) -> list[str]:
+    """Return a command line behind the lines of set-up, in the same shell."""
+    setup = spec.get("setup") or []
+    return ["bash", "-c", "\n".join([*setup, 'exec "$@"']), "lt-launch", *argv] if setup else argv

@@ -1,6 +1,6 @@
 """Specs: a stage as plain values, and the files that nodes need of a launch.
 
-Pure except for reading the sources next to this file that are sent.
+Pure except for reading the policy next to this file, which is sent to Slurm's nodes.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 from lt_launch.job import Pipeline, Stage
 from lt_launch.profile import Profile
 
-VERSION = 1
-PYTHON_PLACEHOLDER = "python"
+RECIPE, INDEX, ARRAY = "{recipe}", "{index}", "{array}"
+"""Words of a command line that stand for the path of the resolved recipe, an element's index, the array's width."""
 
 
 def with_python(argv: tuple[str, ...], python: str) -> list[str]:
     """Return the command line with a leading "python" replaced by an interpreter."""
-    return [python, *argv[1:]] if argv[0] == PYTHON_PLACEHOLDER else list(argv)
+    return [python, *argv[1:]] if argv[0] == "python" else list(argv)
 
 
 def stage_spec(
@@ -33,13 +33,12 @@ def stage_spec(
         stage: the stage.
         pipeline: its pipeline; the array sizes of its predecessors are part of its dependencies.
         profile: source of the interpreter, the setup lines and the environment.
-        python: interpreter if the profile names none; "" = python3.
+        python: interpreter; "" = the profile's.
         cwd: working folder if the job names none.
         extra: additional values of the target.
     """
-    job, interpreter = stage.job, profile.get_python(python or "python3")
+    job, interpreter = stage.job, python or profile.python
     return {
-        "version": VERSION,
         "name": job.name,
         "argv": with_python(job.argv, interpreter),
         "bin": str(PurePosixPath(interpreter).parent) if "/" in interpreter else "",

@@ -1,9 +1,9 @@
 """Interface of launch targets: a pure `render`, and methods that communicate with the target.
 
 `render` turns a pipeline and a profile into text and command lines without side effects, so that `lt launch render`
-prints exactly what `run` sends, and golden files can test it. The other methods (`submit`, `status`, `logs`, `cancel`,
-`list`) act on a `Launch`: a launch directory with the values saved at its start. Targets are found by name and imported
-on first use; a new one is a line in `target_registry.TARGETS`.
+prints exactly what `run` sends, and golden files can test it. The other methods (`submit`, `status`, `logs`, `cancel`)
+act on a `Launch`: a launch directory with the values saved at its start. Targets are found by name and imported on
+first use; a new one is a line in `profile.TARGETS`.
 """
 
 from __future__ import annotations
@@ -12,16 +12,14 @@ import pkgutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from lt_launch.errors import LaunchError
-from lt_launch.target_registry import TARGETS
+from lt_launch.job import Pipeline
+from lt_launch.profile import TARGETS, Profile
+from lt_launch.spec import stage_spec
 
-if TYPE_CHECKING:
-    from lt_launch.job import Pipeline
-    from lt_launch.profile import Profile
-
-StageState = Literal["pending", "running", "completed", "failed", "requeued", "cancelled", "skipped", "lost", "unknown"]
+StageState = Literal["pending", "running", "completed", "failed", "requeued", "cancelled", "lost", "unknown"]
 """pending: submitted, not started; requeued: ended early with exit code 75, resumes; lost: no process runs it and there
 is no record of its end."""
 
@@ -108,16 +106,18 @@ class LaunchTarget:
 
     def stage_specs(self, pipeline: Pipeline, profile: Profile, *, cwd: str) -> Mapping[str, Mapping[str, Any]]:
         """Return the specs by stage (`spec.stage_spec`)."""
-        from lt_launch.spec import stage_spec
-
         return {stage.name: stage_spec(stage, pipeline, profile, cwd=cwd) for stage in pipeline.stages}
+
+    def capacity(self, profile: Profile) -> tuple[int, int]:
+        """Return nodes and processes per node for a training that states neither; 0 where unknown."""
+        return 0, 0
 
     def running_jobs(self, launch: Launch) -> str:
         """Return the unfinished jobs of an earlier launch, or ""; targets without a queue hold a lock instead."""
         return ""
 
-    def submit(self, launch: Launch, rendered: RenderedLaunch, *, detach: bool) -> tuple[Mapping[str, str], int]:
-        """Submit the launch; a target without a queue runs it to its end, unless `detach`.
+    def submit(self, launch: Launch, rendered: RenderedLaunch) -> tuple[Mapping[str, str], int]:
+        """Submit the launch; a target without a queue runs it to its end.
 
         Returns:
             The ids by stage, and the exit code of `lt launch run` (0 if the target runs it independently).
@@ -136,17 +136,9 @@ class LaunchTarget:
         """Stop every stage, training within its grace period; return sentences on the actions."""
         raise self._only_renders()
 
-    def list(self, profile: Profile) -> Iterable[StageStatus]:
-        """Return this user's jobs on the target, including those without a launch directory here."""
-        raise self._only_renders()
-
-    def nodes(self, profile: Profile) -> Iterable[TargetNode]:
-        """Return the machines and their states."""
-        raise self._only_renders()
-
-    def doctor(self, profile: Profile, pipeline: Pipeline | None) -> Iterator[Finding]:
-        """Check the target, and the requirements of the pipeline if given."""
-        raise self._only_renders()
+    def doctor(self, profile: Profile, pipeline: Pipeline) -> Iterator[Finding]:
+        """Check the target, and the requirements of the pipeline, which it has rendered."""
+        yield from ()
 
     def _only_renders(self) -> LaunchError:
         return LaunchError(f"lt launch only renders for {self.name}; use the commands of {self.name} itself")

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lt_launch.devices import count_devices
 from lt_launch.errors import LaunchError
+from lt_launch.look import count_devices
 from lt_launch.sagemaker.contract import GRACE_PERIOD_S, RUN_CHANNEL, Contract, engine_of
 from lt_launch.sagemaker.request import OVERRIDE_PREFIX, VALIDATION_CHANNEL_PREFIX, channel_for_field
 

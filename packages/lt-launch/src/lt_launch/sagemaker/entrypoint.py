@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from lt_launch import policy
-from lt_launch.attempt import Attempt, Stop, Transport, handle_stop_signals
+from lt_launch.attempt import Attempt, Stop, handle_stop_signals
 from lt_launch.errors import LaunchError
-from lt_launch.hosts import Host
+from lt_launch.node import Host
 from lt_launch.policy import Place
 from lt_launch.sagemaker.container_recipe import procs_per_node, resolve_recipe
 from lt_launch.sagemaker.contract import GRACE_PERIOD_S, Contract, read_contract, write_failure
@@ -118,10 +118,8 @@ def run_attempts(
             place=place,
             number=number,
             hosts=[host],
-            nodes=[Transport().open_node(host, spec, place.attempt(number))],
             first_node=contract.node_rank,
-            address=contract.master_addr,
-            master_port=int(environ.get("SM_MASTER_PORT", MASTER_PORT)),
+            master=(contract.master_addr, int(environ.get("SM_MASTER_PORT", MASTER_PORT))),
             env=environ,
             stop=stop,
             show=_show,
@@ -142,7 +140,7 @@ def run_attempts(
         return int(result["code"]) or policy.INTERNAL
 
 
-def _show(rank: int, lines: str) -> None:
+def _show(lines: str) -> None:
     """Write lines of the first rank of this host to the log of the container."""
     sys.stdout.write(lines)
     sys.stdout.flush()

@@ -51,7 +51,7 @@ class SageMakerTarget(LaunchTarget):
             comments=("training job names are unique: lt launch run appends the time",),
         )
 
-    def submit(self, launch: Launch, rendered: RenderedLaunch, *, detach: bool) -> tuple[Mapping[str, str], int]:
+    def submit(self, launch: Launch, rendered: RenderedLaunch) -> tuple[Mapping[str, str], int]:
         """Create the training job; an account has each name once, so the time is appended."""
         request = json.loads(rendered.files[REQUEST_FILE])
         name = f"{request['TrainingJobName'][:MAX_NAME_PREFIX]}-{datetime.now(UTC):%Y%m%d-%H%M%S}"

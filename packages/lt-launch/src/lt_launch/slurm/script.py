@@ -17,10 +17,9 @@ import math
 import shlex
 
 from lt_launch.job import Pipeline, Stage
-from lt_launch.node_commands import ARRAY, INDEX, RECIPE
 from lt_launch.profile import Profile
 from lt_launch.slurm.options import SlurmOptions
-from lt_launch.spec import with_python
+from lt_launch.spec import ARRAY, INDEX, RECIPE, with_python
 from lt_trainer.errors import RecipeError
 
 EXIT_MARGIN_S = 30
@@ -217,5 +216,5 @@ def _command(stage: Stage, profile: Profile) -> str:
         ARRAY: str(stage.array),
     }
     return " ".join(
-        words.get(word, shlex.quote(word)) for word in with_python(stage.job.argv, profile.get_python("python3"))
+        words.get(word, shlex.quote(word)) for word in with_python(stage.job.argv, profile.python)
     )

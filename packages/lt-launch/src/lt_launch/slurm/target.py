@@ -47,7 +47,7 @@ class SlurmTarget(LaunchTarget):
             commands.append(("sbatch", "--parsable", *dependency, f"{stage.name}.sbatch"))
         return RenderedLaunch(files=files, commands=tuple(commands))
 
-    def submit(self, launch: Launch, rendered: RenderedLaunch, *, detach: bool) -> tuple[Mapping[str, str], int]:
+    def submit(self, launch: Launch, rendered: RenderedLaunch) -> tuple[Mapping[str, str], int]:
         """Submit the scripts in order, each with the ids of its predecessors; a failure cancels those before it.
 
         Raises:
@@ -143,7 +143,7 @@ def _query_jobs(ids: Iterable[str]) -> list[QueueJob]:
 def _element_status(launch: Launch, place: Place, id_: str, job: QueueJob | None) -> StageStatus:
     """Return the status from the controller for a queued job, from the launch directory for others."""
     is_active, attempts = job is not None and job.state in ACTIVE_STATES, place.attempts()
-    own = element_status(launch, place, is_running=is_active, cancelled=(place.stage / "cancelled").exists())
+    own = element_status(launch, place, is_running=is_active)
     own = replace(own, job_id=id_ if place.index is None else f"{id_}_{place.index}")
     if attempts and (file := place.attempt(attempts[-1]) / "slurm").exists():
         own = replace(own, nodes=(file.read_text(encoding="utf-8").split()[-1],))
