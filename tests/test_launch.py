@@ -54,7 +54,7 @@ def test_a_killed_rank_is_named_and_the_run_ends_with_the_losses_of_a_quiet_one(
     text = (tmp_path / "said.txt").read_text(encoding="utf-8")
     assert code == 0, text
     assert f"rank 1 on {os.uname().nodename} was the first to fail: killed by SIGKILL" in text
-    kinds = [row["kind"] for row in read_jsonl(launch / "events.jsonl") if row["event"] == "attempt_ended"]
+    kinds = [json.loads(file.read_bytes())["kind"] for file in sorted(launch.glob("stages/*/attempt-*/exit.json"))]
     assert kinds == ["killed", "done"]
     expected = read_losses(quiet / "run")
     assert sorted(expected) == list(range(1, 41))

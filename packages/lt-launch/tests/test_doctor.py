@@ -1,68 +1,52 @@
-"""Doctor on this machine, and what a machine's description means."""
+"""Devices of a machine, and what a machine's description means for a run."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lt_launch.doctor import machine_findings
 from lt_launch.job import Job, Pipeline
-from lt_launch.look import look
-from lt_launch.machine import describe_machine, machine_findings
+from lt_launch.look import count_devices, look
 
 GOOD: dict[str, Any] = {
-    "host": "h",
     "python": "3.11.2",
     "executable": "/p",
-    "cpus": 96,
-    "memory_gib": 1024.0,
-    "devices": ["NVIDIA H100"] * 8,
-    "driver": "570.1",
-    "efa": True,
+    "devices": 8,
+    "driver": "NVIDIA H100, 570.1",
     "folder": "/data",
     "writable": True,
     "free_gib": 5000.0,
-    "shm_gib": 64.0,
-    "memlock": "unlimited",
     "packages": {"lt-trainer": "0.1.0", "lt-trainer-gpu": "0.1.0"},
 }
-TRAIN = Pipeline.from_job(
-    Job(name="x", argv=("x",), completion="run_dir", run_dir="r", engine="gpu", procs_per_node=8, nodes=2)
-)
-
-
-def levels(found: dict[str, Any], pipeline: Pipeline | None = TRAIN) -> dict[str, str]:
-    return {finding.check: finding.level for finding in machine_findings(found, pipeline)}
-
-
-def test_a_good_machine() -> None:
-    assert set(levels(GOOD).values()) == {"ok"}
-    assert describe_machine(GOOD) == "96 cores, 1024 GiB, 8 x NVIDIA H100"
+TRAIN = Job(name="x", argv=("x",), completion="run_dir", run_dir="r", engine="gpu", procs_per_node=8, nodes=2)
 
 
 @pytest.mark.parametrize(
     ("change", "what", "level"),
     [
+        ({}, "", ""),
         ({"python": "3.9.1"}, "python", "error"),
         ({"packages": {"lt-trainer": "0.1.0"}}, "packages", "error"),
         ({"packages": {}}, "packages", "error"),
-        ({"devices": ["NVIDIA H100"] * 7}, "devices", "error"),
-        ({"devices": []}, "devices", "warning"),
+        ({"devices": 7}, "devices", "error"),
+        ({"devices": 0}, "devices", "warning"),
         ({"writable": False}, "disk", "error"),
         ({"free_gib": 3.0}, "disk", "warning"),
-        ({"shm_gib": 0.06}, "/dev/shm", "warning"),
-        ({"memlock": "65536"}, "memlock", "error"),
     ],
 )
 def test_what_is_wrong_has_a_remedy(change: dict[str, Any], what: str, level: str) -> None:
-    found = {finding.check: finding for finding in machine_findings(GOOD | change, TRAIN, host="h7")}
-    assert (found[what].level, found[what].host) == (level, "h7")
-    assert found[what].remedy
-    assert [name for name, one in found.items() if one.level != "ok"] == [what]
+    found = list(machine_findings(GOOD | change, Pipeline.from_job(TRAIN), host="h7"))
+    assert [(one.check, one.level, bool(one.remedy)) for one in found if one.level != "ok"] == [(what, level, True)][
+        : bool(what)
+    ]
+    assert {one.host for one in found} == {"h7"}
 
 
 def test_a_job_that_does_not_train_needs_neither_devices_nor_engine() -> None:
-    bare = GOOD | {"devices": [], "packages": {}, "shm_gib": 0.06}
-    assert set(levels(bare, None).values()) == {"ok"}
+    bare = GOOD | {"devices": 0, "packages": {}}
+    found = machine_findings(bare, Pipeline.from_job(Job(name="x", argv=("x",))))
+    assert {one.level for one in found} == {"ok"}
 
 
 def test_this_machine_can_be_looked_at(tmp_path: Path) -> None:
@@ -73,3 +57,33 @@ def test_this_machine_can_be_looked_at(tmp_path: Path) -> None:
     missing = look(str(tmp_path / "not" / "made"), "token")
     assert (missing["folder"], missing["sees_token"]) == (str(tmp_path), False)
     assert GOOD.keys() <= found.keys()
+
+
+NEURON = ["neuron0", "neuron1", "neuron2", "neuron10", "neuron_ctl"]
+
+
+@pytest.mark.parametrize(
+    ("devices", "cores", "environ", "expected"),
+    [
+        ([], 0, {}, 0),
+        (["nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"], 0, {}, 2),
+        (["nvidia0", "nvidia1"], 0, {"CUDA_VISIBLE_DEVICES": "1"}, 1),
+        (["nvidia0", "nvidia1"], 0, {"CUDA_VISIBLE_DEVICES": ""}, 0),
+        (NEURON[:4], 2, {}, 8),
+        (NEURON, 0, {}, 8),
+        (NEURON[:4], 8, {}, 16),
+        (NEURON, 0, {"NEURON_RT_VISIBLE_CORES": "0-3,6"}, 5),
+        (NEURON, 0, {"NEURON_RT_NUM_CORES": "3"}, 3),
+    ],
+)
+def test_gpus_else_neuron_cores_are_counted_as_far_as_the_environment_shows_them(
+    tmp_path: Path, devices: list[str], cores: int, environ: dict[str, str], expected: int
+) -> None:
+    (tmp_path / "dev").mkdir()
+    for name in devices:
+        (tmp_path / "dev" / name).touch()
+        if cores:
+            folder = tmp_path / "sys" / "class" / "neuron_device" / name
+            folder.mkdir(parents=True)
+            (folder / "core_count").write_text(f"{cores}\n")
+    assert count_devices(tmp_path, environ) == expected

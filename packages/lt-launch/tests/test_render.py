@@ -1,6 +1,6 @@
-"""What `lt launch render` prints for the examples, held by golden files; what it must not load.
+"""The examples render to the files in data/rendered, byte for byte, without loading anything heavy.
 
-The files in golden/ are written anew with LT_WRITE_GOLDEN=1.
+The files are written anew with LT_WRITE_GOLDEN=1.
 """
 
 import json
@@ -8,88 +8,81 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from lt_launch.__main__ import main
+from lt_launch.launcher import format_rendered
+from lt_launch.profile import Profile
+from lt_launch.run_file import RunOverrides, read_run_file
+from lt_launch.target import get_target
+
 ROOT = Path(__file__).parents[3]
-GOLDEN = Path(__file__).with_name("golden")
-EXAMPLES = [("tiny", "local"), ("hosts", "ssh")]
+EXAMPLES, RENDERED = ROOT / "examples" / "launch", Path(__file__).parent / "data" / "rendered"
+CASES = {
+    "tiny.local": ("tiny.toml", "local"),
+    "hosts.ssh": ("hosts.toml", "ssh"),
+    "litespark.json": ("litespark-sagemaker.toml", "sagemaker"),
+    "continued.sbatch": ("continued.toml", "slurm"),
+    "smp-enroot.sbatch": ("smp-enroot.toml", "slurm"),
+    "smp.yaml": ("smp-enroot.toml", "k8s"),
+}
 HEAVY = ("torch", "numpy", "boto3", "botocore", "yaml", "rich", "transformers", "lt_data")
 
 
-def render(*arguments: str | Path) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "lt_launch", "launch", "render", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+def text_of(name: str) -> str:
+    """The text without recipes, and without their hashes."""
+    example, on = CASES[name]
+    file = read_run_file(EXAMPLES / example, Profile().with_values({"python": "python3"}, ""), RunOverrides())
+    rendered = get_target(on).render(file.pipeline, file.profile)
+    files = {name: text for name, text in rendered.files.items() if not name.endswith("recipe.toml")}
+    text = format_rendered(replace(rendered, files=files)).replace(str(ROOT), "/repository")
+    text = re.sub(r'"recipe": "[0-9a-f]{64}"', '"recipe": "HASH"', text)
+    return re.sub(r"(  run\.toml: \|\n).*?(?=^---$)", r"\1    # the recipe\n", text, flags=re.DOTALL | re.MULTILINE)
 
 
-def stable(name: str, text: str) -> str:
-    """The text without what depends on more than the example: the hash of all values of a recipe."""
-    return re.sub(r'"recipe": "[0-9a-f]{64}"', '"recipe": "HASH"', text)
-
-
-@pytest.mark.parametrize(("example", "target"), EXAMPLES)
-def test_the_examples_render_as_the_golden_files_say(example: str, target: str, tmp_path: Path) -> None:
-    profile = tmp_path / "profile.toml"
-    profile.write_text('python = "python3"\n' if target == "local" else "")
-    out = tmp_path / "out"
-    render(f"examples/launch/{example}.toml", "--on", target, "--profile", profile, "--output-dir", out)
-    files = {path.relative_to(out).as_posix(): path for path in sorted(out.rglob("*")) if path.is_file()}
-    found = {name: stable(name, path.read_text()) for name, path in files.items() if not name.endswith("recipe.toml")}
-    golden = GOLDEN / f"{example}.{target}"
+@pytest.mark.parametrize("name", CASES)
+def test_examples_render_as_they_did(name: str) -> None:
+    text, golden = text_of(name), RENDERED / name
     if os.environ.get("LT_WRITE_GOLDEN"):
-        golden.mkdir(parents=True, exist_ok=True)
-        for name, text in found.items():
-            (golden / name).write_text(text)
-    assert found == {
-        path.relative_to(golden).as_posix(): path.read_text() for path in golden.rglob("*") if path.is_file()
-    }
+        golden.write_text(text, encoding="utf-8")
+    assert text == golden.read_text(encoding="utf-8")
 
 
-def test_what_is_printed_is_what_a_launch_keeps(tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text('[job]\nargv = ["true"]\n')
-    environ = {**os.environ, "LT_LAUNCH_HOME": str(tmp_path)}
-    for arguments in (["render", "run.toml", "--output-dir", "rendered"], ["run", "run.toml"]):
-        subprocess.run([sys.executable, "-m", "lt_launch", "launch", *arguments], cwd=tmp_path, env=environ, check=True)
-    kept = tmp_path / "runs" / "run" / "launch" / "rendered"
-    assert (kept / "run.spec.json").read_text() == (tmp_path / "rendered" / "run.spec.json").read_text()
+@pytest.mark.parametrize("example", ["continued.toml", "smp-enroot.toml"])
+def test_every_script_is_clean_and_has_at_most_forty_lines(example: str) -> None:
+    file = read_run_file(EXAMPLES / example, Profile(), RunOverrides())
+    for text in get_target("slurm").render(file.pipeline, file.profile).files.values():
+        assert len(text.splitlines()) <= 40
+        command = [Path(sys.executable).with_name("shellcheck"), "-"]
+        done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout
 
 
-def test_rendering_touches_nothing(tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text('[job]\nargv = ["true"]\n')
-    subprocess.run(
-        [sys.executable, "-m", "lt_launch", "launch", "render", "run.toml"],
-        cwd=tmp_path,
-        capture_output=True,
-        check=True,
-    )
-    assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
+def test_rendering_touches_nothing_and_no_folder_that_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    example = str(EXAMPLES / "tiny.toml")
+    assert main(["launch", "render", example]) == 0
+    assert list(tmp_path.iterdir()) == []
+    assert main(["launch", "render", example, "--output-dir", str(tmp_path)]) == 64
+    assert "File exists; give a new folder" in capsys.readouterr().err
+    assert main(["launch", "render", example, "--output-dir", "new"]) == 0
+    assert "lt ckpt export tiny/run --out tiny/model\n" in (tmp_path / "new" / "commands.sh").read_text()
 
 
-def test_a_folder_that_is_there_is_not_written_into(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "lt_launch",
-        "launch",
-        "render",
-        "examples/launch/tiny.toml",
-        "--output-dir",
-        str(tmp_path),
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (done.returncode, list(tmp_path.iterdir())) == (64, [])
-    assert "exists already" in done.stderr
-
-
-@pytest.mark.parametrize(("example", "target"), EXAMPLES)
-def test_rendering_loads_nothing_heavy(example: str, target: str) -> None:
+@pytest.mark.parametrize("name", ["tiny.local", "hosts.ssh"])
+def test_rendering_loads_nothing_heavy(name: str) -> None:
     program = (
         "import json, sys\nfrom lt_launch.__main__ import main\ncode = main(sys.argv[1:])\n"
         "sys.stderr.write(json.dumps([code, sorted(sys.modules)]))"
     )
-    command = [sys.executable, "-c", program, "launch", "render", f"examples/launch/{example}.toml", "--on", target]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    example, target = CASES[name]
+    command = [sys.executable, "-c", program, "launch", "render", str(EXAMPLES / example), "--on", target]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     code, modules = json.loads(done.stderr)
     assert code == 0
     assert sorted({module.partition(".")[0] for module in modules} & set(HEAVY)) == []

@@ -5,12 +5,13 @@ from pathlib import Path
 import pytest
 
 from lt_launch.errors import LaunchError
+from lt_launch.hosts import SshOptions, read_hostfile
 from lt_launch.job import Pipeline
 from lt_launch.profile import Profile, load_profile
 from lt_launch.run_file import RunOverrides, read_run_file
-from lt_launch.ssh import SshOptions
 from lt_trainer.errors import RecipeError
 
+EXAMPLES = Path(__file__).parents[3] / "examples" / "launch"
 RECIPE = """
 [run]
 dir = "runs/tiny"
@@ -87,8 +88,6 @@ gpus_per_node = 8
 max_restarts = 1
 [profile]
 python = "/opt/python"
-[profile.ssh]
-hosts = ["a", "b"]
 """
 
 
@@ -98,7 +97,6 @@ def test_a_job_with_everything_and_what_the_command_line_adds(write) -> None:
     assert (job.name, job.nodes, job.time_limit_s, found.pipeline.out) == ("x", 3, 36 * 3600, "o")
     assert (dict(job.env), job.resources.gpus_per_node, job.restart.max_restarts) == ({"A": "1", "B": "2"}, 8, 1)
     assert found.profile.python == "/opt/python"
-    assert found.profile.options("ssh", SshOptions).hosts == ("a", "b")
     assert pipeline("x.toml").out == "runs/x"
 
 
@@ -146,7 +144,7 @@ def test_a_pipeline_shares_what_stands_in_job(write) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("[job]\nargv = ['a']\nndes = 2\n", "job.ndes = 2 (x.toml): unknown field; did you mean job.nodes?"),
+        ("[job]\nargv = ['a']\nndes = 2\n", "job.ndes = 2 (x.toml): unknown field; did you mean nodes?"),
         ("[job]\nargv = ['a']\nnodes = 'two'\n", "job.nodes = 'two' (x.toml): must be a valid integer"),
         ("[job]\nargv = ['a']\nnodes = 0\n", "job.nodes = 0 (x.toml): must be at least 1"),
         ("[job]\nargv = 'a b'\n", "job.argv = 'a b' (x.toml): must be a list"),
@@ -156,11 +154,14 @@ def test_a_pipeline_shares_what_stands_in_job(write) -> None:
             "[job]\nargv = ['a']\nrecipe = 'run.toml'\n",
             "job.argv = ['a'] (x.toml): a training job has its own command",
         ),
-        ("[job]\nargv = ['a']\n[jobs]\na = 1\n", "jobs.a = 1 (x.toml): unknown table; did you mean [job]?"),
+        ("[job]\nargv = ['a']\n[jobs]\na = 1\n", "jobs.a = 1 (x.toml): unknown table; did you mean job?"),
         ("[job]\nargv = ['a']\n[profile.slrum]\na = 1\n", "slrum.a = 1 (x.toml): unknown field"),
         ("[job]\nargv = ['a']\n[pipeline]\nnam = 'a'\n", "pipeline.nam = 'a' (x.toml)"),
         ("[[stages]]\nargv = ['a']\n", "a [[stages]] table has no name"),
-        ("[[stages]]\nname = 'a'\nargv = ['a']\narry = 2\n", "(x.toml [[stages]] a): unknown field; did you mean"),
+        (
+            "[[stages]]\nname = 'a'\nargv = ['a']\narry = 2\n",
+            "(x.toml [[stages]] a): unknown field; did you mean array",
+        ),
         ("[[stages]]\nname = 'a'\nargv = ['a']\nafter = ['b']\n", "no stage before it has this name"),
         ("[job]\nargv = ['a']\nenv.HF_TOKEN = 'hush'\n", 'pass_env = ["HF_TOKEN"]'),
         ("[job]\nrecipe = 'gone.toml'\n", "job.recipe = 'gone.toml' (x.toml): no such file: gone.toml"),
@@ -175,15 +176,8 @@ def test_mistakes_name_field_value_place_and_remedy(write, text: str, says: str)
     assert caught.value.exit_code == 64
 
 
-def look_at(profile: Profile) -> None:
-    """What a backend asks of a profile."""
-    profile.options("ssh", SshOptions)
-    assert profile.env is not None
-    assert profile.python
-
-
-def test_profiles_are_found_checked_and_typed_by_their_backend(write, tmp_path: Path) -> None:
-    mine = write("mine.toml", "python = '/p'\n[env]\nA = '1'\n[ssh]\nhosts = ['a']\nlink_timeout_s = 7\n")
+def test_profiles_are_found_checked_and_typed_by_their_target(write, tmp_path: Path) -> None:
+    mine = write("mine.toml", "python = '/p'\n[env]\nA = '1'\n[ssh]\nlink_timeout_s = 7\n")
     found = load_profile(environ={"LT_LAUNCH_PROFILE": mine})
     assert (found.python, found.env, found.options("ssh", SshOptions).link_timeout_s) == ("/p", {"A": "1"}, 7.0)
     assert load_profile(environ={"HOME": str(tmp_path)}) == Profile()
@@ -191,34 +185,59 @@ def test_profiles_are_found_checked_and_typed_by_their_backend(write, tmp_path: 
     assert load_profile(environ={"HOME": str(tmp_path)}).python == "/home"
     with pytest.raises(LaunchError, match="no such file"):
         load_profile("gone.toml")
-    for text, says in [
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
         ("pyton = 'x'\n", "pyton = 'x' (bad.toml): unknown field; did you mean python?"),
-        ("[ssh]\nhotsfile = 'x'\n", r"ssh.hotsfile = 'x' (bad.toml): unknown field; did you mean ssh.hostfile?"),
+        ("[ssh]\nhotsfile = 'x'\n", "ssh.hotsfile = 'x' (bad.toml): unknown field; did you mean ssh.hostfile?"),
         ("[ssh]\nlink_timeout_s = 'x'\n", "ssh.link_timeout_s = 'x' (bad.toml): must be a valid number"),
-        ("[ssh]\nhosts = ['a']\nhostfile = '/h'\n", "ssh.hostfile = '/h' (bad.toml), ssh.hosts = ('a',) (bad.toml)"),
         ("[env]\nHF_TOKEN = 'hush'\n", "looks like a secret"),
-        ("python = 3\n", "python = 3 (bad.toml): expected text"),
-    ]:
-        write("bad.toml", text)
-        with pytest.raises((RecipeError, LaunchError)) as caught:
-            look_at(load_profile("bad.toml"))
-        assert says in str(caught.value)
+        ("python = 3\n", "python = 3 (bad.toml): must be a valid string"),
+    ],
+)
+def test_mistakes_in_a_profile_are_named(write, text: str, says: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_profile(write("bad.toml", text)).options("ssh", SshOptions)
+    assert says in str(caught.value)
 
 
-def test_a_run_files_profile_wins_over_the_persons(write) -> None:
-    mine = load_profile(write("mine.toml", "python = '/mine'\nsetup = ['module load x']\n[ssh]\nhosts = ['c']\n"))
-    found = read_run_file(write("x.toml", JOB), mine).profile
-    assert (found.python, found.setup, found.options("ssh", SshOptions).hosts) == (
-        "/opt/python",
-        ("module load x",),
-        ("a", "b"),
-    )
-    assert found.with_hostfile(Path("h")).options("ssh", SshOptions).hostfile == "h"
-
-
-def test_a_hostfile_in_a_file_is_relative_to_that_file(write, tmp_path: Path) -> None:
-    mine = load_profile(write("deep/mine.toml", "[ssh]\nhostfile = 'hosts'\n"))
+def test_a_run_files_profile_wins_over_the_persons_and_a_hostfile_is_relative_to_its_file(
+    write, tmp_path: Path
+) -> None:
+    mine = load_profile(write("deep/mine.toml", "python = '/mine'\nsetup = ['module x']\nssh.hostfile = 'hosts'\n"))
     assert mine.options("ssh", SshOptions).hostfile == str(tmp_path / "deep" / "hosts")
-    file = write("other/x.toml", "[job]\nargv = ['x']\n[profile.ssh]\nhostfile = '../hosts'\n")
-    found = read_run_file(file, mine).profile.options("ssh", SshOptions)
-    assert Path(found.hostfile).resolve() == tmp_path / "hosts"
+    file = write("other/x.toml", "[job]\nargv = ['x']\n[profile]\npython = '/p'\nssh.hostfile = '../hosts'\n")
+    found = read_run_file(file, mine).profile
+    assert (found.python, found.setup) == ("/p", ("module x",))
+    assert Path(found.options("ssh", SshOptions).hostfile).resolve() == tmp_path / "hosts"
+    given = read_run_file(file, mine, RunOverrides(hostfile=Path("h"))).profile
+    assert given.options("ssh", SshOptions).hostfile == "h"
+
+
+def test_a_hostfile_is_in_rank_order(write) -> None:
+    """node10 sorts before node2 as text; nothing here sorts."""
+    text = "# the first rack\n\n" + "".join(f"node{i} slots=8  # and more\n" for i in range(12))
+    assert list(read_hostfile(Path(write("hosts", text))).items()) == [(f"node{i}", 8) for i in range(12)]
+    assert read_hostfile(EXAMPLES / "hosts.txt") == {f"hostname{i}": 8 for i in range(1, 5)}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("# only\n\n", "hosts: no host in it"),
+        ("a\nb\na\n", "hosts:3: a is listed twice"),
+        ("a slots=0", "hosts:1: 'a slots=0' is not a host"),
+        ("a port=22", "ports, users and addresses are for ~/.ssh/config"),
+        ("-oProxyCommand=x", "'-oProxyCommand=x' is not a host"),
+        ("a;x", "'a;x' is not a host"),
+        ("a slots=8\nb", "hosts: the hosts have different slots"),
+    ],
+)
+def test_lines_that_are_no_hosts_are_named(write, text: str, says: str) -> None:
+    with pytest.raises(LaunchError) as caught:
+        read_hostfile(Path(write("hosts", text)))
+    assert says in str(caught.value)
+    with pytest.raises(LaunchError, match="cannot be read"):
+        read_hostfile(Path("gone"))

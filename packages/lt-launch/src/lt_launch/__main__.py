@@ -12,6 +12,8 @@ from errno import EACCES, ENAMETOOLONG, EPERM
 EXIT_USER, EXIT_INTERNAL, EXIT_INTERRUPTED = 64, 70, 130
 TYPER_USAGE_ERROR = 2
 PATH_ERRORS = (EACCES, EPERM, ENAMETOOLONG)
+TRAINING = (["train", "run"], ["train", "torchrun"])
+"""Commands that stop signals must not end; they are recorded before anything slow is imported."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,76 +27,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if _is_training(given):
-        return _with_stop_signals(given, ends_process=arguments is None)
-    return _run(given)
+    if given[:2] not in TRAINING:
+        return _run(given)
+    from lt_trainer.resilience.stop_signals import ignore_stop_signals, process_stop_signals, release_stop_signals
 
-
-def _is_training(given: list[str]) -> bool:
-    return given[:2] in (["train", "run"], ["train", "torchrun"])
-
-
-def _with_stop_signals(given: list[str], *, ends_process: bool) -> int:
-    """Run a command that stop signals must not end; they are recorded before anything slow is imported."""
-    try:
-        from lt_trainer.resilience.stop_signals import ignore_stop_signals, process_stop_signals, release_stop_signals
-    except ModuleNotFoundError:
-        return _run(given)  # names the package to install
     process_stop_signals()
     try:
         return _run(given)
     finally:
-        (ignore_stop_signals if ends_process else release_stop_signals)()
+        (ignore_stop_signals if arguments is None else release_stop_signals)()
 
 
 def _run(given: list[str]) -> int:
-    try:
-        from lt_launch.command import run_command
+    from lt_launch.command import extra_for, run_command
 
+    try:
         run_command(given)
     except SystemExit as exc:
-        return _exit_code(exc)
+        if isinstance(exc.code, str):
+            _echo_error(exc.code)
+        code = exc.code if isinstance(exc.code, int) else EXIT_USER if exc.code else 0
+        return EXIT_USER if code == TYPER_USAGE_ERROR else code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except ModuleNotFoundError as exc:
-        return _missing_module(exc, given)
     except Exception as exc:  # noqa: BLE001 - the outermost frame: everything is shown, nothing goes on
-        code = getattr(exc, "exit_code", None)
+        code, text = getattr(exc, "exit_code", None), ""
         if isinstance(exc, ValueError) and isinstance(code, int):
-            return _print_error(f"error: {exc}", code)
-        if isinstance(exc, OSError) and exc.filename and exc.errno in PATH_ERRORS and not _is_training(given):
+            text = f"error: {exc}"
+        elif isinstance(exc, ModuleNotFoundError) and (extra := extra_for(given[0], exc.name or "")):
+            missing = str(exc.name).partition(".")[0]
+            code, text = EXIT_USER, f"lt {given[0]}: the command needs {missing}: pip install '{extra}'"
+        elif isinstance(exc, OSError) and exc.filename and exc.errno in PATH_ERRORS and given[:2] not in TRAINING:
             # of a run, its place tells more
-            return _print_error(f"error: {exc.filename}: {exc.strerror}; check the path and who may use it", EXIT_USER)
-        return _print_error(traceback.format_exc().rstrip("\n"), EXIT_INTERNAL)
+            code, text = EXIT_USER, f"error: {exc.filename}: {exc.strerror}; check the path and who may use it"
+        _echo_error(text or traceback.format_exc().rstrip("\n"))
+        return int(code) if text and code is not None else EXIT_INTERNAL
     return 0
 
 
-def _print_error(text: str, code: int) -> int:
+def _echo_error(text: str) -> None:
     from lt_ckpt.terminal_text import echo_error
 
     echo_error(text)
-    return code
-
-
-def _exit_code(exc: SystemExit) -> int:
-    if exc.code is None:
-        return 0
-    if not isinstance(exc.code, int):
-        return _print_error(str(exc.code), EXIT_USER)
-    return EXIT_USER if exc.code == TYPER_USAGE_ERROR else exc.code
-
-
-def _missing_module(exc: ModuleNotFoundError, given: list[str]) -> int:
-    """Print the extra that provides a missing module; a module of no extra is an internal error."""
-    from lt_launch.catalog import extra_for, installed_commands, package_name
-
-    missing = (exc.name or "").partition(".")[0]
-    name = given[0] if given else ""
-    entry = installed_commands().get(name)
-    extra = extra_for(package_name(entry), missing) if entry is not None else ""
-    if not extra:
-        return _print_error("".join(traceback.format_exception(exc)).rstrip("\n"), EXIT_INTERNAL)
-    return _print_error(f"lt {name}: the command needs {missing}: pip install '{extra}'", EXIT_USER)
 
 
 if __name__ == "__main__":

@@ -182,7 +182,7 @@ class Attempt:
 
 
 def free_port() -> int:
-    """Return a port of this machine that nobody uses now, outside those that the kernel hands out."""
+    """Return a port that nobody uses on this machine now; on another one it may be taken, seldom."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])

@@ -249,7 +249,7 @@ def node_commands(
     """
     procs, nodes = int(spec["procs_per_node"]), int(spec["nodes"])
     ranks, folder = list(range(node * procs, (node + 1) * procs)), place.attempt(number)
-    words = {RECIPE: str(place.stage / "recipe.toml")}
+    words: dict[str, str] = {RECIPE: str(place.stage / "recipe.toml")}
     # By the run's id a rank knows that who started it waits for it.
     given = {"LT_ATTEMPT": str(number), "TORCHELASTIC_RUN_ID": f"{spec.get('name') or place.stage.name}-{number}"}
     if place.index is not None:

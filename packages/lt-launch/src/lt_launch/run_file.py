@@ -96,7 +96,7 @@ def read_run_file(path: str | Path, profile: Profile, overrides: RunOverrides | 
     given = read_values(path, "profile.")
     if not any(name.partition(".")[0] in TABLES for name in given):
         given = {"job.recipe": Given(path.name, str(path))}
-    _check_names(given, TABLES, "table", "a run file has the tables {}; a recipe has none of them")
+    _check_names(given, TABLES, "", "table", "a run file has the tables {}; a recipe has none of them")
     values = {**profile.values, **inside(given, "profile")}
     if overrides.hostfile is not None:
         values["ssh.hostfile"] = Given(str(overrides.hostfile), "--hostfile")
@@ -123,9 +123,9 @@ def read_run_file(path: str | Path, profile: Profile, overrides: RunOverrides | 
     return RunFile(pipeline=Pipeline(name=name, stages=tuple(stages), out=out), profile=profile)
 
 
-def _check_names(given: Mapping[str, Given], known: Sequence[str], what: str, remedy: str) -> None:
+def _check_names(given: Mapping[str, Given], known: Sequence[str], table: str, what: str, remedy: str) -> None:
     for name, value in given.items():
-        head = name.removeprefix("job.").partition(".")[0]
+        head, name = name.partition(".")[0], f"{table}{name}"
         if head not in known:
             near = suggest(head, known)
             hint = f"did you mean {near}?" if near else remedy.format(", ".join(sorted(known)))
@@ -134,8 +134,7 @@ def _check_names(given: Mapping[str, Given], known: Sequence[str], what: str, re
 
 def _stage(given: dict[str, Given], path: Path, overrides: RunOverrides, profile: Profile, *, alone: bool) -> Stage:
     """Build one stage from the fields of it and its job."""
-    fields = [*STAGE_FIELDS, *JOB_FIELDS]
-    _check_names({f"job.{name}": value for name, value in given.items()}, fields, "field", "there are {}")
+    _check_names(given, [*STAGE_FIELDS, *JOB_FIELDS], "job.", "field", "there are {}")
     job = {name: value for name, value in given.items() if name not in STAGE_FIELDS}
     recipe, sets, limit = (job.pop(name, None) for name in ("recipe", "sets", "time_limit"))
     if limit is not None:

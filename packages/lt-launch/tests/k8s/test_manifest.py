@@ -92,4 +92,4 @@ def test_what_a_pod_cannot_do_without(changes: dict[str, Any], given: dict[str, 
 
 def test_nothing_is_sent() -> None:
     with pytest.raises(LaunchError, match="only renders for k8s"):
-        KubernetesTarget().submit(None, RenderedLaunch(files={}), detach=False)  # type: ignore[arg-type]
+        KubernetesTarget().submit(None, RenderedLaunch(files={}))  # type: ignore[arg-type]

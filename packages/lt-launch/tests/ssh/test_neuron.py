@@ -19,11 +19,9 @@ def test_each_rank_has_its_own_core_of_its_host(net, what: str, code: int) -> No
         f'[job]\nname = "x"\n{what}\nnodes = 2\nprocs_per_node = 2\n'
         f'[job.env]\nPYTHONPATH = "{START}"\nOMP_NUM_THREADS = "1"\n'
     )
-    rows = []
     for name in "ab":
         (net.folder / name).mkdir()
-        rows.append(f"{name} addr={net.machines[name].address} env.NEURON_NODE={net.folder / name}")
-    (net.folder / "hosts.txt").write_text("\n".join(rows) + "\n")
-    net.lt("run", "run.toml", "--on", "ssh", "--hostfile", "hosts.txt", code=code)
+    net.profile('setup = ["export NEURON_NODE=$PWD/$(hostname)"]')
+    net.lt("run", "run.toml", "--on", "ssh", "--hostfile", net.hostfile("a", "b"), code=code)
     found = {f"{path.parent.name}/{path.name}": path.read_text() for path in net.folder.glob("[ab]/core-*")}
     assert found == {f"{'ab'[rank // 2]}/core-{rank % 2}": f"{rank} of 4" for rank in range(4)}

@@ -11,7 +11,7 @@ from pathlib import Path
 from lt_launch.errors import LaunchError
 from lt_launch.job import Pipeline, Stage
 from lt_launch.profile import Profile
-from lt_launch.slurm.commands import run_slurm_command
+from lt_launch.slurm.commands import parse_nodes, run_slurm_command
 from lt_launch.slurm.options import SlurmOptions
 from lt_launch.target import Finding, LaunchTarget
 
@@ -31,7 +31,8 @@ def findings(target: LaunchTarget, profile: Profile, pipeline: Pipeline | None) 
         yield Finding(level="error", check="controller", detail=answer, remedy="ask its admin")
         return
     yield Finding(level="ok", check="controller", detail=answer)
-    counts = Counter(f"{node.partition} {node.state}" for node in target.nodes(profile))
+    nodes = parse_nodes(run_slurm_command("sinfo", "-h", "-N", "-o", "%N|%P|%T|%G|%E"))
+    counts = Counter(f"{node.partition} {node.state}" for node in nodes)
     yield Finding(level="ok", check="nodes", detail=", ".join(f"{n} {name}" for name, n in sorted(counts.items())))
     if pipeline is None:
         return
