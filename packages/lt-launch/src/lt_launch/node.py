@@ -256,7 +256,7 @@ def node_commands(
         index, width = str(place.index), str(spec["array"])
         words |= {INDEX: index, ARRAY: width}
         given |= {"LT_ARRAY_INDEX": index, "LT_ARRAY_SIZE": width}
-    argv: list[str] = [words.get(word, word) for word in spec["argv"]]
+    argv = [str(words.get(word, word)) for word in spec["argv"]]
     given = {**(spec.get("env") or {}), **(env or {}), **given}
     if is_training(spec):
         torchrun = [argv[0], "-P", "-m", "lt_trainer", "torchrun", argv[5], "--nproc-per-node", str(procs), *argv[6:]]

@@ -215,6 +215,4 @@ def _command(stage: Stage, profile: Profile) -> str:
         INDEX: '"$SLURM_ARRAY_TASK_ID"',
         ARRAY: str(stage.array),
     }
-    return " ".join(
-        words.get(word, shlex.quote(word)) for word in with_python(stage.job.argv, profile.python)
-    )
+    return " ".join(words.get(word, shlex.quote(word)) for word in with_python(stage.job.argv, profile.python))
