@@ -9,7 +9,7 @@ import pytest
 
 from lt_launch.errors import LaunchError
 from lt_launch.job import Job, Pipeline, Stage
-from lt_launch.launch_dir import acquire_lock, create, mark_cancelled
+from lt_launch.launch_dir import acquire_lock, create
 from lt_launch.policy import Place, write_table
 from lt_launch.profile import Profile
 from lt_launch.progress import parse_progress, read_progress
@@ -104,7 +104,8 @@ def test_states_when_nobody_runs_it(launch) -> None:
     for kind, state in expected.items():
         write_table(file, {"kind": kind, "code": 75, "reason": "why"})
         assert states()["train"] == state, kind
-    mark_cancelled(launch)
+    for stage in ("train", "export"):
+        (launch.directory / "stages" / stage / "cancelled").touch()
     write_table(file, {"kind": "stopped", "code": 75})
     assert (states()["train"], states()["export"]) == ("cancelled", "cancelled")
     file.write_text("{")

@@ -155,11 +155,10 @@ def logs(
 def cancel(run: Run) -> None:
     """Cancel a run; training saves a checkpoint within its grace period."""
     from lt_ckpt.terminal_text import echo
-    from lt_launch.launch_dir import load_launch, mark_cancelled
+    from lt_launch.launch_dir import load_launch
     from lt_launch.target import get_target
 
     launch = load_launch(run)
-    mark_cancelled(launch)
     for message in get_target(launch.target).cancel(launch):
         echo(message)
 

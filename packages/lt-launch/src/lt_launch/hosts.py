@@ -38,7 +38,7 @@ from lt_launch.job import Pipeline
 from lt_launch.launch_dir import lock_owner
 from lt_launch.launch_dir_status import read_logs, read_stage_statuses
 from lt_launch.node import Host, node_commands
-from lt_launch.policy import Place
+from lt_launch.policy import CANCELLED, Place
 from lt_launch.profile import Profile
 from lt_launch.spec import stage_spec
 from lt_launch.stage_runner import StageRunner
@@ -154,6 +154,8 @@ class HostsTarget(LaunchTarget):
             raise LaunchError(f"{owner} runs it; cancel it there")
         if (launch.directory / "launch.lock").stat().st_uid != os.getuid():
             raise LaunchError(f"{owner} runs it, which is another user's; ask them")
+        for stage in launch.pipeline.stages:
+            (launch.directory / "stages" / stage.name / CANCELLED).touch()
         os.kill(int(match[1]), signal.SIGTERM)
         return [f"asked {owner} to stop; training saves and exits"]
 

@@ -101,12 +101,6 @@ def save_job_ids(launch: Launch, ids: Mapping[str, str]) -> Launch:
     return launch
 
 
-def mark_cancelled(launch: Launch) -> None:
-    """Note that a person has cancelled every stage; the next launch takes that away."""
-    for stage in launch.pipeline.stages:
-        (launch.directory / "stages" / stage.name / CANCELLED).touch()
-
-
 def load_launch(path: str | Path) -> Launch:
     """Load the launch of a folder: its `out`, its `launch/`, or a name from `list_launch_dirs`.
 

@@ -72,18 +72,6 @@ class StageStatus:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TargetNode:
-    """A machine of a target."""
-
-    name: str
-    state: str
-    """idle, allocated, mixed, down, drained, unreachable, ..."""
-    partition: str = ""
-    devices: str = ""
-    reason: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Finding:
     """Result of one check of `doctor`."""
 

@@ -10,7 +10,7 @@ import pytest
 
 from lt_launch.job import ContainerImage, Job, Pipeline, Resources, Stage
 from lt_launch.profile import Profile
-from lt_launch.slurm.commands import QueueJob, parse_nodes, parse_queue
+from lt_launch.slurm.commands import QueueJob, parse_queue
 from lt_launch.slurm.target import SlurmTarget
 from lt_trainer.errors import RecipeError
 
@@ -79,6 +79,3 @@ def test_what_the_controller_answers() -> None:
         QueueJob("8", None, "failed", "n[1-2]", "TimeLimit", "y"),
         QueueJob("9", None, "failed", "", "NEW", "z"),
     ]
-    (node, down) = parse_nodes("n1|high*|allocated|gpu:8|none\nn2|low|down*|(null)|Not responding\n")
-    assert (node.name, node.state, node.partition, node.devices) == ("n1", "allocated", "high", "gpu:8")
-    assert (down.state, down.reason) == ("down (no answer)", "Not responding")

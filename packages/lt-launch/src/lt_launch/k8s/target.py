@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from lt_launch.errors import LaunchError
 from lt_launch.job import Pipeline, with_container_env
 from lt_launch.k8s.manifest import manifests
 from lt_launch.k8s.options import KubernetesOptions
 from lt_launch.profile import Profile
-from lt_launch.target import Finding, LaunchTarget, RenderedLaunch
+from lt_launch.target import LaunchTarget, RenderedLaunch
 
 
 class KubernetesTarget(LaunchTarget):
@@ -46,9 +44,3 @@ class KubernetesTarget(LaunchTarget):
         file = f"{job.name}.yaml"
         commands = (("kubectl", "apply", "-f", file),)
         return RenderedLaunch(files={file: document}, commands=commands, notes=profile.container_notes)
-
-    def doctor(self, profile: Profile, pipeline: Pipeline | None) -> Iterator[Finding]:
-        """Check that the pipeline can be rendered."""
-        if pipeline is not None:
-            self.render(pipeline, profile)
-        yield Finding(level="ok", check="manifest", detail="valid; the cluster is not checked")

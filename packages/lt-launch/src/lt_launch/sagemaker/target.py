@@ -14,7 +14,7 @@ from lt_launch.job import Pipeline, with_container_env
 from lt_launch.profile import Profile
 from lt_launch.sagemaker.options import SageMakerOptions
 from lt_launch.sagemaker.request import create_training_job_request
-from lt_launch.target import Finding, Launch, LaunchTarget, RenderedLaunch, StageState, StageStatus, TargetNode
+from lt_launch.target import Finding, Launch, LaunchTarget, RenderedLaunch, StageState, StageStatus
 
 REQUEST_FILE = "request.json"
 STATES: Mapping[str, StageState] = {
@@ -116,23 +116,9 @@ class SageMakerTarget(LaunchTarget):
         _client(launch.profile).call("sagemaker", "stop_training_job", TrainingJobName=name)
         return [f"{name} was signaled to save and stop; it has 120 s"]
 
-    def list(self, profile: Profile) -> Iterable[StageStatus]:
-        """Return the newest training jobs of the account, at most 100."""
-        order = {"MaxResults": 100, "SortBy": "CreationTime", "SortOrder": "Descending"}
-        for job in _client(profile).call("sagemaker", "list_training_jobs", **order)["TrainingJobSummaries"]:
-            name, state = job["TrainingJobName"], STATES.get(job["TrainingJobStatus"], "unknown")
-            yield StageStatus(stage=name, state=state, job_id=name, since=_to_timestamp(job.get("LastModifiedTime")))
-
-    def nodes(self, profile: Profile) -> Iterable[TargetNode]:
-        """Raise LaunchError: SageMaker has no permanent nodes."""
-        raise LaunchError("--on sagemaker: it has no nodes; instances exist only while a job runs")
-
-    def doctor(self, profile: Profile, pipeline: Pipeline | None) -> Iterator[Finding]:
+    def doctor(self, profile: Profile, pipeline: Pipeline) -> Iterator[Finding]:
         """Check the request, and this user's rights to read and write in S3."""
         options, client = profile.options("sagemaker", SageMakerOptions), _client(profile)
-        if pipeline is not None:
-            self.render(pipeline, profile)
-            yield Finding(level="ok", check="request", detail="within all limits of CreateTrainingJob")
         folders = {f"channel {name}": address for name, address in options.sources.items()}
         folders |= {"output": options.output_path, "checkpoints": options.checkpoint_s3_uri}
         for check, address in folders.items():

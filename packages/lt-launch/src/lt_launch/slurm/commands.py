@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lt_launch.errors import LaunchError
-from lt_launch.target import StageState, TargetNode
+from lt_launch.target import StageState
 
 NAMES: Mapping[StageState, str] = {
     "pending": "PENDING CONFIGURING",
@@ -86,20 +86,3 @@ def parse_queue(text: str) -> list[QueueJob]:
         words = state if reason == "None" else reason
         jobs.append(QueueJob(id_, number, STATES.get(state, "failed"), nodes, words, name))
     return jobs
-
-
-def parse_nodes(text: str) -> list[TargetNode]:
-    """Parse the nodes in the output of `sinfo -h -N -o '%N|%P|%T|%G|%E'`."""
-    nodes = []
-    for line in text.splitlines():
-        name, partition, state, gres, reason = (word.strip() for word in line.split("|", 4))
-        nodes.append(
-            TargetNode(
-                name=name,
-                state=state.rstrip("*~#!%$@^-") + (" (no answer)" if state.endswith("*") else ""),
-                partition=partition.rstrip("*"),
-                devices="" if gres == "(null)" else gres,
-                reason="" if reason == "none" else reason,
-            )
-        )
-    return nodes

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 from lt_launch.errors import LaunchError
 from lt_launch.job import Pipeline, Stage
 from lt_launch.profile import Profile
-from lt_launch.slurm.commands import parse_nodes, run_slurm_command
+from lt_launch.slurm.commands import run_slurm_command
 from lt_launch.slurm.options import SlurmOptions
 from lt_launch.target import Finding, LaunchTarget
 
@@ -21,7 +20,7 @@ LOCAL_FILE_SYSTEMS = ("ext2/ext3", "xfs", "btrfs", "tmpfs", "overlayfs", "zfs")
 """Node-local file systems, by the names of stat."""
 
 
-def findings(target: LaunchTarget, profile: Profile, pipeline: Pipeline | None) -> Iterator[Finding]:
+def findings(target: LaunchTarget, profile: Profile, pipeline: Pipeline) -> Iterator[Finding]:
     """Check the controller and nodes, and that each stage can be scheduled with enough time to save."""
     try:
         answer = run_slurm_command("scontrol", "ping").strip()
@@ -31,11 +30,8 @@ def findings(target: LaunchTarget, profile: Profile, pipeline: Pipeline | None) 
         yield Finding(level="error", check="controller", detail=answer, remedy="ask its admin")
         return
     yield Finding(level="ok", check="controller", detail=answer)
-    nodes = parse_nodes(run_slurm_command("sinfo", "-h", "-N", "-o", "%N|%P|%T|%G|%E"))
-    counts = Counter(f"{node.partition} {node.state}" for node in nodes)
-    yield Finding(level="ok", check="nodes", detail=", ".join(f"{n} {name}" for name, n in sorted(counts.items())))
-    if pipeline is None:
-        return
+    nodes = run_slurm_command("sinfo", "-h", "-o", "%D %R %T").splitlines()
+    yield Finding(level="ok", check="nodes", detail=", ".join(nodes))
     config, options = run_slurm_command("scontrol", "show", "config"), profile.options("slurm", SlurmOptions)
     folder = Path(pipeline.out).absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())

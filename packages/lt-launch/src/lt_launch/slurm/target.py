@@ -12,17 +12,17 @@ from dataclasses import replace
 from lt_launch.errors import LaunchError
 from lt_launch.job import Pipeline
 from lt_launch.launch_dir_status import element_status, read_logs
-from lt_launch.policy import Place
+from lt_launch.policy import CANCELLED, Place
 from lt_launch.profile import Profile
-from lt_launch.slurm.commands import QUEUE, STATES, QueueJob, parse_nodes, parse_queue, run_slurm_command
+from lt_launch.slurm.commands import QUEUE, STATES, QueueJob, parse_queue, run_slurm_command
 from lt_launch.slurm.options import SlurmOptions
-from lt_launch.target import Finding, Launch, LaunchTarget, RenderedLaunch, StageStatus, TargetNode
+from lt_launch.target import Finding, Launch, LaunchTarget, RenderedLaunch, StageStatus
 
 UNKNOWN_JOB_ERRORS = ("Invalid job id",)
 NO_ACCOUNTING_ERRORS = ("accounting storage is disabled", "Slurm accounting", "Connection refused", "not running")
 POLL_S = 1.0
 ACTIVE_STATES = ("running", "pending", "requeued")
-TERMINAL_STATES = ("completed", "failed", "cancelled", "lost", "skipped")
+TERMINAL_STATES = ("completed", "failed", "cancelled", "lost")
 
 
 class SlurmTarget(LaunchTarget):
@@ -55,7 +55,6 @@ class SlurmTarget(LaunchTarget):
         """
         ids: dict[str, str] = {}
         for stage, command in zip(launch.pipeline.stages, rendered.commands, strict=True):
-            (launch.directory / "stages" / stage.name / "cancelled").unlink(missing_ok=True)
             words = [re.sub(r"\{jobid:([^}]*)\}", lambda match: ids[match[1]], word) for word in command]
             try:
                 answer = run_slurm_command(*words, cwd=launch.directory / "rendered")
@@ -98,7 +97,7 @@ class SlurmTarget(LaunchTarget):
         for stage in reversed(launch.pipeline.stages):  # dependents first
             if not (id_ := launch.job_ids.get(stage.name, "")):
                 continue
-            (launch.directory / "stages" / stage.name / "cancelled").touch()
+            (launch.directory / "stages" / stage.name / CANCELLED).touch()
             for job in _query_jobs([id_]):
                 if job.state == "pending":
                     run_slurm_command("scancel", job.label, allowed_errors=("already",))
@@ -108,22 +107,7 @@ class SlurmTarget(LaunchTarget):
                     messages.append(f"{stage.name}: job {job.label} was signaled to save and stop")
         return messages or ["no job of it is in the queue"]
 
-    def list(self, profile: Profile) -> Iterable[StageStatus]:
-        """Return this user's jobs in the queue."""
-        for job in parse_queue(run_slurm_command(*QUEUE, "--me")):
-            yield StageStatus(
-                stage=job.name,
-                state=job.state,
-                job_id=job.label,
-                reason=job.reason,
-                nodes=(job.nodes,) * bool(job.nodes),
-            )
-
-    def nodes(self, profile: Profile) -> Iterable[TargetNode]:
-        """Return the nodes by partition with their states."""
-        return parse_nodes(run_slurm_command("sinfo", "-h", "-N", "-o", "%N|%P|%T|%G|%E"))
-
-    def doctor(self, profile: Profile, pipeline: Pipeline | None) -> Iterator[Finding]:
+    def doctor(self, profile: Profile, pipeline: Pipeline) -> Iterator[Finding]:
         """Check controller, partition, limits, shared folder, and that Slurm can schedule the run."""
         from lt_launch.slurm.doctor import findings
 
