@@ -1,6 +1,8 @@
-"""A home of its own for every test, and a small recipe."""
+"""A home of its own for every test, what a command imports, and a small recipe."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +17,23 @@ def own_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
     monkeypatch.setenv("LT_LAUNCH_HOME", str(home))
     monkeypatch.setenv("LT_LAUNCH_PROFILE", str(home / "profile.toml"))
     return home
+
+
+@pytest.fixture(scope="session")
+def modules_of() -> Callable[..., set[str]]:
+    """Return the packages that a command line of `lt` imports, which must succeed."""
+    program = (
+        "import json, sys\nfrom lt_launch.__main__ import main\ncode = main(sys.argv[1:])\n"
+        "sys.stderr.write(json.dumps([code, sorted(sys.modules)]))"
+    )
+
+    def run(*arguments: str) -> set[str]:
+        command = [sys.executable, "-c", program, *arguments]
+        code, modules = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stderr)
+        assert code == 0
+        return {module.partition(".")[0] for module in modules}
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -305,24 +304,13 @@ def test_what_cannot_be_done_is_told_before_anything_is_written(lt: Lt, text: st
     assert (lt.folder / "runs").exists() == (code == 70)
 
 
-SOURCES = ("flag", "job", "profile", "machine")
-"""Of a variable; the first wins."""
-PAIRS = [*combinations(SOURCES, 2), SOURCES]
-
-
-def test_of_each_pair_of_sources_of_a_variable_and_of_all_the_first_wins(
-    lt: Lt, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def variables(source: str) -> dict[str, str]:
-        return {"_OR_".join(names).upper(): source for names in PAIRS if source in names}
-
-    names = " ".join("$" + "_OR_".join(pair).upper() for pair in PAIRS)
-    lines = ["[job]", f'argv = ["bash", "-c", "echo {names} >found"]']
-    for table, source in (("job.env", "job"), ("profile.env", "profile")):
-        lines += [f"[{table}]", *(f'{name} = "{value}"' for name, value in variables(source).items())]
-    lt.write("\n".join(lines))
-    for name, value in variables("machine").items():
-        monkeypatch.setenv(name, value)
-    flags = [word for name, value in variables("flag").items() for word in ("--env", f"{name}={value}")]
-    lt.run("run", "run.toml", *flags)
-    assert (lt.folder / "found").read_text().split() == [pair[0] for pair in PAIRS]
+def test_of_the_sources_of_a_variable_the_first_wins(lt: Lt, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--env, then [job.env], then the profile's [env], then the machine's own; A is in all, D in the last alone."""
+    for name in "ABCD":
+        monkeypatch.setenv(name, "machine")
+    lt.write(
+        '[job]\nargv = ["bash", "-c", "echo $A $B $C $D >found"]\nenv = { A = "job", B = "job" }\n'
+        '[profile.env]\nA = "profile"\nB = "profile"\nC = "profile"\n'
+    )
+    lt.run("run", "run.toml", "--env", "A=flag")
+    assert (lt.folder / "found").read_text().split() == ["flag", "job", "profile", "machine"]

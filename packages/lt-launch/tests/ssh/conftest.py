@@ -108,11 +108,7 @@ class Net:
         with open(log, "wb") as output:
             process = subprocess.Popen(command, stdout=output, stderr=output)
         self.machines[name] = Machine(net, process)
-        deadline = time.monotonic() + 30
-        while b"listening on" not in log.read_bytes():
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        self.until(lambda: b"listening on" in log.read_bytes())
         return self.machines[name]
 
     def hostfile(self, *names: str, more: str = "") -> str:
@@ -141,6 +137,13 @@ class Net:
         assert process.returncode == code, f"exit code {process.returncode}\n{out}"
         return out
 
+    def until(self, what: Callable[[], object], seconds: float = 60) -> None:
+        """Wait for something, at most some seconds."""
+        deadline = time.monotonic() + seconds
+        while not what():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
     def close(self) -> None:
         for process in (*self.started, *(machine.process for machine in self.machines.values())):
             process.kill()
@@ -168,16 +171,3 @@ def net(tmp_path: Path) -> Iterator[Net]:
         yield made
     finally:
         made.close()
-
-
-@pytest.fixture
-def until() -> Callable[..., None]:
-    """Wait for something, at most some seconds."""
-
-    def wait(what: Callable[[], object], seconds: float = 60) -> None:
-        deadline = time.monotonic() + seconds
-        while not what():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-
-    return wait

@@ -76,25 +76,25 @@ def test_the_first_failure_is_named_across_hosts(net, rank: int, what: str, code
     assert not training(net)
 
 
-def test_nothing_is_left_on_any_host_when_the_launcher_is_killed(net, until) -> None:
+def test_nothing_is_left_on_any_host_when_the_launcher_is_killed(net) -> None:
     """One rank does not even listen to SIGTERM; the others save."""
     trainer(net, 1000, env='FAULT = "3:2:hang"', more=f"grace_period_s = {GRACE_S}.0")
     process = net.start(*launch_on(net, "a", "b"))
-    until(checkpoint(net, 3).exists)
+    net.until(checkpoint(net, 3).exists)
     assert len(training(net)) == 4
     process.kill()
     machines = net.machines.values()
-    until(lambda: not training(net) and not any(one.processes(SHELL) for one in machines), GRACE_S + ORPHANS_S)
+    net.until(lambda: not training(net) and not any(one.processes(SHELL) for one in machines), GRACE_S + ORPHANS_S)
     assert [logged(net, rank).endswith(f"rank {rank} stopped\n") for rank in range(4)] == [True, True, True, False]
 
 
-def test_a_cut_link_ends_the_run_on_both_sides_and_names_the_host(net, until) -> None:
+def test_a_cut_link_ends_the_run_on_both_sides_and_names_the_host(net) -> None:
     more = f"grace_period_s = {GRACE_S}.0\n[job.restart]\nmax_restarts = 0"
     trainer(net, 1000, env='FAULT = "3:2:hang"', more=more)
     process = net.start(*launch_on(net, "a", "b"))
-    until(checkpoint(net, 3).exists)
+    net.until(checkpoint(net, 3).exists)
     net.machines["b"].cut()
-    until(lambda: not net.machines["b"].processes("fake_trainer.py"), GRACE_S + ORPHANS_S)
+    net.until(lambda: not net.machines["b"].processes("fake_trainer.py"), GRACE_S + ORPHANS_S)
     assert logged(net, 2).endswith("rank 2 stopped\n")
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 75, out
@@ -102,11 +102,11 @@ def test_a_cut_link_ends_the_run_on_both_sides_and_names_the_host(net, until) ->
     assert not training(net)
 
 
-def test_a_host_that_dies_is_named_and_another_takes_its_place(net, until) -> None:
+def test_a_host_that_dies_is_named_and_another_takes_its_place(net) -> None:
     net.add("c")
     trainer(net, 60)
     process = net.start(*launch_on(net, "a", "b", "c"))
-    until(checkpoint(net, 3).exists)
+    net.until(checkpoint(net, 3).exists)
     net.machines["b"].kill()
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 0, out
