@@ -51,7 +51,7 @@ from lt_ckpt import (
     write_rank_files,
 )
 from lt_ckpt.async_save import AsyncRankSaver
-from lt_ckpt.checkpoint import READER_THREADS
+from lt_ckpt.parallel import THREADS as READER_THREADS
 from lt_model import ModelConfig, param_specs
 
 CONFIG = ModelConfig(

@@ -33,7 +33,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lt_ckpt.tensorfile import HashingSafetensorsWriter, TensorSpec
+from lt_ckpt.tensorfile import TensorSpec, write_safetensors
 from lt_model import PRESETS, ModelConfig, config_to_hf, param_specs
 
 BLOCK_BYTES = 4 * 2**20
@@ -56,15 +56,10 @@ def make_model(folder: Path, config: ModelConfig, shard_bytes: int) -> int:
     names = {}
     for i, group in enumerate(files, start=1):
         name = f"model-{i:05d}-of-{len(files):05d}.safetensors"
-        with HashingSafetensorsWriter(folder / name, group, {"format": "pt"}) as writer:
-            for key, spec in group.items():
-                start = hash(key) % 4096
-                blocks = (
-                    noise[start : start + min(BLOCK_BYTES, spec.n_bytes - at)]
-                    for at in range(0, spec.n_bytes, BLOCK_BYTES)
-                )
-                writer.write(key, blocks)
-                names[key] = name
+        write_safetensors(
+            folder / name, group, {"format": "pt"}, lambda key: np.resize(noise[hash(key) % 4096 :], group[key].n_bytes)
+        )
+        names |= dict.fromkeys(group, name)
     total = sum(spec.n_bytes for group in files for spec in group.values())
     index = {"metadata": {"total_size": total}, "weight_map": names}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")

@@ -19,7 +19,7 @@ from lt_ckpt.dtypes import cast
 from lt_ckpt.formats import ConvertOptions, convert_checkpoint, open_source
 from lt_ckpt.nxd.options import NxdOptions
 from lt_ckpt.records import OptimizerRecord
-from lt_ckpt.tensorfile import HashingSafetensorsWriter, TensorSpec, file_order
+from lt_ckpt.tensorfile import TensorSpec, write_safetensors
 from lt_model import ModelConfig, config_to_hf, param_specs
 
 OPTIMIZER = OptimizerRecord(name="sgd", slots=("exp_avg",))
@@ -116,10 +116,11 @@ def toy_model(folder: Path, *, dtype: str = "BF16", seed: int = 0, **changes: ob
     rng = np.random.default_rng(seed)
     folder.mkdir(parents=True)
     specs = {p.name: TensorSpec(dtype, p.shape) for p in param_specs(config)}
-    with HashingSafetensorsWriter(folder / "model.safetensors", specs, {"format": "pt"}) as writer:
-        for name in file_order(specs):
-            values = rng.standard_normal(specs[name].shape).astype("<f4").reshape(-1).view(np.uint8)
-            writer.write(name, [cast(values, "F32", dtype)])
+
+    def read(name: str) -> np.ndarray:
+        return cast(rng.standard_normal(specs[name].shape).astype("<f4").reshape(-1).view(np.uint8), "F32", dtype)
+
+    write_safetensors(folder / "model.safetensors", specs, {"format": "pt"}, read)
     values = config_to_hf(config, bos_token_id=None, eos_token_id=None, dtype="bfloat16")
     (folder / "config.json").write_text(json.dumps(values), encoding="utf-8")
     return folder

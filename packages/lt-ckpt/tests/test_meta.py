@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lt_ckpt import CheckpointError
+from lt_ckpt import CheckpointError, open_source
 from lt_ckpt.meta_llama.format import open_meta
 from lt_ckpt.meta_llama.names import dialect_key, unpermute_rows
 from lt_ckpt.stored_slices import StoredSlice, read_box
@@ -79,7 +79,7 @@ def check(source, tensors):
 def test_every_tensor_comes_back_in_the_order_of_hugging_face(tmp_path, n_files, embedding_dim):
     tensors = save(tmp_path, CONFIG, n_files, embedding_dim=embedding_dim)
     (tmp_path / "tokenizer.model").write_bytes(b"pieces")
-    source = open_meta(tmp_path)
+    source = open_source(tmp_path)
     check(source, tensors)
     assert config_from_hf(source.config) == CONFIG
     assert source.config["torch_dtype"] == "bfloat16"

@@ -17,10 +17,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lt_ckpt import Checkpoint, CheckpointError, ConvertOptions, convert_checkpoint, open_source
+from lt_ckpt import CheckpointError, ConvertOptions, convert_checkpoint, open_source
 from lt_ckpt.checksums import iter_damages
 from lt_ckpt.folders import remove_checkpoint
-from lt_ckpt.hf.export import export_hf
 from lt_ckpt.integrity import verify
 from lt_ckpt.model_files import find_differences, with_architecture
 from lt_ckpt.nxd.options import NxdOptions
@@ -157,7 +156,7 @@ def test_generation_stops_at_each_end_of_text(tmp_path: Path, published) -> None
     name = "llama-3-8b-instruct"
     ids = eos_ids(PUBLISHED[name])
     back = convert_checkpoint(open_source(published(name)), tmp_path / "run", ConvertOptions(format="lt"))
-    out = export_hf(Checkpoint.open(back), tmp_path / "hf")
+    out = convert_checkpoint(open_source(back), tmp_path / "hf", ConvertOptions(format="hf"))
     for index, eos in enumerate(ids):
         assert decode(out, chain(eos, index)[0]) == chain(eos, index)[:-1]
     # the same with one id dropped: greedy decoding runs past its place

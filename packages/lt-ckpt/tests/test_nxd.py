@@ -11,7 +11,8 @@ import torch
 
 from lt_ckpt import CheckpointError
 from lt_ckpt.conversion import convert
-from lt_ckpt.hf.format import hf_target, open_hf
+from lt_ckpt.formats import open_source
+from lt_ckpt.hf.format import hf_target
 from lt_ckpt.nxd.format import nxd_target, open_nxd
 from lt_ckpt.nxd.options import NxdOptions
 from lt_ckpt.torchfile.file import write_pt
@@ -85,7 +86,7 @@ def read_all(opened, name="weights"):
 @pytest.mark.parametrize(("case", "part", "cut"), CASES)
 def test_what_nxd_wrote_is_the_model_it_was_made_from(case, part, cut):
     opened = open_nxd(case / part, config=config_of(case))
-    assert read_all(opened) == read_all(open_hf(case / "hf"))
+    assert read_all(opened) == read_all(open_source(case / "hf"))
     said = {
         name: opened.format_info[name]
         for name in ("tp", "pp", "virtual_pp", "qkv", "kv_size_multiplier", "layout", "xser")
@@ -113,7 +114,7 @@ def test_copies_on_other_ranks_hold_the_same_bytes(case, part, cut):
 
 @pytest.mark.parametrize(("case", "part", "cut"), CASES)
 def test_we_write_what_nxd_wrote_key_for_key_and_bit_for_bit(case, part, cut, tmp_path):
-    out = convert(*(lambda s: (s, nxd_target(s, cut)))(open_hf(case / "hf")), tmp_path / "out")
+    out = convert(*(lambda s: (s, nxd_target(s, cut)))(open_source(case / "hf")), tmp_path / "out")
     theirs = model_files(case / part)
     require_equal(model_files(out), theirs)
     if cut.tag:
@@ -127,7 +128,7 @@ def test_we_write_what_nxd_wrote_key_for_key_and_bit_for_bit(case, part, cut, tm
     added = {f"{cut.tag}/{name}" if cut.tag else name for name in ("config.json", "SHA256SUMS")}
     assert folder_of(out) == wanted | added, "NxD's loader reads no other file than its own"
     opened = open_nxd(out, config=config_of(case))
-    assert read_all(opened) == read_all(open_hf(case / "hf"))
+    assert read_all(opened) == read_all(open_source(case / "hf"))
 
 
 def folder_of(folder):
@@ -138,7 +139,7 @@ def folder_of(folder):
 def test_back_to_hugging_face_bit_for_bit(case, part, cut, tmp_path):
     opened = open_nxd(case / part, config=config_of(case))
     out = convert(opened, hf_target(opened), tmp_path / "hf")
-    assert read_all(open_hf(out)) == read_all(open_hf(case / "hf"))
+    assert read_all(open_source(out)) == read_all(open_source(case / "hf"))
 
 
 @pytest.mark.parametrize("qkv", ["gqa", "gqa_fused"])
@@ -146,7 +147,7 @@ def test_back_to_hugging_face_bit_for_bit(case, part, cut, tmp_path):
 @pytest.mark.parametrize("xser", [False, True])
 def test_attention_of_any_kind_comes_back(qkv, order, xser, tmp_path):
     cut = replace(GQA_CUT, qkv=qkv, head_order=order, xser=xser, virtual_pp=2, layout="v1")
-    model = open_hf(GQA / "hf")
+    model = open_source(GQA / "hf")
     out = convert(model, nxd_target(model, cut), tmp_path / "out")
     assert read_all(open_nxd(out, config=config_of(GQA), head_order=order)) == read_all(model)
     found = open_nxd(out, config=config_of(GQA))
@@ -156,7 +157,7 @@ def test_attention_of_any_kind_comes_back(qkv, order, xser, tmp_path):
 
 def test_coalesced_attention_comes_back(tmp_path):
     cut = replace(MHA_CUT, qkv="coalesced", pp=3)
-    model = open_hf(MHA / "hf")
+    model = open_source(MHA / "hf")
     out = convert(model, nxd_target(model, cut), tmp_path / "out")
     assert read_all(open_nxd(out, config=config_of(MHA))) == read_all(model)
     rank = load(out / "model" / "dp_rank_00_tp_rank_01_pp_rank_00.pt")
@@ -175,7 +176,7 @@ LAYER_KEYS = [
 
 def test_a_cut_of_its_own_stages_is_read(tmp_path):
     cut = replace(MHA_CUT, pp=2, stage_layers=((0, 1, 2), (3,)))
-    model = open_hf(MHA / "hf")
+    model = open_source(MHA / "hf")
     out = convert(model, nxd_target(model, cut), tmp_path / "out")
     found = open_nxd(out, config=config_of(MHA))
     assert found.format_info["stage_layers"] == [[0, 1, 2], [3]]
@@ -197,7 +198,7 @@ def tied(tmp_path):
 
 def test_a_tied_model_has_both_copies_in_nxd_and_one_in_hugging_face(tmp_path):
     folder, tensors = tied(tmp_path)
-    model = open_hf(folder)
+    model = open_source(folder)
     out = convert(model, nxd_target(model, replace(MHA_CUT, pp=2)), tmp_path / "nxd")
     for t in range(2):
         first, last = (load(out / "model" / f"dp_rank_00_tp_rank_0{t}_pp_rank_0{p}.pt") for p in (0, 1))
@@ -208,7 +209,7 @@ def test_a_tied_model_has_both_copies_in_nxd_and_one_in_hugging_face(tmp_path):
     assert "lm_head.weight" in opened.weights.specs
     back = convert(opened, hf_target(opened), tmp_path / "back")
     assert (back / "model.safetensors").read_bytes()
-    assert read_all(open_hf(back)) == read_all(model)
+    assert read_all(open_source(back)) == read_all(model)
 
 
 def test_a_tied_checkpoint_without_the_second_copy_is_read(tmp_path):
@@ -218,7 +219,7 @@ def test_a_tied_checkpoint_without_the_second_copy_is_read(tmp_path):
         del held["lm_head.weight"]
         torch.save(held, tmp_path / "nxd" / path)
     opened = open_nxd(tmp_path / "nxd", config=json.loads((folder / "config.json").read_text()))
-    assert read_all(opened) == read_all(open_hf(folder))
+    assert read_all(opened) == read_all(open_source(folder))
 
 
 def test_what_is_left_out_is_told(tmp_path):
@@ -229,7 +230,7 @@ def test_what_is_left_out_is_told(tmp_path):
     opened = open_nxd(tmp_path, config=config_of(MHA))
     assert opened.format_info["ignored_keys"] == ["model.layers.0.self_attn.rotary_emb.inv_freq"]
     assert opened.format_info["extra_keys"] == ["epoch", "scheduler"]
-    assert read_all(opened) == read_all(open_hf(MHA / "hf"))
+    assert read_all(opened) == read_all(open_source(MHA / "hf"))
 
 
 def test_what_nxds_converter_calls_xser_is_read(tmp_path):
@@ -239,14 +240,14 @@ def test_what_nxds_converter_calls_xser_is_read(tmp_path):
         (tmp_path / "fake" / "model" / f"dp_rank_00_tp_rank_0{t}_pp_rank_00.pt.tensors").mkdir()
     opened = open_nxd(tmp_path / "fake", config=config_of(MHA))
     assert opened.format_info["xser"] is False
-    assert read_all(opened) == read_all(open_hf(MHA / "hf"))
+    assert read_all(opened) == read_all(open_source(MHA / "hf"))
 
 
 def test_xser_of_older_versions_has_no_description(tmp_path):
     shutil.copytree(GQA / "nxd-xser", tmp_path / "old")
     for path in (tmp_path / "old").rglob("*.info.pt"):
         path.unlink()
-    assert read_all(open_nxd(tmp_path / "old", config=config_of(GQA))) == read_all(open_hf(GQA / "hf"))
+    assert read_all(open_nxd(tmp_path / "old", config=config_of(GQA))) == read_all(open_source(GQA / "hf"))
 
 
 def tags(root, names, **markers):
@@ -312,11 +313,6 @@ def change(folder, act, file=RANK):
     act(held)
     (folder / file).unlink()
     torch.save(held, folder / file)
-
-
-def test_a_configuration_is_asked_for():
-    with pytest.raises(CheckpointError, match=r"has no model configuration; .* \(--config config.json\)"):
-        open_nxd(MHA / "nxd-plain", config=None)
 
 
 def test_a_missing_rank_is_named(copy):

@@ -32,13 +32,17 @@ def box(offset, shape):
     return tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
 
 
+def pieces(layout):
+    return [(file, tensor, piece) for file in layout for tensor in file.tensors for piece in tensor.regions]
+
+
 def stored(layout, arrays):
     """Path → key → array, made from the layout's pieces."""
     made = {}
-    for file in layout.files:
+    for file in layout:
         made[file.path] = {tensor.key: np.full(tensor.shape, -1) for tensor in file.tensors}
         assert len(made[file.path]) == len(file.tensors)
-    for file, tensor, piece in layout:
+    for file, tensor, piece in pieces(layout):
         made[file.path][tensor.key][box(piece.stored_offset, piece.shape)] = arrays[piece.name][
             box(piece.offset, piece.shape)
         ]
@@ -84,11 +88,10 @@ def cuts(draw):
 def test_cut_and_put_together_is_the_model_again(cut):
     config, options = cut
     layout, arrays = nxd_layout(config, options), model(config)
-    layout.check(tensor_shapes(config))
     made = stored(layout, arrays)
     assert all((array >= 0).all() for held in made.values() for array in held.values())
     back = {name: np.full(array.shape, -1) for name, array in arrays.items()}
-    for file, tensor, piece in layout:
+    for file, tensor, piece in pieces(layout):
         back[piece.name][box(piece.offset, piece.shape)] = made[file.path][tensor.key][
             box(piece.stored_offset, piece.shape)
         ]

@@ -11,8 +11,8 @@ from nxd_trees import load, same
 from lt_ckpt import CheckpointError
 from lt_ckpt.conversion import convert
 from lt_ckpt.dtypes import cast
-from lt_ckpt.formats import ConvertOptions, convert_checkpoint
-from lt_ckpt.hf.format import hf_target, open_hf
+from lt_ckpt.formats import ConvertOptions, convert_checkpoint, open_source
+from lt_ckpt.hf.format import hf_target
 from lt_ckpt.nxd.format import nxd_target, open_nxd
 from lt_ckpt.nxd.layout import nxd_layout
 from lt_ckpt.nxd.options import NxdOptions
@@ -162,7 +162,7 @@ def refuse(folder, match, **changes):
 
 def test_a_missing_shard_is_named(copy):
     (copy / "optim" / name(0, 1)).unlink()
-    refuse(copy, rf"optim/{name(0, 1)}: is missing; the other files are of 2 data-parallel ranks")
+    refuse(copy, rf"optim/{name(0, 1)}: is missing; the other files are of dp 2, tp")
     shutil.rmtree(copy / "optim")
     refuse(copy, r"has no optimizer state")
     assert open_nxd(copy, config=CONFIG)
@@ -212,7 +212,7 @@ def test_masters_that_are_not_there(copy):
 
 def test_shards_of_two_saves_are_not_mixed(copy):
     change(copy, lambda tree: tree["base_state"][5].update(step=torch.tensor(4.0)))
-    refuse(copy, rf"optim/{name(1, 1)}: has another step than optim/{name(0, 1)}")
+    refuse(copy, rf"different steps, from different saves: 3\.0 in optim/{name(0, 0)}, 4\.0 in optim/{name(1, 1)}")
 
 
 def renumber(tree, numbers, groups):
@@ -303,7 +303,7 @@ def test_moments_go_where_they_can_be_kept_and_from_one_step_only(copy, tmp_path
     with pytest.raises(CheckpointError, match=r"--optimizer, .* have no effect on hf"):
         command(str(DATA / "llama2-mha-tp2" / "hf"), tmp_path / "out", "lt", optimizer=True)
     change(copy, lambda tree: tree["base_state"][5].update(step=torch.tensor(4.0)), EVERY)
-    refuse(copy, r"its optimizer's tensors have different steps: \['3\.0', '4\.0'\]")
+    refuse(copy, r"its optimizer's tensors have different steps, .*: 3\.0 in .*, 4\.0 in")
     change(copy, lambda tree: [state.update(step=torch.tensor(2.5)) for state in tree["base_state"].values()], EVERY)
     refuse(copy, "its optimizer has the invalid step 2.5")
     change(copy, lambda tree: [state.update(step="3") for state in tree["base_state"].values()], EVERY)
@@ -321,7 +321,7 @@ def test_the_model_files_are_written_again_key_for_key(folder, tmp_path):
     """
     opened = open_nxd(folder, config=CONFIG)
     hf = convert(opened, hf_target(opened), tmp_path / "hf")
-    source = open_hf(hf)
+    source = open_source(hf)
     cut = NxdOptions(tp=2, tag="step_3", xser=opened.format_info["xser"])
     out = convert(source, nxd_target(source, cut), tmp_path / "out")
     for t in range(2):

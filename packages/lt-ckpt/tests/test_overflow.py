@@ -2,14 +2,14 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lt_ckpt import Checkpoint, CheckpointError, ConvertOptions, convert_checkpoint, open_source
-from lt_ckpt.hf.export import export_hf
+from lt_ckpt import CheckpointError, ConvertOptions, convert_checkpoint, open_source
 from lt_model import config_to_hf, param_specs
 
 NAME = "model.layers.2.mlp.up_proj.weight"
@@ -66,7 +66,7 @@ def test_an_overflow_in_any_block_is_found_and_other_tensors_are_cast(tmp_path: 
         convert_checkpoint(open_source(source), tmp_path / "out", options)
     saved = convert_checkpoint(open_source(source), tmp_path / "run", ConvertOptions(format="lt"))
     with pytest.raises(CheckpointError, match=f"{NAME}: values exceed"):
-        export_hf(Checkpoint.open(saved), tmp_path / "out", dtype="F16")
+        convert_checkpoint(open_source(saved), tmp_path / "out", options)
     assert not (tmp_path / "out").exists()
-    out = export_hf(Checkpoint.open(saved), tmp_path / "out", dtype="F16", allow_overflow=True)
+    out = convert_checkpoint(open_source(saved), tmp_path / "out", replace(options, allow_overflow=True))
     assert int(load_file(out / "model.safetensors")[NAME].isinf().sum()) == 300

@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from lt_ckpt import CheckpointError
+from lt_ckpt import CheckpointError, files
 from lt_ckpt.laid_out_files import pwrite
-from lt_ckpt.source import StoredArray
 from lt_ckpt.stored_slices import read_box
-from lt_ckpt.tensorfile import TensorSpec
+from lt_ckpt.tensorfile import StoredArray, TensorSpec
 from lt_ckpt.torchfile import tensor_files
 from lt_ckpt.torchfile.file import DTYPES, TensorReference, load_pt, read_state_dict, write_pt
 from lt_ckpt.torchfile.tensor_files import TensorFiles
@@ -49,7 +48,9 @@ VIEWS = {
 }
 
 
-def test_any_view_of_any_storage_is_read(tmp_path):
+@pytest.mark.parametrize("span_bytes", [files.BLOCK_BYTES, 48])
+def test_any_view_of_any_storage_is_read(tmp_path, monkeypatch, span_bytes):
+    monkeypatch.setattr(files, "BLOCK_BYTES", span_bytes)
     path = tmp_path / "views.pt"
     torch.save({**VIEWS, "nested": [{"a": (BASE[2:], 3, None, "text")}]}, path)
     tree = load_pt(path)
@@ -61,6 +62,10 @@ def test_any_view_of_any_storage_is_read(tmp_path):
             assert read(path, tree[name], part) == bits(tensor.detach()[:, 1:]), name
     inner, *plain = tree["nested"][0]["a"]
     assert (read(path, inner), plain) == (bits(BASE[2:]), [3, None, "text"])
+    os.truncate(path, min(array.byte_offset for array in map(tree.get, VIEWS) if array.spec.n_bytes))
+    for name in ("whole", "every third row", "transposed", "backwards strides"):  # cut after it was opened
+        with pytest.raises(CheckpointError, match="the file is truncated"):
+            read(path, tree[name])
 
 
 @pytest.mark.parametrize("code", DTYPES)

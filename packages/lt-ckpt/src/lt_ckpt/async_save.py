@@ -16,7 +16,7 @@ The way of a tensor to the disk, and what each hop adds; none only forwards:
     AsyncRankSaver.start                the copy, after which training goes on; the thread
     write_rank_files                    the rank's manifest, after its files; `failed-` for rank 0
     RankFileWriter.write                the files: one per group, or those of NxD
-    HashingSafetensorsWriter.write      header, order and a hash per slice; fsync
+    write_safetensors                   header, order and a hash per slice; fsync
 
 A blocking save leaves out the second; `CheckpointManager.save` calls `write_rank_files` itself.
 

@@ -1,16 +1,15 @@
 """Checkpoint reader: any slice of any tensor, independent of the sharding that wrote it.
 
 `Checkpoint.open` checks COMMIT against the manifest, the manifest's consistency, and every file's size; it reads no
-tensor. `read` plans which stored slices it needs and reads only their bytes. Those slices that it reads as wholes are
-compared with their hashes; parts of slices, and files of NxD, must be verified before (see `lt_ckpt.verify`, and
-`find_latest_valid`, which verifies before a run resumes).
+tensor. `read` reads only the bytes of the stored slices that it needs. Those that it reads as wholes are compared with
+their hashes; parts of slices, and files of NxD, must be verified before (see `lt_ckpt.verify`, and `find_latest_valid`,
+which verifies before a run resumes).
 
-Cost: open: the manifest and one stat per file; read: the requested bytes and their hashes, a slice per thread.
+Cost: open: the manifest and one stat per file; read: the requested bytes and their hashes.
 """
 
 import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -23,12 +22,12 @@ from lt_ckpt.dtypes import item_bytes
 from lt_ckpt.errors import CheckpointError, translate_os_errors
 from lt_ckpt.folders import COMMIT, HF, MANIFEST, TOKENIZER
 from lt_ckpt.manifest import MAX_MANIFEST_BYTES, CheckpointManifest, check_commit
+from lt_ckpt.parallel import run_in_threads
 from lt_ckpt.records import TensorRecord
-from lt_ckpt.shards import Box, Ints, intersect, is_inside
-from lt_ckpt.stored_slices import StoredSlice, read_slice, slice_box
+from lt_ckpt.shards import Box, Ints, is_inside
+from lt_ckpt.source import check_names
+from lt_ckpt.stored_slices import read_box_into
 from lt_ckpt.tensorfile import TensorSpec
-
-READER_THREADS = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,89 +54,23 @@ def read_manifest(folder: Path) -> CheckpointManifest:
     return manifest
 
 
-def spec_differences(
-    expected: Mapping[str, Mapping[str, TensorSpec]], actual: Mapping[str, Mapping[str, TensorSpec]]
-) -> list[str]:
-    """Compare tensors by name, dtype and shape in the groups that `expected` names.
-
-    Returns:
-        One text per kind of difference: missing tensors, unexpected ones, other dtypes or shapes; at most ten names
-            each.
-    """
-    missing: list[str] = []
-    extra: list[str] = []
-    other: list[str] = []
-    for group, specs in expected.items():
-        there = actual.get(group, {})
-        missing += [f"{group}/{name}" for name in specs if name not in there]
-        extra += [f"{group}/{name}" for name in there if name not in specs]
-        for name, spec in specs.items():
-            if name in there and there[name] != spec:
-                found = there[name]
-                other.append(
-                    f"{group}/{name} is {found.dtype} {list(found.shape)} instead of {spec.dtype} {list(spec.shape)}"
-                )
-    result: list[str] = []
-    for title, names in (("missing", missing), ("unexpected", extra), ("different", other)):
-        if names:
-            more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-            result.append(f"{title}: {', '.join(names[:10])}{more}")
-    return result
-
-
-@dataclass(frozen=True, slots=True)
-class _SliceRead:
-    """Part of a stored slice to read: where it lies, the elements to fill, and what they must hash to, if a whole."""
-
-    stored: StoredSlice
-    target: np.ndarray
-    xxh3_128: str
-    where: str
-
-    def run(self, folder: Path) -> None:
-        """Read the part and compare its hash."""
-        read_slice(folder, self.stored, self.target)
-        if self.xxh3_128:
-            data = np.ascontiguousarray(self.target).reshape(-1).view(np.uint8).data
-            if xxhash.xxh3_128_hexdigest(data) != self.xxh3_128:
-                path = folder / self.stored.file
-                raise CheckpointError(f"{path}: {self.where}: its bytes have changed since they were written")
-
-
-def read_slices_into(
-    folder: Path, tensors: Sequence[tuple[TensorRecord, str, Box]], targets: Sequence[np.ndarray]
+def check_specs(
+    expected: Mapping[str, Mapping[str, TensorSpec]], actual: Mapping[str, Mapping[str, TensorSpec]], where: str
 ) -> None:
-    """Read slices of tensors whose files lie in one folder.
-
-    Args:
-        folder: Folder of the records' files.
-        tensors: For each slice: the tensor's record, its name for messages, the box.
-        targets: For each slice the buffer to fill: one-dimensional uint8.
+    """Check that the groups that `expected` names hold exactly these tensors; `where` is the checkpoint, for messages.
 
     Raises:
-        CheckpointError: A file cannot be read, or a slice that was read as a whole differs from its hash.
+        CheckpointError: Names what is missing or unexpected, or the first tensor of another dtype or shape.
     """
-    reads: list[_SliceRead] = []
-    for (record, where, box), target in zip(tensors, targets, strict=True):
-        item = item_bytes(record.dtype)
-        values = target.view(f"<u{item}").reshape(box[1])
-        for piece in record.slices:
-            own = piece.offset, piece.shape
-            common = intersect(box, own)
-            if common is not None:
-                at = tuple(slice(o - b, o - b + n) for o, b, n in zip(common[0], box[0], common[1], strict=True))
-                whole = StoredSlice(file=piece.file, byte_offset=piece.byte_offset, offset=own[0], shape=own[1])
-                expected = piece.xxh3_128 if common == own else ""
-                reads.append(_SliceRead(slice_box(whole, common, item), values[(..., *at)], expected, where))
-    reads.sort(key=lambda read: (read.stored.file, read.stored.byte_offset))
-    with ThreadPoolExecutor(READER_THREADS, "lt-ckpt-read") as pool:
-        futures = [pool.submit(read.run, folder) for read in reads]
-        try:
-            for future in futures:
-                future.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+    for group, specs in expected.items():
+        there = actual.get(group, {})
+        check_names(specs, there, f"{where}: {group}")
+        for name, spec in specs.items():
+            if (found := there[name]) != spec:
+                raise CheckpointError(
+                    f"{where}: {group}/{name} is {found.dtype} {list(found.shape)} instead of {spec.dtype} "
+                    f"{list(spec.shape)}; check the recipe's model, or choose another checkpoint"
+                )
 
 
 class Checkpoint:
@@ -146,11 +79,11 @@ class Checkpoint:
     Attributes:
         path: Its folder.
         manifest: Its content.
+        is_verified: Every byte was compared with its hash (`find_latest_valid`).
     """
 
     def __init__(self, path: Path, manifest: CheckpointManifest) -> None:
-        self.path = path
-        self.manifest = manifest
+        self.path, self.manifest, self.is_verified = path, manifest, False
 
     def __repr__(self) -> str:
         return f"Checkpoint({str(self.path)!r}, step={self.step})"
@@ -214,15 +147,10 @@ class Checkpoint:
         Raises:
             CheckpointError: Names what is missing, unexpected or different. Nothing is cast or left out silently.
         """
-        differences = spec_differences(expected, {g: self.specs(g) for g in expected if g in self.manifest.tensors})
-        if differences:
-            raise CheckpointError(
-                f"{self.path}: does not hold the expected state: {'; '.join(differences)}; "
-                "check the recipe's model, or choose another checkpoint"
-            )
+        check_specs(expected, {g: self.specs(g) for g in expected if g in self.manifest.tensors}, str(self.path))
 
     def read_many(self, items: Sequence[ReadItem]) -> list[np.ndarray]:
-        """Read several slices, each file front to back.
+        """Read several slices, one per thread.
 
         Returns:
             Each item's bytes: one-dimensional uint8, C order.
@@ -230,9 +158,9 @@ class Checkpoint:
         Raises:
             CheckpointError: No such tensor, a slice outside of it, or a file that cannot be read.
         """
-        boxes = self._boxes(items)
-        targets = [np.empty(prod(box[1]) * item_bytes(record.dtype), np.uint8) for record, _, box in boxes]
-        read_slices_into(self.path, boxes, targets)
+        found = [(record, prod(box[1]) * item_bytes(record.dtype)) for record, _, box in self._boxes(items)]
+        targets = [np.empty(n_bytes, np.uint8) for _, n_bytes in found]
+        self.read_into(items, targets)
         return targets
 
     def read_into(self, items: Sequence[ReadItem], targets: Sequence[np.ndarray]) -> None:
@@ -253,7 +181,12 @@ class Checkpoint:
                     f"{name}: needs a target of {n_bytes} contiguous bytes in a one-dimensional uint8 array, not shape "
                     f"{list(target.shape)} of {target.dtype}"
                 )
-        read_slices_into(self.path, boxes, targets)
+
+        def read(record: TensorRecord, name: str, box: Box, target: np.ndarray) -> None:
+            out = target.view(f"<u{item_bytes(record.dtype)}").reshape(box[1])
+            read_box_into(self.path, record.slices, box, out, name)
+
+        run_in_threads(read, [(*found, target) for found, target in zip(boxes, targets, strict=True)])
 
     def _boxes(self, items: Sequence[ReadItem]) -> list[tuple[TensorRecord, str, Box]]:
         boxes: list[tuple[TensorRecord, str, Box]] = []

@@ -6,12 +6,12 @@ list of its files' hashes (`hash_list.py`). Other files have nothing that would 
 
 from collections.abc import Iterable, Iterator
 
-from lt_ckpt.byte_counter import ByteCounter
 from lt_ckpt.errors import CheckpointError
 from lt_ckpt.files import ProgressCallback
 from lt_ckpt.hash_list import HASH_LIST, HashList
 from lt_ckpt.hf.folder import CONFIG
 from lt_ckpt.integrity import verify
+from lt_ckpt.parallel import ByteCounter
 from lt_ckpt.source import Source
 
 
@@ -29,6 +29,8 @@ def iter_damages(source: Source, *, progress: ProgressCallback | None = None) ->
 
     A listed file that is missing and, of a list, one that is not listed are wrong too: readers take files by name.
     """
+    if source.is_verified:
+        return
     if source.format == "lt":
         yield from verify(source.path, progress=progress).problems
     elif source.hash_list is not None:
@@ -52,8 +54,7 @@ def check_undamaged(source: Source, *, progress: ProgressCallback | None = None)
         problems = iter_damages(source, progress=progress)
     else:
         listed = source.hash_list
-        tensor_files = {s.file for g in source.groups.values() for slices in g.locations.values() for s in slices}
-        unlisted = sorted(file for file in tensor_files if file not in listed.hashes)
+        unlisted = sorted(source.files() - set(listed.hashes))
         if unlisted:
             raise CheckpointError(f"{listed.folder / unlisted[0]}: holds tensors and is not in {HASH_LIST}")
         problems = _iter_changed_files(listed, {file for file in listed.hashes if file != CONFIG}, progress)

@@ -10,12 +10,11 @@ from math import prod
 
 import numpy as np
 
-from lt_ckpt.byte_counter import ByteCounter
 from lt_ckpt.dtypes import cast, item_bytes
 from lt_ckpt.files import ProgressCallback
+from lt_ckpt.parallel import ByteCounter
 from lt_ckpt.shards import split_rows
 from lt_ckpt.source import Source, TensorGroup
-from lt_model import config_from_hf
 
 BLOCK_BYTES = 4 * 2**20
 
@@ -95,36 +94,25 @@ def _compare(kind: str, name: str, a: Source, b: Source, count_bytes: ByteCounte
     )
 
 
-def config_differences(a: Source, b: Source) -> Iterator[str]:
-    """Yield the configuration fields in which two sources differ, as text; nothing if one has no config."""
-    if a.config is None or b.config is None:
-        return
-    left, right = (config_from_hf(dict(s.config or {}), source=f"{s.path}: config").to_dict() for s in (a, b))
-    for name, value in left.items():
-        if value != right.get(name):
-            yield f"configuration: {name} is {value!r}, in {b.path} {right.get(name)!r}"
-
-
 def find_replica_mismatches(source: Source, *, progress: ProgressCallback | None = None) -> Iterator[str]:
     """Yield each replica of a box that differs from the first one; nothing when all are equal.
 
     Formats replicate norms on every rank and repeat key and value heads; a reader takes the first replica.
     """
-    total = sum(
-        int(np.prod(replica.shape, dtype=np.int64)) * item_bytes(group.specs[name].dtype)
+    repeated = [
+        (group, name, replica)
         for group in source.groups.values()
         for name, replicas in group.replicas.items()
         for replica in replicas
-    )
+    ]
+    total = sum(prod(replica.shape) * item_bytes(group.specs[name].dtype) for group, name, replica in repeated)
     count_bytes = ByteCounter(total, progress)
-    for group in source.groups.values():
-        for name, replicas in group.replicas.items():
-            spec = group.specs[name]
-            for replica in replicas:
-                for offset, shape in split_rows(replica.shape, BLOCK_BYTES // item_bytes(spec.dtype)):
-                    box = tuple(o + c for o, c in zip(offset, replica.offset, strict=True)), shape
-                    first = source.read_slices(group.locations[name], spec, box, name)
-                    count_bytes(first.size)
-                    if not np.array_equal(source.read_slices((replica,), spec, box, name), first):
-                        yield f"{replica.file}: its replica of {name} differs from that of the first rank"
-                        break
+    for group, name, replica in repeated:
+        spec = group.specs[name]
+        for offset, shape in split_rows(replica.shape, BLOCK_BYTES // item_bytes(spec.dtype)):
+            box = tuple(o + c for o, c in zip(offset, replica.offset, strict=True)), shape
+            first = source.read_slices(group.locations[name], spec, box, name)
+            count_bytes(first.size)
+            if not np.array_equal(source.read_slices((replica,), spec, box, name), first):
+                yield f"{replica.file}: its replica of {name} differs from that of the first rank"
+                break

@@ -16,12 +16,11 @@ from pathlib import Path
 
 from lt_ckpt import files
 from lt_ckpt.atomic_folder import AtomicFolder
-from lt_ckpt.byte_counter import ByteCounter
 from lt_ckpt.checked_cast import read_cast
-from lt_ckpt.dtypes import check_castable
-from lt_ckpt.errors import CheckpointError, translate_os_errors
+from lt_ckpt.errors import translate_os_errors
 from lt_ckpt.hash_list import HASH_LIST, format_hash_list
-from lt_ckpt.laid_out_files import Fill, run_in_threads
+from lt_ckpt.laid_out_files import Fill
+from lt_ckpt.parallel import ByteCounter, run_in_threads
 from lt_ckpt.shards import Box
 from lt_ckpt.source import Source
 from lt_ckpt.tensorfile import TensorSpec
@@ -32,7 +31,6 @@ class Target:
     """Output of a conversion.
 
     Attributes:
-        format: `hf`, `nxd`, `dcp` or `pt`.
         specs: Model tensor → dtype in the target, and shape.
         n_bytes: Bytes of the tensors of all files, replicas and padding included.
         fill: Writes the tensor files.
@@ -43,7 +41,6 @@ class Target:
         allow_overflow: Let finite values beyond the range of the target's dtype become infinite, instead of refusing.
     """
 
-    format: str
     specs: Mapping[str, TensorSpec]
     n_bytes: int
     fill: Fill
@@ -72,12 +69,6 @@ def convert(
         CheckpointError: The two do not fit together, `out` is not empty, or the disk fails. Nothing is left behind.
     """
     folder = Path(os.path.abspath(out))
-    for name, spec in target.specs.items():
-        found = source.weights.specs.get(name)
-        if found is None or found.shape != spec.shape:
-            what = "the source has no such tensor" if found is None else f"has shape {list(found.shape)}"
-            raise CheckpointError(f"{name}: {what}, expected {list(spec.shape)}")
-        check_castable(found.dtype, spec.dtype)
 
     def read(name: str, box: Box):
         return read_cast(source, name, box, target.specs[name].dtype, allow_overflow=target.allow_overflow)

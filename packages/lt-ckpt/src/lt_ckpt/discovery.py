@@ -53,8 +53,12 @@ def _open_if_valid(
         checkpoint = Checkpoint.open(path)
     except CheckpointError as exc:
         return None, str(exc)
-    report = verify_checkpoint(path, progress=progress) if verify else None
-    return (checkpoint, "") if report is None or report.is_loadable else (None, "; ".join(report.problems))
+    if verify:
+        report = verify_checkpoint(path, progress=progress)
+        if not report.is_loadable:
+            return None, "; ".join(report.problems)
+        checkpoint.is_verified = True
+    return checkpoint, ""
 
 
 def find_latest_valid(

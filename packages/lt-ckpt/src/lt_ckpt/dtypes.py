@@ -31,7 +31,6 @@ ITEM_BYTES: dict[str, int] = {
 _TORCH_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _BY_RANGE = ("F16", "BF16", "F32", "F64")
 """Floating-point types, the one with the smallest largest value first."""
-_FLOAT_ALIASES = {"fp64": "F64", "fp32": "F32", "fp16": "F16"}
 _NUMPY = {"F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2")}
 
 
@@ -44,12 +43,9 @@ def item_bytes(dtype: str) -> int:
 
 def parse_float_dtype(name: str) -> str:
     """Return the safetensors code of a floating-point dtype name: bf16, bfloat16, BF16, fp32."""
-    lowered = name.lower()
     for code, long_name in _TORCH_NAMES.items():
-        if lowered in (code.lower(), long_name):
+        if name.lower() in (code.lower(), code.lower().replace("f", "fp"), long_name):
             return code
-    if lowered in _FLOAT_ALIASES:
-        return _FLOAT_ALIASES[lowered]
     raise CheckpointError(f"dtype {name!r} is not a floating type that can be cast to; use f64, f32, f16 or bf16")
 
 

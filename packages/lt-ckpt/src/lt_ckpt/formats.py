@@ -6,11 +6,12 @@ files NxD, `consolidated.*.pth` Meta; a file is a torch-saved state dict.
 """
 
 import os
+import pkgutil
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any
 
 from lt_ckpt import files
 from lt_ckpt.confined_files import resolve_confined
@@ -30,6 +31,14 @@ from lt_ckpt.source import Source
 
 FORMATS = ("hf", "nxd", "lt", "dcp", "pt")
 HUB = "hf://"
+_OPENERS = {
+    "hf": "lt_ckpt.hf.format:open_hf",
+    "nxd": "lt_ckpt.nxd.format:open_nxd",
+    "dcp": "lt_ckpt.dcp.format:open_dcp",
+    "pt": "lt_ckpt.torchfile.format:open_pt",
+    "meta": "lt_ckpt.meta_llama.format:open_meta",
+}
+"""Format → the function that opens it; imported when it is needed, torch with it."""
 RANK_FILE = re.compile(r"(^|_)tp_rank_\d+_pp_rank_\d+")
 MAX_SEARCH_DEPTH = 3
 
@@ -106,11 +115,6 @@ def _detect_format(path: Path) -> str:
     )
 
 
-def has_optimizer_state(path: str) -> bool:
-    """Return True if the format of a path opens optimizer state along with the weights by default."""
-    return not path.startswith(HUB) and detect_format(Path(path)) in ("lt", "dcp")
-
-
 def _has_rank_files(folder: Path, levels: int) -> bool:
     entries = list(os.scandir(folder))
     if any(RANK_FILE.search(entry.name) for entry in entries):
@@ -153,74 +157,47 @@ def open_source(
         from lt_ckpt.hub.model import fetch_model
 
         fetched = fetch_model(str(path), cache=cache_dir, verify=verify, progress=progress)
-        source = open_source(fetched.path, config=config)
+        nxd = {"master_weights": master_weights, "optimizer": optimizer, "head_order": head_order}
+        source = open_source(fetched.path, config=config, **nxd)
         return replace(source, format_info={**source.format_info, **fetched.about})
-    local_path = Path(path)
-    format_name = detect_format(local_path)
-    if format_name != "nxd" and (optimizer or head_order != "trn1" or (master_weights and format_name != "lt")):
-        raise CheckpointError(
-            f"{local_path}: --optimizer, --source-head-order and --master-weights have no effect on {format_name}"
-        )
-    if format_name == "lt":
+    path = Path(path)
+    kind = detect_format(path)
+    has_masters, has_state = kind in ("nxd", "lt"), kind in ("nxd", "lt", "dcp")
+    if (
+        (master_weights and not has_masters)
+        or (optimizer and not has_state)
+        or (head_order != "trn1" and kind != "nxd")
+    ):
+        raise CheckpointError(f"{path}: --optimizer, --source-head-order and --master-weights have no effect on {kind}")
+    if kind == "lt":
         from lt_ckpt.discovery import describe_fallbacks, resolve_checkpoint
         from lt_ckpt.llama_tensors import MASTER_WEIGHTS, select_group
         from lt_ckpt.lt_format import open_lt
 
-        checkpoint, rejected = resolve_checkpoint(local_path)
+        checkpoint, rejected = resolve_checkpoint(path)
         source = replace(open_lt(checkpoint), fallbacks=describe_fallbacks(checkpoint, rejected))
         return select_group(source, MASTER_WEIGHTS) if master_weights else source
-    hash_list = _read_hash_list(local_path, format_name, config_is_given=config is not None)
-    if format_name == "hf":
-        from lt_ckpt.hf.format import open_hf
-
-        return replace(open_hf(local_path, config=given_config), hash_list=hash_list)
-    from lt_ckpt.model_files import read_carried_files
-
-    given_files = (
-        {} if config is None else read_aux_files(Path(config) if Path(config).is_dir() else Path(config).parent)
-    )
-    if format_name == "meta":
-        from lt_ckpt.meta_llama.format import open_meta
-
-        source = open_meta(local_path, config=given_config)
-        return _check_links(replace(source, aux_files={**source.aux_files, **given_files}))
-    known, other_files = read_carried_files(
-        local_path.parent if format_name == "pt" else _model_folder(local_path, format_name)
-    )
-    known = given_config or known
-    if known is None:
-        if format_name == "pt":  # perhaps no file of torch at all
+    folder = path.parent if kind == "pt" else _model_folder(path, kind)
+    hash_list = _read_hash_list(folder, config_is_given=config is not None) if kind in ("hf", "dcp", "nxd") else None
+    has_config = (folder / CONFIG).is_file()
+    known = given_config or (read_json(folder / CONFIG) if has_config else None)
+    if known is None and kind != "meta":  # whose params.json says most of it
+        if kind == "pt":  # perhaps no file of torch at all
             from lt_ckpt.torchfile.file import load_pt
 
-            load_pt(local_path)
+            load_pt(path)
         raise CheckpointError(
-            f"{local_path}: this format has no model configuration; give a Hugging Face one (--config config.json)"
+            f"{path}: there is no {CONFIG} with it; give the model's Hugging Face one (--config config.json)"
         )
-    if format_name == "nxd":
-        from lt_ckpt.nxd.format import open_nxd
-        from lt_ckpt.nxd.options import HeadOrder
-
-        if head_order not in get_args(HeadOrder):
-            raise CheckpointError(
-                f"source_head_order = {head_order!r}: must be one of {', '.join(get_args(HeadOrder))}"
-            )
-        source = open_nxd(
-            local_path,
-            config=known,
-            master_weights=master_weights,
-            optimizer=optimizer,
-            head_order=cast(HeadOrder, head_order),
-        )
-    elif format_name == "dcp":
-        from lt_ckpt.dcp.format import open_dcp
-
-        source = open_dcp(local_path, config=known)
-    else:
-        from lt_ckpt.torchfile.format import open_pt
-
-        source = open_pt(local_path, config=known)
-    source = replace(source, aux_files={**source.aux_files, **other_files, **given_files})
-    return replace(source if format_name == "pt" else _check_links(source), hash_list=hash_list)
+    nxd = {"master_weights": master_weights, "optimizer": optimizer, "head_order": head_order} if kind == "nxd" else {}
+    source: Source = pkgutil.resolve_name(_OPENERS[kind])(path, config=known, **nxd)
+    aux_files = read_aux_files(folder) if has_config or kind != "pt" else {}
+    if config is not None and kind != "hf":
+        aux_files |= read_aux_files(Path(config) if Path(config).is_dir() else Path(config).parent)
+    if kind != "pt":  # whose file the user has named
+        for file in source.files():
+            resolve_confined(source.root, file)
+    return replace(source, aux_files=aux_files, hash_list=hash_list)
 
 
 def load_model_config(
@@ -243,10 +220,7 @@ def load_model_config(
         from lt_ckpt.hub.model import fetch_config
 
         return fetch_config(str(path), cache=cache_dir)[0]
-    loaded = open_source(path, config=config).config if config is None else read_config(Path(config))
-    if loaded is None:
-        raise CheckpointError(f"{path}: this checkpoint has no model configuration; give a config.json")
-    return loaded
+    return open_source(path).config if config is None else read_config(Path(config))
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -254,7 +228,7 @@ def read_config(path: Path) -> dict[str, Any]:
     return read_json(path / CONFIG if path.is_dir() else Path(os.path.realpath(path)))
 
 
-def _read_hash_list(path: Path, format_name: str, *, config_is_given: bool) -> HashList | None:
+def _read_hash_list(folder: Path, *, config_is_given: bool) -> HashList | None:
     """Read the list of hashes in a folder, and compare the small files that opening reads as wholes.
 
     A configuration that is given replaces the folder's, which may then differ.
@@ -262,9 +236,7 @@ def _read_hash_list(path: Path, format_name: str, *, config_is_given: bool) -> H
     Raises:
         CheckpointError: The list is malformed, or one of those files is missing or differs.
     """
-    if format_name not in ("hf", "dcp", "nxd"):
-        return None
-    found = read_hash_list(_model_folder(path, format_name))
+    found = read_hash_list(folder)
     if found is None:
         return None
     for file in found.hashes:
@@ -280,13 +252,6 @@ def _model_folder(path: Path, format_name: str) -> Path:
     from lt_ckpt.nxd.discovery import find_nxd_files
 
     return find_nxd_files(path).root
-
-
-def _check_links(source: Source) -> Source:
-    """Return the source; raise a CheckpointError if a file with tensors is a link out of its folder."""
-    for file in sorted({s.file for g in source.groups.values() for slices in g.locations.values() for s in slices}):
-        resolve_confined(source.root, file)
-    return source
 
 
 def convert_checkpoint(
@@ -314,10 +279,7 @@ def convert_checkpoint(
     from lt_ckpt.comparison import find_replica_mismatches
     from lt_ckpt.conversion import convert
     from lt_ckpt.llama_tensors import check_tied_head
-    from lt_model import config_from_hf
 
-    if source.config is None:
-        raise CheckpointError(f"{source.path}: has no configuration; give one (--config config.json)")
     if options.verify:
         check_undamaged(source, progress=progress)
     if not options.allow_replica_mismatch:
@@ -327,7 +289,7 @@ def convert_checkpoint(
                 f"{source.path}: {mismatch}; the ranks diverged in training, or the configuration is not this model's; "
                 "--allow-replica-mismatch uses the first rank's replica"
             )
-    if options.format in ("hf", "lt") and config_from_hf(dict(source.config)).tie_word_embeddings:
+    if options.format in ("hf", "lt") and source.model.tie_word_embeddings:
         check_tied_head(source)
     if options.format == "lt":
         from lt_ckpt.lt_format import save_lt

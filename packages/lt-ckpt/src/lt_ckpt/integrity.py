@@ -6,7 +6,6 @@ files are checked, also after the first problem. Cost: one read of the checkpoin
 """
 
 import os
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,10 +14,11 @@ from pathlib import Path
 import xxhash
 
 from lt_ckpt import files
-from lt_ckpt.checkpoint import READER_THREADS, read_manifest
+from lt_ckpt.checkpoint import read_manifest
 from lt_ckpt.errors import CheckpointError, translate_os_errors
 from lt_ckpt.folders import COMMIT, MANIFEST, iter_files
 from lt_ckpt.manifest import Segment
+from lt_ckpt.parallel import THREADS, ByteCounter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,14 +68,7 @@ def verify(path: str | os.PathLike[str], *, progress: files.ProgressCallback | N
     except CheckpointError as exc:
         return VerificationReport(path=folder, problems=(str(exc),), extra_files=(), n_files=0, n_bytes=0)
     segments = manifest.segments()
-    lock, done = threading.Lock(), 0
-
-    def count_bytes(n_bytes: int) -> None:
-        nonlocal done
-        with lock:
-            done += n_bytes
-            if progress is not None:
-                progress(done, manifest.n_bytes, "bytes")
+    count_bytes = ByteCounter(manifest.n_bytes, progress)
 
     def check(name: str) -> list[str]:
         try:
@@ -83,7 +76,7 @@ def verify(path: str | os.PathLike[str], *, progress: files.ProgressCallback | N
         except CheckpointError as exc:
             return [str(exc)]
 
-    with ThreadPoolExecutor(READER_THREADS, "lt-ckpt-verify") as pool:
+    with ThreadPoolExecutor(THREADS, "lt-ckpt-verify") as pool:
         problems = [problem for found in pool.map(check, manifest.files) for problem in found]
     return VerificationReport(
         path=folder,

@@ -28,11 +28,14 @@ def translate_format_errors(source: str) -> Iterator[None]:
 def _fields(value: object) -> dict[str, Any]:
     if not is_dataclass(value):
         raise TypeError(f"a {type(value).__name__} has no form in JSON")
-    return vars(value)
+    return {name: item for name, item in vars(value).items() if item is not None}
 
 
 def dumps(value: object, what: str, *, indent: int | None = None) -> bytes:
-    """Return JSON with a line feed, dataclasses as objects, compact unless indented; `what` names it in errors."""
+    """Return JSON with a line feed, compact unless indented; `what` names it in errors.
+
+    Dataclasses are objects of their fields that are not None.
+    """
     separators = (",", ":") if indent is None else None
     try:
         return json.dumps(value, indent=indent, separators=separators, default=_fields).encode() + b"\n"

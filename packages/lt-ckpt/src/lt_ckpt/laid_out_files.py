@@ -8,7 +8,6 @@ output is one file or thousands.
 
 import os
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -18,13 +17,12 @@ import numpy as np
 from lt_ckpt import files
 from lt_ckpt.dtypes import item_bytes
 from lt_ckpt.layout import FileLayout, Layout, TensorRegion
+from lt_ckpt.parallel import run_in_threads
 from lt_ckpt.shards import Box, intersect, split_rows
 from lt_ckpt.tensorfile import TensorSpec, make_header
 
 BLOCK_BYTES = 8 * 2**20
 """Bytes of a tensor that a thread reads, casts and writes in one go."""
-
-THREADS = 4
 
 Place = tuple[Path, int]
 """File, and the byte in it at which a tensor's bytes begin."""
@@ -71,7 +69,7 @@ def write_layout(layout: Layout, specs: Mapping[str, TensorSpec], lay_out: LayOu
 
     def fill(folder: Path, read: ReadBlock, count_bytes: CountBytes) -> None:
         destinations: dict[str, list[_Destination]] = {}
-        for file in layout.files:
+        for file in layout:
             path = folder / file.path
             files.make_folders(path.parent)
             stored = {t.key: TensorSpec(specs[t.regions[0].name].dtype, t.shape) for t in file.tensors}
@@ -98,17 +96,6 @@ def write_layout(layout: Layout, specs: Mapping[str, TensorSpec], lay_out: LayOu
         )
 
     return fill
-
-
-def run_in_threads(task: Callable[..., None], arguments: list[tuple[object, ...]]) -> None:
-    """Run a task for each arguments in threads; after an error no further one begins."""
-    with ThreadPoolExecutor(THREADS, "lt-ckpt-convert") as pool:
-        try:
-            for future in [pool.submit(task, *item) for item in arguments]:
-                future.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
 
 
 def pwrite(place: Place, data: memoryview) -> None:

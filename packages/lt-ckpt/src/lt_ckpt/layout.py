@@ -9,13 +9,13 @@ anything missing or stored twice?) follow from it.
 Pure: no file is accessed. Cost: O(regions).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
 from lt_ckpt.dtypes import item_bytes
 from lt_ckpt.errors import CheckpointError
-from lt_ckpt.shards import Box, Ints, find_tiling_error, is_inside
+from lt_ckpt.shards import Box, Ints
 from lt_ckpt.tensorfile import TensorSpec
 
 
@@ -58,55 +58,18 @@ class FileLayout:
     tensors: tuple[TensorLayout, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
-    """All files of a format for one model."""
+Layout = tuple[FileLayout, ...]
+"""All files of a format for one model."""
 
-    files: tuple[FileLayout, ...]
 
-    def __iter__(self) -> Iterator[tuple[FileLayout, TensorLayout, TensorRegion]]:
-        for file in self.files:
-            for tensor in file.tensors:
-                for region in tensor.regions:
-                    yield file, tensor, region
+def layout_bytes(layout: Layout, specs: Mapping[str, TensorSpec]) -> int:
+    """Return the bytes of all stored tensors, given the model tensors' specs."""
+    return sum(prod(t.shape) * item_bytes(specs[t.regions[0].name].dtype) for file in layout for t in file.tensors)
 
-    def check(self, shapes: Mapping[str, Ints]) -> None:
-        """Check a layout against the model's tensors.
 
-        Every stored tensor is tiled by its regions; every model tensor is stored completely, once or in equal replicas:
-        two regions of one model tensor are either the same box or do not overlap.
-
-        Args:
-            shapes: Model tensor → shape.
-
-        Raises:
-            CheckpointError: Names the tensor and the file.
-        """
-        stored: dict[str, set[Box]] = {name: set() for name in shapes}
-        for file in self.files:
-            for tensor in file.tensors:
-                where = f"{file.path}: {tensor.key}"
-                for region in tensor.regions:
-                    if region.name not in shapes:
-                        raise CheckpointError(f"{where}: the model has no tensor {region.name!r}")
-                    if not is_inside(region.box, shapes[region.name]):
-                        raise CheckpointError(f"{where}: {list(region.box)} does not lie in {region.name}")
-                    stored[region.name].add(region.box)
-                error = find_tiling_error(
-                    tensor.shape, [(region.stored_offset, region.shape) for region in tensor.regions]
-                )
-                if error:
-                    raise CheckpointError(f"{where}: {error}")
-        for name, boxes in stored.items():
-            error = find_tiling_error(shapes[name], sorted(boxes))
-            if error:
-                raise CheckpointError(f"{name}: {error}")
-
-    def count_bytes(self, specs: Mapping[str, TensorSpec]) -> int:
-        """Return the bytes of all stored tensors, given those of the model."""
-        return sum(
-            prod(t.shape) * item_bytes(specs[t.regions[0].name].dtype) for file in self.files for t in file.tensors
-        )
+def whole_file(path: str, shapes: Mapping[str, Ints]) -> FileLayout:
+    """Return a file of model tensors stored whole."""
+    return FileLayout(path=path, tensors=tuple(whole_tensor(name, shape) for name, shape in shapes.items()))
 
 
 def whole_tensor(name: str, shape: Ints, key: str = "") -> TensorLayout:
@@ -143,8 +106,3 @@ def shard_box(shape: Ints, dim: int, index: int, count: int, name: str) -> Box:
     size = shape[dim] // count
     offset = tuple(index * size if d == dim else 0 for d in range(len(shape)))
     return offset, tuple(size if d == dim else n for d, n in enumerate(shape))
-
-
-def uniform_specs(shapes: Mapping[str, Ints], dtype: str) -> dict[str, TensorSpec]:
-    """Return the specs of tensors of one dtype."""
-    return {name: TensorSpec(dtype, shape) for name, shape in shapes.items()}

@@ -15,7 +15,7 @@ from lt_ckpt.errors import CheckpointError
 from lt_ckpt.shards import Ints, split_rows
 from lt_ckpt.source import Source, TensorGroup, check_names
 from lt_ckpt.tensorfile import TensorSpec
-from lt_model import ModelConfig, config_from_hf
+from lt_model import ModelConfig
 from lt_model import param_specs as model_param_specs
 from lt_model.params import ParamSpec
 
@@ -78,8 +78,7 @@ def select_group(source: Source, group: str) -> Source:
         return source
     if group not in source.groups:
         raise CheckpointError(f"{source.path}: has no group {group!r}; it has {', '.join(source.groups)}")
-    assert source.config is not None
-    weights = add_tied_head(source.groups[group], config_from_hf(dict(source.config)))
+    weights = add_tied_head(source.groups[group], source.model)
     return replace(source, groups={"weights": weights}, optimizer=None)
 
 

@@ -7,7 +7,7 @@ in memory; it holds what the source holds, so one converted from a Hugging Face 
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from lt_ckpt import files, json_objects
-from lt_ckpt.byte_counter import ByteCounter
 from lt_ckpt.checked_cast import read_cast
 from lt_ckpt.checkpoint import Checkpoint
 from lt_ckpt.dtypes import check_castable, item_bytes, torch_dtype_name
@@ -24,13 +23,12 @@ from lt_ckpt.hf.folder import CONFIG, GENERATION_CONFIG
 from lt_ckpt.llama_tensors import HEAD, add_tied_head, stored_shapes
 from lt_ckpt.manifest import CheckpointMetadata
 from lt_ckpt.model_files import with_architecture
-from lt_ckpt.records import SliceRecord
+from lt_ckpt.parallel import ByteCounter
 from lt_ckpt.save import begin_save, commit_save, discard_save, write_rank_files
 from lt_ckpt.shards import Box, Shard, split_rows
 from lt_ckpt.source import Source, TensorGroup
-from lt_ckpt.stored_slices import StoredSlice
 from lt_ckpt.tensorfile import TensorSpec
-from lt_model import ModelConfig, config_from_hf, config_to_hf
+from lt_model import ModelConfig, config_to_hf
 
 SLICE_BYTES = 8 * 2**20
 
@@ -62,6 +60,7 @@ def open_lt(checkpoint: Checkpoint) -> Source:
         groups=groups,
         aux_files=aux_files,
         optimizer=manifest.optimizer,
+        is_verified=checkpoint.is_verified,
         format_info={
             "step": manifest.step,
             "world_size": manifest.world_size,
@@ -112,13 +111,9 @@ def _tensor_group(checkpoint: Checkpoint, group: str) -> TensorGroup:
     records = checkpoint.manifest.tensors[group]
     return TensorGroup(
         specs={name: record.spec for name, record in records.items()},
-        locations={name: _stored_slices(record.slices) for name, record in records.items()},
-        replicas={name: _stored_slices(record.replicas) for name, record in records.items() if record.replicas},
+        locations={name: record.slices for name, record in records.items()},
+        replicas={name: record.replicas for name, record in records.items() if record.replicas},
     )
-
-
-def _stored_slices(slices: Sequence[SliceRecord]) -> tuple[StoredSlice, ...]:
-    return tuple(StoredSlice(file=s.file, byte_offset=s.byte_offset, offset=s.offset, shape=s.shape) for s in slices)
 
 
 def _token_id(name: str, files_by_name: Mapping[str, bytes]) -> int | None:
@@ -136,7 +131,7 @@ def _token_id(name: str, files_by_name: Mapping[str, bytes]) -> int | None:
 def hf_model_files(source: Source) -> dict[str, bytes]:
     """Return the configuration files that a checkpoint of a source's model holds."""
     found = {name: data for name, data in source.aux_files.items() if name == GENERATION_CONFIG}
-    return found | {CONFIG: json_objects.dumps(dict(source.config or {}), CONFIG, indent=2)}
+    return found | {CONFIG: json_objects.dumps(dict(source.config), CONFIG, indent=2)}
 
 
 def save_lt(
@@ -161,8 +156,7 @@ def save_lt(
     Raises:
         CheckpointError: A checkpoint of that step already exists, or the disk fails.
     """
-    assert source.config is not None
-    model = config_from_hf(dict(source.config), source=f"{source.path}: config")
+    model = source.model
     step = int(source.format_info.get("step", 0))
     tokenizer = {name: data for name, data in source.aux_files.items() if name != GENERATION_CONFIG}
     shards = _describe_shards(source, model, dtype, allow_overflow=allow_overflow, progress=progress)

@@ -31,7 +31,19 @@ Scalar = int | float | str | bool
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointMetadata:
+class _Description:
+    step: int
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    model: Mapping[str, Any] = field(default_factory=dict)
+    scalars: Mapping[str, Scalar] = field(default_factory=dict)
+    data: Mapping[str, Any] | None = None
+    layout: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: OptimizerRecord | None = None
+    created_at: float = field(default_factory=time.time)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointMetadata(_Description):
     """Checkpoint metadata: step, recipe, model, data state and everything else besides tensors.
 
     Attributes:
@@ -40,25 +52,17 @@ class CheckpointMetadata:
         model: `lt_model.ModelConfig.to_dict()`, or empty.
         scalars: Scalar state by name; types are preserved, also inf and nan.
         data: Position in the data stream as plain JSON values, or None.
+        layout: Parallelism of the saving ranks (degrees), for reports; reading does not need it.
+        optimizer: The optimizer whose state the checkpoint holds, or None.
+        created_at: Seconds since 1970 in UTC.
         tokenizer_files: File name → content; stored in the folder `tokenizer/`. A named chat template is
             `additional_chat_templates/NAME.jinja`, as beside other tokenizers.
         hf_files: `config.json` and `generation_config.json` of the model that this one came from, with what `model`
             does not say (token ids, sampling); stored in the folder `hf/`. Where the two disagree, `model` counts.
-        layout: Parallelism of the saving ranks (degrees), for reports; reading does not need it.
-        optimizer: The optimizer whose state the checkpoint holds, or None.
-        created_at: Seconds since 1970 in UTC.
     """
 
-    step: int
-    recipe: Mapping[str, Any] = field(default_factory=dict)
-    model: Mapping[str, Any] = field(default_factory=dict)
-    scalars: Mapping[str, Scalar] = field(default_factory=dict)
-    data: Mapping[str, Any] | None = None
     tokenizer_files: Mapping[str, bytes] = field(default_factory=dict)
     hf_files: Mapping[str, bytes] = field(default_factory=dict)
-    layout: Mapping[str, Any] = field(default_factory=dict)
-    optimizer: OptimizerRecord | None = None
-    created_at: float = field(default_factory=time.time)
 
     def __post_init__(self) -> None:
         for name in (*self.tokenizer_files, *self.hf_files):
@@ -75,32 +79,16 @@ class Segment(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointManifest:
-    """Content of `manifest.json`.
+class CheckpointManifest(_Description):
+    """Content of `manifest.json`: what `CheckpointMetadata` says, and the files.
 
     Attributes:
-        step: Optimizer steps taken.
         world_size: Number of ranks that wrote it.
-        created_at: Seconds since 1970 in UTC.
-        recipe: The run's recipe.
-        model: The model's configuration, see `CheckpointMetadata.model`.
-        layout: Parallelism of the saving ranks.
-        optimizer: The optimizer and its slots, or None: no optimizer state.
-        scalars: Scalar state.
-        data: Position in the data stream, or None.
         files: Every file besides manifest.json and COMMIT.
         tensors: Group → name → record.
     """
 
-    step: int
     world_size: int
-    created_at: float
-    recipe: Mapping[str, Any]
-    model: Mapping[str, Any]
-    layout: Mapping[str, Any]
-    optimizer: OptimizerRecord | None
-    scalars: Mapping[str, Scalar]
-    data: Mapping[str, Any] | None
     files: FileRecords
     tensors: TensorRecords
 

@@ -4,16 +4,15 @@ A conversion gives all of them to its output. Folders (hf, nxd, dcp) hold them b
 them as records that torch does not read, a checkpoint of ours has the folders `hf` and `tokenizer`. Tokenizer files and
 the generation configuration are copied byte for byte; of the configuration only `torch_dtype` follows the tensors.
 
-Pure, except for `read_carried_files`. Cost: parsing the files that differ.
+Pure. Cost: parsing the files that differ.
 """
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from lt_ckpt import json_objects
 from lt_ckpt.dtypes import torch_dtype_name
-from lt_ckpt.hf.folder import CONFIG, read_aux_files, read_json
+from lt_ckpt.hf.folder import CONFIG
 from lt_ckpt.source import Source
 from lt_ckpt.tensorfile import TensorSpec
 from lt_model import ModelConfig, config_from_hf, config_to_hf
@@ -43,7 +42,6 @@ def config_for(source: Source, specs: Mapping[str, TensorSpec]) -> dict[str, Any
 
     Its `torch_dtype` is the dtype of the most bytes.
     """
-    assert source.config is not None
     bytes_by_dtype: dict[str, int] = {}
     for spec in specs.values():
         bytes_by_dtype[spec.dtype] = bytes_by_dtype.get(spec.dtype, 0) + spec.n_bytes
@@ -65,11 +63,6 @@ def model_files(source: Source, specs: Mapping[str, TensorSpec], *, folder: str 
     return {f"{folder}/{name}" if folder else name: data for name, data in found.items()}
 
 
-def read_carried_files(folder: Path) -> tuple[dict[str, Any] | None, dict[str, bytes]]:
-    """Read the configuration of a folder, or None, and its other files if it has a configuration."""
-    return (read_json(folder / CONFIG), read_aux_files(folder)) if (folder / CONFIG).is_file() else (None, {})
-
-
 def with_architecture(config: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
     """Return a configuration with another architecture, and all else as it was.
 
@@ -86,14 +79,13 @@ def with_architecture(config: Mapping[str, Any], model: ModelConfig) -> dict[str
 
 
 def find_differences(a: Source, b: Source) -> Iterator[str]:
-    """Yield the differences of two models besides architecture and tensors, as text.
+    """Yield the differences of two models besides their tensors, as text.
 
     JSON is compared by its values, other files by their bytes. Nothing is said about files where one of the models is
     in a format without a place for any and carries none.
     """
-    if a.config is not None and b.config is not None:
-        for name, left, right in _compare_json(_config_values(a.config), _config_values(b.config)):
-            yield f"configuration: {name} is {left}, in {b.path} {right}"
+    for name, left, right in _compare_json(_config_values(a.config), _config_values(b.config)):
+        yield f"configuration: {name} is {left}, in {b.path} {right}"
     if not carries_files(a) or not carries_files(b):
         return
     for file in sorted(a.aux_files.keys() | b.aux_files.keys()):
@@ -120,13 +112,11 @@ def carries_files(source: Source) -> bool:
 
 
 def _config_values(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a configuration that say nothing about the architecture."""
-    architecture = config_to_hf(config_from_hf(config)).keys() - HF_CONFIG_DEFAULTS.keys()
-    return {
-        name: value
-        for name, value in {**HF_CONFIG_DEFAULTS, **config}.items()
-        if name not in architecture and name not in _NO_MEANING
-    }
+    """Return the settings of a configuration, those of the architecture in one form."""
+    architecture = config_to_hf(config_from_hf(config))
+    values = {**HF_CONFIG_DEFAULTS, **config}
+    values |= {name: value for name, value in architecture.items() if name not in HF_CONFIG_DEFAULTS}
+    return {name: value for name, value in values.items() if name not in _NO_MEANING}
 
 
 def _compare_json(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:

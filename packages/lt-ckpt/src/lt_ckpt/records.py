@@ -21,32 +21,11 @@ from lt_ckpt.dtypes import item_bytes
 from lt_ckpt.errors import CheckpointError
 from lt_ckpt.file_names import check_name
 from lt_ckpt.shards import Ints, find_tiling_error, is_inside
+from lt_ckpt.stored_slices import StoredSlice
 from lt_ckpt.tensorfile import TensorSpec
 
 NXD_BEGIN_MARKER, NXD_DONE_MARKER = "checkpoint", "done"
 """Markers of an NxD tag. Each holds the text `1`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SliceRecord:
-    """Stored slice of a tensor.
-
-    Attributes:
-        file: Name of the file in the checkpoint folder.
-        key: The slice's name in that file: the tensor's name, with `#1`, `#2`, ... appended where a rank holds several
-            slices of one tensor.
-        byte_offset: Byte in the file at which the slice begins.
-        offset: Offset of the slice in the tensor.
-        shape: Shape of the slice.
-        xxh3_128: Hash of its bytes, as hex; empty in a file that is hashed as a whole.
-    """
-
-    file: str
-    key: str
-    byte_offset: int
-    offset: Ints
-    shape: Ints
-    xxh3_128: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,15 +34,15 @@ class TensorRecord:
 
     dtype: str
     shape: Ints
-    slices: tuple[SliceRecord, ...]
-    replicas: tuple[SliceRecord, ...] = ()
+    slices: tuple[StoredSlice, ...]
+    replicas: tuple[StoredSlice, ...] = ()
 
     @property
     def spec(self) -> TensorSpec:
         """Dtype and global shape."""
         return TensorSpec(self.dtype, self.shape)
 
-    def slice_bytes(self, piece: SliceRecord) -> int:
+    def slice_bytes(self, piece: StoredSlice) -> int:
         """Return the bytes of one of its slices."""
         return prod(piece.shape) * item_bytes(self.dtype)
 
@@ -140,9 +119,9 @@ def parse_tensors(obj: dict[str, Any]) -> TensorRecords:
     }
 
 
-def _parse_slices(items: list[dict[str, Any]]) -> tuple[SliceRecord, ...]:
+def _parse_slices(items: list[dict[str, Any]]) -> tuple[StoredSlice, ...]:
     return tuple(
-        SliceRecord(**{**fields, "offset": tuple(fields["offset"]), "shape": tuple(fields["shape"])})
+        StoredSlice(**{**fields, "offset": tuple(fields["offset"]), "shape": tuple(fields["shape"])})
         for fields in items
     )
 
@@ -155,8 +134,8 @@ def merge_rank_manifests(manifests: Iterable[RankManifest]) -> tuple[FileRecords
     """
     files: FileRecords = {}
     specs: dict[str, dict[str, TensorSpec]] = {}
-    slices: dict[tuple[str, str], list[SliceRecord]] = {}
-    replicas: dict[tuple[str, str], list[SliceRecord]] = {}
+    slices: dict[tuple[str, str], list[StoredSlice]] = {}
+    replicas: dict[tuple[str, str], list[StoredSlice]] = {}
     seen: set[tuple[str, str, Ints, Ints]] = set()
     for manifest in manifests:
         for name, record in manifest.files.items():

@@ -24,7 +24,7 @@ from typing import Protocol
 import xxhash
 
 from lt_ckpt import files, json_objects
-from lt_ckpt.checkpoint import spec_differences
+from lt_ckpt.checkpoint import check_specs
 from lt_ckpt.errors import AlreadySavedError, CheckpointError, SaveCancelledError, translate_os_errors
 from lt_ckpt.file_recorder import hash_file
 from lt_ckpt.folders import (
@@ -47,7 +47,6 @@ from lt_ckpt.records import (
     FileRecord,
     FileRecords,
     RankManifest,
-    SliceRecord,
     TensorRecord,
     TensorRecords,
     check_optimizer_slots,
@@ -55,7 +54,8 @@ from lt_ckpt.records import (
     validate_records,
 )
 from lt_ckpt.shards import Shard
-from lt_ckpt.tensorfile import HashingSafetensorsWriter, TensorSpec
+from lt_ckpt.stored_slices import StoredSlice
+from lt_ckpt.tensorfile import TensorSpec, write_safetensors
 
 
 def begin_save(root: str | os.PathLike[str], *, step: int, world_size: int) -> Path:
@@ -161,24 +161,23 @@ def _write_safetensors(
         path = folder / f"{group}-{rank:05d}.safetensors"
         metadata = {"format": "lt", "group": group, "rank": str(rank), "step": str(step)}
         specs = {key: TensorSpec(shard.dtype, shard.shape) for key, shard in members.items()}
-        slices: dict[str, list[SliceRecord]] = {}
+        header, hashes = write_safetensors(path, specs, metadata, lambda key, held=members: held[key].bytes())
+        slices: dict[str, list[StoredSlice]] = {}
         wholes: dict[str, TensorSpec] = {}
-        with HashingSafetensorsWriter(path, specs, metadata) as writer:
-            header = writer.header
-            for key, stored in header.tensors.items():
-                shard = members[key]
-                whole = TensorSpec(shard.dtype, shard.global_shape)
-                if wholes.setdefault(shard.name, whole) != whole:
-                    raise CheckpointError(f"tensor {group}/{shard.name}: two shards differ in dtype or global shape")
-                piece = SliceRecord(
-                    file=path.name,
-                    key=key,
-                    byte_offset=stored.byte_offset,
-                    offset=shard.offset,
-                    shape=shard.shape,
-                    xxh3_128=writer.write(key, [shard.bytes()]),
-                )
-                slices.setdefault(shard.name, []).append(piece)
+        for key, stored in header.tensors.items():
+            shard = members[key]
+            whole = TensorSpec(shard.dtype, shard.global_shape)
+            if wholes.setdefault(shard.name, whole) != whole:
+                raise CheckpointError(f"tensor {group}/{shard.name}: two shards differ in dtype or global shape")
+            piece = StoredSlice(
+                file=path.name,
+                key=key,
+                byte_offset=stored.byte_offset,
+                offset=shard.offset,
+                shape=shard.shape,
+                xxh3_128=hashes[key],
+            )
+            slices.setdefault(shard.name, []).append(piece)
         written[path.name] = FileRecord(
             n_bytes=header.n_bytes, hashed_bytes=header.header_bytes, xxh3_128=header.header_hash
         )
@@ -194,12 +193,8 @@ def _record_of_bytes(data: bytes) -> FileRecord:
     return FileRecord(n_bytes=len(data), hashed_bytes=len(data), xxh3_128=xxhash.xxh3_128_hexdigest(data))
 
 
-def _never_cancelled() -> bool:
-    return False
-
-
 def wait_for_rank_manifests(
-    folder: Path, world_size: int, timeout_s: float, is_cancelled: Callable[[], bool] = _never_cancelled
+    folder: Path, world_size: int, timeout_s: float, is_cancelled: Callable[[], bool] = lambda: False
 ) -> None:
     """Wait until the rank manifests of all ranks exist."""
     deadline = time.monotonic() + timeout_s
@@ -273,7 +268,7 @@ def commit_save(
     expected_specs: Mapping[str, Mapping[str, TensorSpec]] | None = None,
     overwrite: bool = False,
     timeout_s: float = 600,
-    is_cancelled: Callable[[], bool] = _never_cancelled,
+    is_cancelled: Callable[[], bool] = lambda: False,
 ) -> Path:
     """Commit the save as a checkpoint (rank 0).
 
@@ -314,9 +309,7 @@ def commit_save(
             specs = {
                 group: {name: record.spec for name, record in members.items()} for group, members in tensors.items()
             }
-            differences = spec_differences(expected_specs, specs)
-            if differences:
-                raise CheckpointError(f"{folder}: does not hold the expected state: {'; '.join(differences)}")
+            check_specs(expected_specs, specs, str(folder))
         saved = {name: value for name, value in vars(metadata).items() if name not in ("tokenizer_files", "hf_files")}
         all_files = {
             **written,

@@ -9,6 +9,7 @@ Cost of reading: the requested bytes.
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,33 +20,12 @@ from lt_ckpt.errors import CheckpointError
 from lt_ckpt.hash_list import HashList
 from lt_ckpt.layout import Layout
 from lt_ckpt.records import OptimizerRecord
-from lt_ckpt.shards import Box, Ints, is_inside
+from lt_ckpt.shards import Box, Ints, find_tiling_error, intersect, is_inside
 from lt_ckpt.stored_slices import StoredSlice, read_box, slice_box
-from lt_ckpt.tensorfile import TensorSpec
+from lt_ckpt.tensorfile import StoredArray, TensorSpec
+from lt_model import ModelConfig, config_from_hf
 
 MAX_NAMED_TENSORS = 4
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StoredArray:
-    """Array in a file, according to the file's header.
-
-    Attributes:
-        spec: Dtype and shape of the tensor.
-        byte_offset: Byte in the file of its first element.
-        strides: Elements between neighbors, per dimension; None: it is contiguous.
-    """
-
-    spec: TensorSpec
-    byte_offset: int
-    strides: Ints | None = None
-
-    def stored_slice(self, file: str, offset: Ints | None = None) -> StoredSlice:
-        """Return it as the slice of a tensor at an offset; by default the whole tensor."""
-        at = (0,) * len(self.spec.shape) if offset is None else offset
-        return StoredSlice(
-            file=file, byte_offset=self.byte_offset, offset=at, shape=self.spec.shape, strides=self.strides
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,30 +51,41 @@ class Source:
         format: `hf`, `nxd`, `lt`, `dcp`, `pt` or `meta`.
         path: The opened path; the files of `StoredSlice` are relative to `root`.
         root: Folder of the files.
-        config: The model as a Hugging Face config.json, or None if the format has none and none was given.
+        config: The model as a Hugging Face config.json.
         groups: Kind → tensors. Every source has `weights`.
         aux_files: Tokenizer files and the like, by name.
         format_info: Properties of the format, for reports and manifests (degrees, layout, revision, ...).
         optimizer: The optimizer whose slots are among the groups, or None.
         hash_list: The list of hashes in its folder, or None.
+        is_verified: Every byte of it was compared with its hash when it was opened.
         fallbacks: Sentences for the user about newer checkpoints of the path that are damaged and were not opened.
     """
 
     format: str
     path: Path
     root: Path
-    config: Mapping[str, Any] | None
+    config: Mapping[str, Any]
     groups: Mapping[str, TensorGroup]
     aux_files: Mapping[str, bytes] = field(default_factory=dict)
     format_info: Mapping[str, Any] = field(default_factory=dict)
     optimizer: OptimizerRecord | None = None
     hash_list: HashList | None = None
+    is_verified: bool = False
     fallbacks: tuple[str, ...] = ()
+
+    @property
+    def model(self) -> ModelConfig:
+        """The configuration as that of a model."""
+        return config_from_hf(dict(self.config), source=f"{self.path}: config")
 
     @property
     def weights(self) -> TensorGroup:
         """The group `weights`."""
         return self.groups["weights"]
+
+    def files(self) -> set[str]:
+        """Return the files with its tensors, relative to `root`."""
+        return {s.file for g in self.groups.values() for slices in g.locations.values() for s in slices}
 
     def read(self, name: str, box: Box | None = None, *, group: str = "weights") -> np.ndarray:
         """Read a box of a tensor; by default all of it.
@@ -153,46 +144,57 @@ def _likely_cause(missing: list[str], extra: list[str]) -> str:
     return "a file was not copied, or the configuration is another model's"
 
 
+def group_of_arrays(file: str, arrays: Mapping[str, StoredArray]) -> TensorGroup:
+    """Return the arrays of a file as tensors by its keys."""
+    return TensorGroup(
+        specs={key: array.spec for key, array in arrays.items()},
+        locations={key: (array.stored_slice(file),) for key, array in arrays.items()},
+    )
+
+
 def build_tensor_group(
-    layout: Layout, stored_arrays: Mapping[str, Mapping[str, StoredArray]], shapes: Mapping[str, Ints], where: str
+    layout: Layout, stored: Mapping[str, TensorGroup], shapes: Mapping[str, Ints], where: str
 ) -> TensorGroup:
-    """Join a format's layout with the arrays in its files.
+    """Join a format's layout with the tensors in its files.
 
     Args:
         layout: The expected tensors.
-        stored_arrays: File path, as in the layout → key → array in the file.
+        stored: File, as in the layout → the tensors of it by their keys, and where their bytes are.
         shapes: Model tensor → shape, in model order.
         where: The source, for messages.
 
     Raises:
-        CheckpointError: A key is missing, unknown, or has another shape; or one model tensor has two dtypes.
+        CheckpointError: A key is missing, unknown, or has another shape; one model tensor has two dtypes, or is not
+            stored completely.
     """
-    for file in layout.files:
-        check_names([tensor.key for tensor in file.tensors], stored_arrays[file.path], f"{where}: {file.path}")
-    layout.check(shapes)
     dtypes: dict[str, str] = {}
     locations: dict[str, dict[Box, StoredSlice]] = {name: {} for name in shapes}
     replicas: dict[str, list[StoredSlice]] = {}
-    for file in layout.files:
+    for file in layout:
+        found = stored[file.path]
+        check_names([tensor.key for tensor in file.tensors], found.specs, f"{where}: {file.path}")
         for tensor in file.tensors:
-            array = stored_arrays[file.path][tensor.key]
-            spec = array.spec
+            spec = found.specs[tensor.key]
             if spec.shape != tensor.shape:
                 raise CheckpointError(
                     f"{where}: {file.path}: {tensor.key} has shape {list(spec.shape)}, expected {list(tensor.shape)}"
                 )
-            whole = array.stored_slice(file.path)
-            for region in tensor.regions:
+            for region, whole in product(tensor.regions, found.locations[tensor.key]):
                 dtype = dtypes.setdefault(region.name, spec.dtype)
                 if dtype != spec.dtype:
                     raise CheckpointError(
                         f"{where}: {file.path}: {tensor.key} is {spec.dtype}, another part of {region.name} is {dtype}"
                     )
-                stored = replace(
-                    slice_box(whole, (region.stored_offset, region.shape), item_bytes(dtype)), offset=region.offset
-                )
-                if locations[region.name].setdefault(region.box, stored) is not stored:
-                    replicas.setdefault(region.name, []).append(stored)
+                common = intersect(whole.box, (region.stored_offset, region.shape))
+                if common is not None:
+                    offset = zip(region.offset, common[0], region.stored_offset, strict=True)
+                    part = slice_box(whole, common, item_bytes(dtype))
+                    part = replace(part, offset=tuple(o + b - a for o, b, a in offset))
+                    if locations[region.name].setdefault(part.box, part) is not part:
+                        replicas.setdefault(region.name, []).append(part)
+    for name, shape in shapes.items():
+        if error := find_tiling_error(shape, sorted(locations[name])):
+            raise CheckpointError(f"{where}: {name}: {error}")
     return TensorGroup(
         specs={name: TensorSpec(dtypes[name], shape) for name, shape in shapes.items()},
         locations={name: tuple(slices.values()) for name, slices in locations.items()},

@@ -38,15 +38,14 @@ def summarize_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def summarize_source(source: Source) -> dict[str, Any]:
     """Return a model's format, tensors, checksums, files and configuration, as plain JSON values."""
-    stored = {s.file for group in source.groups.values() for slices in group.locations.values() for s in slices}
     return {
         "path": str(source.path),
         "format": source.format,
         "groups": {name: _summarize_group(group.specs) for name, group in source.groups.items()},
         "checksums": describe_checksums(source),
-        "files": sorted(stored | set(source.aux_files)),
+        "files": sorted(source.files() | set(source.aux_files)),
         "format_info": dict(source.format_info),
-        "config": dict(source.config or {}),
+        "config": dict(source.config),
     }
 
 

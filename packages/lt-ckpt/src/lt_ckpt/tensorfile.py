@@ -1,20 +1,20 @@
-"""Safetensors format: a streaming writer and a header reader.
+"""Safetensors format: a writer and a header reader.
 
 A file is 8 bytes (the header's length, little-endian), the header (a JSON object of name → dtype, shape, data_offsets,
 padded with spaces) and the tensors' bytes without gaps. The writer lays out the header from shapes alone and then takes
-the bytes in blocks, hashing them (xxh3, 128 bits) while writing; wide elements come first so that every tensor is
+the tensors one by one, hashing them (xxh3, 128 bits) while writing; wide elements come first so that every tensor is
 aligned. The reader checks that sizes match shapes and dtypes and that the tensors tile the data, without overlap or
 gap.
 
-Cost: one pass over the bytes; memory: the caller's blocks.
+Cost: one pass over the bytes; memory: the caller's tensor.
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -23,6 +23,7 @@ from lt_ckpt import files, json_objects
 from lt_ckpt.dtypes import item_bytes
 from lt_ckpt.errors import CheckpointError, translate_os_errors
 from lt_ckpt.shards import Ints
+from lt_ckpt.stored_slices import StoredSlice
 
 MAX_HEADER_BYTES = 100_000_000
 """Header limit, the same as that of the safetensors library."""
@@ -48,10 +49,25 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor(TensorSpec):
-    """Tensor in a file: its type and shape, and the position of its bytes."""
+class StoredArray:
+    """Array in a file, according to the file's header.
 
+    Attributes:
+        spec: Dtype and shape of the tensor.
+        byte_offset: Byte in the file of its first element.
+        strides: Elements between neighbors, per dimension; None: it is contiguous.
+    """
+
+    spec: TensorSpec
     byte_offset: int
+    strides: Ints | None = None
+
+    def stored_slice(self, file: str, offset: Ints | None = None) -> StoredSlice:
+        """Return it as the slice of a tensor at an offset; by default the whole tensor."""
+        at = (0,) * len(self.spec.shape) if offset is None else offset
+        return StoredSlice(
+            file=file, byte_offset=self.byte_offset, offset=at, shape=self.spec.shape, strides=self.strides
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +84,7 @@ class SafetensorsHeader:
     n_bytes: int
     header_bytes: int
     header_hash: str
-    tensors: dict[str, StoredTensor]
+    tensors: dict[str, StoredArray]
 
 
 def file_order(entries: Mapping[str, TensorSpec]) -> tuple[str, ...]:
@@ -76,9 +92,7 @@ def file_order(entries: Mapping[str, TensorSpec]) -> tuple[str, ...]:
     return tuple(sorted(entries, key=lambda name: -item_bytes(entries[name].dtype)))
 
 
-def make_header(
-    entries: Mapping[str, TensorSpec], metadata: Mapping[str, str]
-) -> tuple[bytes, dict[str, StoredTensor]]:
+def make_header(entries: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, StoredArray]]:
     """Lay out a file.
 
     Returns:
@@ -97,81 +111,54 @@ def make_header(
         raise CheckpointError(f"a header of {len(text)} bytes is more than the {MAX_HEADER_BYTES} that readers accept")
     raw = len(text).to_bytes(8, "little") + text
     placed = {
-        name: StoredTensor(entries[name].dtype, entries[name].shape, len(raw) + header[name]["data_offsets"][0])
-        for name in file_order(entries)
+        name: StoredArray(entries[name], len(raw) + header[name]["data_offsets"][0]) for name in file_order(entries)
     }
     return raw, placed
 
 
-class HashingSafetensorsWriter:
-    """Writes one new safetensors file, tensor by tensor, and flushes it to the disk when closed.
+def write_safetensors(
+    path: Path, entries: Mapping[str, TensorSpec], metadata: Mapping[str, str], read: Callable[[str], np.ndarray]
+) -> tuple[SafetensorsHeader, dict[str, str]]:
+    """Write a new file and flush it to the disk; an exception leaves it unfinished.
 
-    A context manager; leaving it by an exception closes the descriptor and leaves an unfinished file behind, so it
-    belongs into a folder that is renamed only after success.
+    Args:
+        path: The file to make.
+        entries: The tensors.
+        metadata: Text for readers.
+        read: Returns a tensor's bytes, one-dimensional uint8; called for each in `file_order`, when it is written.
 
-    Attributes:
-        header: The file's header; set from the start.
+    Returns:
+        The header, and each tensor's xxh3_128 as hex.
     """
-
-    def __init__(self, path: Path, entries: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> None:
-        raw, placed = make_header(entries, metadata)
-        self._waiting = list(reversed(file_order(entries)))
-        self.header = SafetensorsHeader(
-            n_bytes=len(raw) + sum(spec.n_bytes for spec in entries.values()),
-            header_bytes=len(raw),
-            header_hash=xxhash.xxh3_128_hexdigest(raw),
-            tensors=placed,
-        )
-        self._position = self._written_back = 0
-        self._descriptor = files.create_file(path)
-        try:
-            self._write(memoryview(raw))
-        except BaseException:
-            os.close(self._descriptor)
-            raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def write(self, name: str, blocks: Iterable[np.ndarray]) -> str:
-        """Write the next tensor.
-
-        Args:
-            name: The next tensor in `file_order`.
-            blocks: Its bytes in order, each block one-dimensional uint8.
-
-        Returns:
-            xxh3_128 of the bytes, as hex.
-        """
-        assert self._waiting[-1:] == [name], (name, self._waiting[-1:])
-        digest, remaining = xxhash.xxh3_128(), self.header.tensors[name].n_bytes
-        for block in blocks:
-            view = block.data
-            remaining -= len(view)
-            assert remaining >= 0, name
+    raw, placed = make_header(entries, metadata)
+    hashes: dict[str, str] = {}
+    position = written_back = 0
+    descriptor = files.create_file(path)
+    try:
+        files.write_all(descriptor, raw)
+        for name in placed:
+            view, digest = read(name).data, xxhash.xxh3_128()
+            assert len(view) == entries[name].n_bytes, name
             for start in range(0, len(view), HASH_BLOCK_BYTES):
                 part = view[start : start + HASH_BLOCK_BYTES]
                 digest.update(part)
-                self._write(part)
-        assert remaining == 0, name
-        self._waiting.pop()
-        return digest.hexdigest()
-
-    def _write(self, part: memoryview) -> None:
-        files.write_all(self._descriptor, part)
-        self._position += len(part)
-        if self._position - self._written_back >= WRITEBACK_BYTES:
-            files.start_writeback(self._descriptor, self._written_back, self._position - self._written_back)
-            self._written_back = self._position
-
-    def __exit__(self, kind: object, value: object, trace: object) -> None:
-        try:
-            if kind is None:
-                assert not self._waiting, self._waiting
-                files.fsync(self._descriptor)
-                files.start_writeback(self._descriptor)
-        finally:
-            os.close(self._descriptor)
+                files.write_all(descriptor, part)
+                position += len(part)
+                if position - written_back >= WRITEBACK_BYTES:
+                    files.start_writeback(descriptor, written_back, position - written_back)
+                    written_back = position
+            hashes[name] = digest.hexdigest()
+        files.fsync(descriptor)
+        files.start_writeback(descriptor)
+    finally:
+        os.close(descriptor)
+    header = SafetensorsHeader(
+        n_bytes=len(raw) + sum(spec.n_bytes for spec in entries.values()),
+        header_bytes=len(raw),
+        header_hash=xxhash.xxh3_128_hexdigest(raw),
+        tensors=placed,
+    )
+    return header, hashes
 
 
 def read_header(path: Path) -> SafetensorsHeader:
@@ -198,21 +185,21 @@ def read_header(path: Path) -> SafetensorsHeader:
         )
 
 
-def _parse_entries(header: dict[str, Any], header_bytes: int, n_bytes: int, source: str) -> dict[str, StoredTensor]:
+def _parse_entries(header: dict[str, Any], header_bytes: int, n_bytes: int, source: str) -> dict[str, StoredArray]:
     """Check the entries of a header and return them in file order."""
     position = header_bytes
-    found: dict[str, StoredTensor] = {}
+    found: dict[str, StoredArray] = {}
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         begin, end = entry["data_offsets"]
-        tensor = StoredTensor(entry["dtype"], tuple(entry["shape"]), header_bytes + begin)
-        are_sizes = all(type(size) is int and size >= 0 for size in tensor.shape)
-        if not are_sizes or tensor.byte_offset != position or end - begin != tensor.n_bytes:
+        spec = TensorSpec(entry["dtype"], tuple(entry["shape"]))
+        are_sizes = all(type(size) is int and size >= 0 for size in spec.shape)
+        if not are_sizes or header_bytes + begin != position or end - begin != spec.n_bytes:
             raise CheckpointError(
-                f"{source}: tensor {name!r} of {tensor.dtype} {list(tensor.shape)} at {begin} to {end} does not follow "
+                f"{source}: tensor {name!r} of {spec.dtype} {list(spec.shape)} at {begin} to {end} does not follow "
                 "the one before it, or has another size; the file is damaged"
             )
-        found[name] = tensor
-        position += tensor.n_bytes
+        found[name] = StoredArray(spec, position)
+        position += spec.n_bytes
     if position != n_bytes:
         raise CheckpointError(
             f"{source}: has {n_bytes} bytes, its header lists {position}; the file is truncated or has trailing bytes"

@@ -1,6 +1,6 @@
 """Command line `lt-ckpt`, also `lt ckpt`.
 
-Only the command line and its printing are here, in `convert.py` and `remote.py`; the work is in the other modules,
+Only the command line and its printing are here and in `convert.py`; the work is in the other modules,
 which are imported when a command runs.
 """
 
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lt_ckpt.cli.convert import convert
-from lt_ckpt.cli.remote import download, upload
 from lt_ckpt.cli.terminal import (
     ConfigOption,
     DtypeOption,
@@ -18,7 +17,6 @@ from lt_ckpt.cli.terminal import (
     OverflowOption,
     ShardOption,
     open_model,
-    open_with_optimizer,
     progress_bar,
 )
 from lt_ckpt.terminal_text import echo, echo_error
@@ -44,6 +42,9 @@ def _resolve_checkpoint(path: Path) -> "Checkpoint":
     return found
 
 
+app.command()(convert)
+
+
 @app.command()
 def inspect(
     path: ModelArgument,
@@ -64,7 +65,7 @@ def inspect(
             {group: checkpoint.specs(group) for group in checkpoint.groups},
         )
     else:
-        source = open_with_optimizer(path, config)
+        source = open_model(path, config, optimizer=None)
         summary, specs = summarize_source(source), {name: group.specs for name, group in source.groups.items()}
     if as_json:
         listed = {"tensors": {g: {n: [s.dtype, list(s.shape)] for n, s in t.items()} for g, t in specs.items()}}
@@ -119,20 +120,20 @@ def _verify_hashes(path: Path) -> None:
 def _verify_model(path: str, against: str, config: Path | None, *, optimizer: bool) -> None:
     """Check completeness (by opening), checksums, equal replicas, and equality with another model."""
     from lt_ckpt.checksums import describe_checksums, iter_damages
-    from lt_ckpt.comparison import compare, config_differences, find_replica_mismatches
+    from lt_ckpt.comparison import compare, find_replica_mismatches
     from lt_ckpt.errors import CheckpointError
     from lt_ckpt.model_files import carries_files, find_differences
 
-    source = open_with_optimizer(path, config)
+    source = open_model(path, config, optimizer=None)
     if optimizer and source.groups.keys() == {"weights"}:
         raise CheckpointError(f"{path}: has no optimizer state; leave out --optimizer to verify the weights")
     with progress_bar("checking") as progress:
-        problems = list(iter_damages(source, progress=progress))
+        problems = [] if source.format == "lt" else list(iter_damages(source, progress=progress))
     with progress_bar("comparing replicas") as progress:
         problems += find_replica_mismatches(source, progress=progress)
     if against:
-        other = open_with_optimizer(against, config) if optimizer else open_model(against, config)
-        problems += [*config_differences(source, other), *find_differences(source, other)]
+        other = open_model(against, config, optimizer=None) if optimizer else open_model(against, config)
+        problems += find_differences(source, other)
         for side in (source, other):
             if not carries_files(side):
                 echo(f"not compared: {side.path} has no tokenizer and no generation config")
@@ -208,7 +209,7 @@ def export(
     from lt_ckpt.formats import ConvertOptions, convert_checkpoint
     from lt_ckpt.llama_tensors import select_group
 
-    source = open_model(path, config) if group == "weights" else open_with_optimizer(path, config)
+    source = open_model(path, config) if group == "weights" else open_model(path, config, optimizer=None)
     source = select_group(source, group)
     options = ConvertOptions(
         format="hf",
@@ -241,5 +242,57 @@ def prune(
     echo(f"{len(removed)} removed")
 
 
-for _added in (convert, upload, download):
-    app.command()(_added)
+@app.command()
+def upload(
+    path: Annotated[Path, typer.Argument(help="A checkpoint, or any finished folder.")],
+    url: Annotated[str, typer.Argument(help="s3://bucket/prefix of the folder to make, or hf://org/name[@branch].")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what differs there.")] = False,
+    public: Annotated[bool, typer.Option("--public", help="A new hf:// repository is public, not private.")] = False,
+) -> None:
+    """Copy a folder to S3 or to a Hugging Face hub; what is there is not sent again."""
+    from lt_ckpt.errors import CheckpointError
+
+    if url.startswith("hf://"):
+        from lt_ckpt.hub.upload import upload_to_hub
+
+        report = upload_to_hub(path, url, overwrite=overwrite, public=public)
+        moved = _describe("sent", len(report.uploaded), report.n_bytes, len(report.skipped))
+        at = f", commit {report.commit}" if report.commit else ""
+        echo(f"{path} uploaded to {report.address}: {moved}{at}, verified")
+        return
+    if public:
+        raise CheckpointError(f"--public is for hf://, not for {url}; leave it out")
+    from lt_ckpt.s3 import transfer
+
+    with progress_bar(f"uploading {path.name}") as progress:
+        done = transfer.upload(path, url, overwrite=overwrite, progress=progress)
+    echo(f"{path} uploaded to {done.url}: {_describe('sent', len(done.sent), done.n_bytes, len(done.kept))}")
+
+
+@app.command()
+def download(
+    url: Annotated[str, typer.Argument(help="s3://bucket/prefix of a checkpoint, or of a folder of them.")],
+    out: Annotated[Path, typer.Argument(help="The folder to make; with --latest the folder of checkpoints.")],
+    latest: Annotated[bool, typer.Option("--latest", help="The newest valid checkpoint below the address.")] = False,
+) -> None:
+    """Download a checkpoint from S3 and verify it before it gets its name."""
+    from lt_ckpt.errors import CheckpointError
+    from lt_ckpt.s3 import transfer
+
+    with progress_bar("downloading") as progress:
+        if latest:
+            done, rejected = transfer.download_latest(url, out, progress=progress)
+            for item in rejected:
+                echo(f"skipped {item.url}: {item.reason}")
+            if done is None:
+                raise CheckpointError(f"{url}: no valid checkpoint below it")
+        else:
+            done = transfer.download(url, out, progress=progress)
+    moved = _describe("received", len(done.fetched), done.n_bytes, done.files - len(done.fetched))
+    echo(f"{url} downloaded to {done.path}: {moved}, verified")
+
+
+def _describe(word: str, n_files: int, n_bytes: int, n_kept: int) -> str:
+    from lt_ckpt.summary import format_bytes
+
+    return f"{n_files} files {word} ({format_bytes(n_bytes)}), {n_kept} already present"

@@ -72,7 +72,7 @@ def convert(
     from lt_ckpt.checksums import describe_checksums
     from lt_ckpt.dtypes import parse_float_dtype
     from lt_ckpt.errors import CheckpointError
-    from lt_ckpt.formats import FORMATS, ConvertOptions, convert_checkpoint, has_optimizer_state
+    from lt_ckpt.formats import FORMATS, ConvertOptions, convert_checkpoint
     from lt_ckpt.nxd.options import NxdOptions
 
     if to not in FORMATS:
@@ -101,10 +101,9 @@ def convert(
         raise CheckpointError(
             "--dp: number of data parallel ranks of the state written by --to nxd --optimizer; give both"
         )
-    with_optimizer = optimizer and not (to == "nxd" and has_optimizer_state(path))
-    source = open_model(
-        path, config, master_weights=master_weights, optimizer=with_optimizer, head_order=source_head_order
-    )
+    source = open_model(path, config, master_weights=master_weights, optimizer=optimizer, head_order=source_head_order)
+    if optimizer and source.groups.keys() == {"weights"}:
+        raise CheckpointError(f"{path}: has no optimizer state; leave out --optimizer")
     options = ConvertOptions(
         allow_replica_mismatch=allow_replica_mismatch,
         allow_overflow=allow_overflow,

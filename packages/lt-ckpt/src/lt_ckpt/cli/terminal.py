@@ -50,14 +50,6 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int, str], None]]:
         yield lambda done, total, _: bars.update(task, completed=done, total=total)
 
 
-def open_with_optimizer(path: str, config: Path | None) -> "Source":
-    """Open a model like `open_model`, with its optimizer's state if it has one."""
-    from lt_ckpt.formats import HUB, detect_format
-
-    is_nxd = not path.startswith(HUB) and detect_format(Path(path)) == "nxd"
-    return open_model(path, config, **({"optimizer": None} if is_nxd else {}))
-
-
 def open_model(path: str, config: Path | None, **nxd: Any) -> "Source":
     """Open a model in any format; a hub model is downloaded with a progress bar.
 

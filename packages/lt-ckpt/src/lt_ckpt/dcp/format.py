@@ -22,14 +22,14 @@ from typing import Any
 from lt_ckpt.conversion import Target
 from lt_ckpt.errors import CheckpointError, translate_os_errors
 from lt_ckpt.file_names import check_name
-from lt_ckpt.hf.folder import read_aux_files
 from lt_ckpt.laid_out_files import CountBytes, ReadBlock
+from lt_ckpt.layout import FileLayout, whole_tensor
 from lt_ckpt.llama_tensors import EMBED, HEAD, IGNORED_BUFFERS, add_tied_head, param_specs, target_specs, tensor_shapes
 from lt_ckpt.meta_llama.names import dialect_key, unpermute_group
 from lt_ckpt.model_files import model_files
 from lt_ckpt.records import TORCH_ADAMW
-from lt_ckpt.shards import find_tiling_error, is_inside
-from lt_ckpt.source import Source, TensorGroup, check_names
+from lt_ckpt.shards import is_inside
+from lt_ckpt.source import Source, TensorGroup, build_tensor_group, check_names
 from lt_ckpt.stored_slices import StoredSlice
 from lt_ckpt.tensorfile import TensorSpec
 from lt_ckpt.torchfile.file import CODES, DTYPES
@@ -52,7 +52,7 @@ except ModuleNotFoundError as exc:
 
 METADATA = ".metadata"
 _CLASSES = {
-    "torch.distributed.checkpoint.metadata": (
+    "torch.distributed.checkpoint.metadata": [
         "Metadata",
         "MetadataIndex",
         "TensorStorageMetadata",
@@ -61,7 +61,7 @@ _CLASSES = {
         "TensorProperties",
         "StorageMeta",
         "_MEM_FORMAT_ENCODING",
-    ),
+    ],
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
     "torch.distributed._shard.sharded_tensor.metadata": ("TensorProperties", "MEM_FORMAT_ENCODING"),
     "torch.serialization": ("_get_layout",),
@@ -144,13 +144,15 @@ def open_dcp(path: str | os.PathLike[str], *, config: Mapping[str, Any]) -> Sour
     own = [key for key in tensors if key.startswith(prefixes) and not IGNORED_BUFFERS.search(key)]
     check_names(list(keys["weights"].values()), own, str(folder))
     chunks = _ChunkReader(folder, metadata)
+    stored = {key: chunks.locate(key, tensors[key]) for key in used}
     groups: dict[str, TensorGroup] = {}
     for kind, names in keys.items():
-        found = {p: chunks.locate(names[p.name], tensors[names[p.name]], p.shape) for p in table}
-        group = TensorGroup(
-            specs={p.name: spec for p, (spec, _) in found.items()},
-            locations={p.name: slices for p, (_, slices) in found.items()},
+        layout = FileLayout(path=METADATA, tensors=tuple(whole_tensor(p.name, p.shape, names[p.name]) for p in table))
+        found = TensorGroup(
+            specs={key: stored[key][0] for key in names.values()},
+            locations={key: stored[key][1] for key in names.values()},
         )
+        group = build_tensor_group((layout,), {METADATA: found}, {p.name: p.shape for p in table}, str(folder))
         if naming.dialect != "hf":
             group = unpermute_group(group, table, model.head_dim)
         groups[kind] = add_tied_head(group, model)
@@ -160,7 +162,6 @@ def open_dcp(path: str | os.PathLike[str], *, config: Mapping[str, Any]) -> Sour
         path=folder,
         root=folder,
         config=dict(config),
-        aux_files=read_aux_files(folder),
         groups=groups,
         optimizer=TORCH_ADAMW if groups.keys() >= set(TORCH_ADAMW.slots) else None,
         format_info={
@@ -215,15 +216,11 @@ class _ChunkReader:
             (index.fqn, tuple(index.offset or ())): info for index, info in storage.items()
         }
 
-    def locate(
-        self, key: str, stored: TensorStorageMetadata, shape: tuple[int, ...]
-    ) -> tuple[TensorSpec, tuple[StoredSlice, ...]]:
+    def locate(self, key: str, stored: TensorStorageMetadata) -> tuple[TensorSpec, tuple[StoredSlice, ...]]:
         """Return the spec of a tensor, and its chunks as slices of it."""
-        where, dtype = f"{self._folder}: {key}", CODES.get(stored.properties.dtype)
-        if dtype is None or tuple(stored.size) != shape:
-            raise CheckpointError(
-                f"{where}: is {stored.properties.dtype} of shape {list(stored.size)}, expected {list(shape)}"
-            )
+        where, dtype, shape = f"{self._folder}: {key}", CODES.get(stored.properties.dtype), tuple(stored.size)
+        if dtype is None:
+            raise CheckpointError(f"{where}: is of {stored.properties.dtype}, which cannot be read")
         slices: list[StoredSlice] = []
         for chunk in stored.chunks:
             offset, size = tuple(chunk.offsets), tuple(chunk.sizes)
@@ -238,9 +235,6 @@ class _ChunkReader:
                     f"{dtype} {list(size)}"
                 )
             slices.append(array.stored_slice(file, offset))
-        error = find_tiling_error(shape, [(s.offset, s.shape) for s in slices])
-        if error:
-            raise CheckpointError(f"{where}: {error}")
         return TensorSpec(dtype, shape), tuple(slices)
 
 
@@ -268,8 +262,7 @@ def dcp_target(source: Source, *, dtype: str | None = None) -> Target:
         source: What will be converted.
         dtype: Safetensors code to cast to; None: as stored.
     """
-    assert source.config is not None
-    model = config_from_hf(dict(source.config), source=f"{source.path}: config")
+    model = source.model
     specs = target_specs(source, tensor_shapes(model), dtype)
 
     def fill(folder: Path, read: ReadBlock, count_bytes: CountBytes) -> None:
@@ -292,7 +285,6 @@ def dcp_target(source: Source, *, dtype: str | None = None) -> Target:
                 raise CheckpointError(f"{folder}: torch cannot write it: {error}") from exc
 
     return Target(
-        format="dcp",
         specs=specs,
         n_bytes=sum(spec.n_bytes for spec in specs.values()),
         fill=fill,

@@ -13,8 +13,7 @@ from lt_ckpt import files, json_objects
 from lt_ckpt.confined_files import read_confined, resolve_confined
 from lt_ckpt.errors import CheckpointError, translate_os_errors
 from lt_ckpt.file_names import check_name
-from lt_ckpt.source import StoredArray
-from lt_ckpt.tensorfile import TensorSpec, read_header
+from lt_ckpt.tensorfile import StoredArray, read_header
 
 CONFIG, SINGLE_FILE, INDEX_FILE = "config.json", "model.safetensors", "model.safetensors.index.json"
 BIN_FILE, BIN_INDEX_FILE = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -100,11 +99,7 @@ def read_stored_arrays(folder: Path) -> dict[str, dict[str, StoredArray]]:
 def _read_file(folder: Path, file: str) -> dict[str, StoredArray]:
     path = resolve_confined(folder, file)
     if file.endswith(".safetensors"):
-        stored = read_header(path).tensors
-        return {
-            name: StoredArray(spec=TensorSpec(tensor.dtype, tensor.shape), byte_offset=tensor.byte_offset)
-            for name, tensor in stored.items()
-        }
+        return read_header(path).tensors
     from lt_ckpt.torchfile.file import read_state_dict  # needs torch
 
     return read_state_dict(path)

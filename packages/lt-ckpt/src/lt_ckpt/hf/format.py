@@ -12,20 +12,19 @@ from typing import Any
 
 from lt_ckpt import json_objects
 from lt_ckpt.conversion import Target
-from lt_ckpt.errors import CheckpointError
-from lt_ckpt.hf.folder import CONFIG, INDEX_FILE, SINGLE_FILE, read_aux_files, read_json, read_stored_arrays
+from lt_ckpt.hf.folder import CONFIG, INDEX_FILE, SINGLE_FILE, read_stored_arrays
 from lt_ckpt.laid_out_files import lay_out_safetensors, write_layout
-from lt_ckpt.layout import FileLayout, Layout, whole_tensor
+from lt_ckpt.layout import whole_file
 from lt_ckpt.llama_tensors import HEAD, IGNORED_BUFFERS, add_tied_head, stored_shapes, target_specs
 from lt_ckpt.model_files import model_files
-from lt_ckpt.source import Source, build_tensor_group, check_names
+from lt_ckpt.source import Source, build_tensor_group, check_names, group_of_arrays
 from lt_ckpt.tensorfile import TensorSpec, file_order
 from lt_model import config_from_hf
 
 MAX_SHARD_BYTES = 5 * 10**9
 
 
-def open_hf(path: str | os.PathLike[str], *, config: Mapping[str, Any] | None = None) -> Source:
+def open_hf(path: str | os.PathLike[str], *, config: Mapping[str, Any]) -> Source:
     """Open a folder with config.json and safetensors.
 
     Raises:
@@ -33,27 +32,17 @@ def open_hf(path: str | os.PathLike[str], *, config: Mapping[str, Any] | None = 
         lt_model.ModelError: The configuration is not a supported Llama.
     """
     folder = Path(path)
-    folder_config = read_json(folder / CONFIG)
-    model = config_from_hf(dict(config or folder_config), source=str(folder / CONFIG))
+    model = config_from_hf(dict(config), source=f"{folder}: {CONFIG}")
     stored = {
         file: {name: array for name, array in arrays.items() if not IGNORED_BUFFERS.search(name)}
         for file, arrays in read_stored_arrays(folder).items()
     }
     shapes = stored_shapes(model, any(HEAD in arrays for arrays in stored.values()))
     check_names(shapes, [name for arrays in stored.values() for name in arrays], str(folder))
-    files = tuple(
-        FileLayout(path=file, tensors=tuple(whole_tensor(name, shapes[name]) for name in arrays))
-        for file, arrays in sorted(stored.items())
-    )
-    group = add_tied_head(build_tensor_group(Layout(files=files), stored, shapes, str(folder)), model)
-    return Source(
-        format="hf",
-        path=folder,
-        root=folder,
-        config=folder_config if config is None else dict(config),
-        groups={"weights": group},
-        aux_files=read_aux_files(folder),
-    )
+    layout = tuple(whole_file(file, {name: shapes[name] for name in arrays}) for file, arrays in sorted(stored.items()))
+    groups = {file: group_of_arrays(file, arrays) for file, arrays in stored.items()}
+    group = add_tied_head(build_tensor_group(layout, groups, shapes, str(folder)), model)
+    return Source(format="hf", path=folder, root=folder, config=dict(config), groups={"weights": group})
 
 
 def hf_target(source: Source, *, dtype: str | None = None, max_shard_bytes: int = MAX_SHARD_BYTES) -> Target:
@@ -64,10 +53,7 @@ def hf_target(source: Source, *, dtype: str | None = None, max_shard_bytes: int 
         dtype: Safetensors code to cast to; None: as stored.
         max_shard_bytes: Maximum bytes of tensors per file.
     """
-    if max_shard_bytes < 1:
-        raise CheckpointError(f"max_shard_bytes = {max_shard_bytes}: must be at least 1")
-    assert source.config is not None
-    model = config_from_hf(dict(source.config), source=f"{source.path}: config")
+    model = source.model
     shapes = stored_shapes(model, not model.tie_word_embeddings)
     specs = target_specs(source, shapes, dtype)
     shards = _split_into_shards({name: specs[name] for name in file_order(specs)}, max_shard_bytes)
@@ -76,15 +62,11 @@ def hf_target(source: Source, *, dtype: str | None = None, max_shard_bytes: int 
         weight_map = {name: file for file, group in shards.items() for name in group}
         index = {"metadata": {"total_size": sum(s.n_bytes for s in specs.values())}, "weight_map": weight_map}
         aux_files[INDEX_FILE] = json_objects.dumps(index, INDEX_FILE, indent=2)
-    files = tuple(
-        FileLayout(path=file, tensors=tuple(whole_tensor(name, spec.shape) for name, spec in group.items()))
-        for file, group in shards.items()
-    )
+    layout = tuple(whole_file(file, {name: shapes[name] for name in group}) for file, group in shards.items())
     return Target(
-        format="hf",
         specs=specs,
         n_bytes=sum(spec.n_bytes for spec in specs.values()),
-        fill=write_layout(Layout(files=files), specs, lay_out_safetensors),
+        fill=write_layout(layout, specs, lay_out_safetensors),
         aux_files=aux_files,
     )
 

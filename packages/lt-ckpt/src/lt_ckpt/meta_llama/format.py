@@ -17,23 +17,21 @@ from pathlib import Path
 from typing import Any
 
 from lt_ckpt import files, json_objects
-from lt_ckpt.confined_files import read_confined
 from lt_ckpt.dtypes import torch_dtype_name
 from lt_ckpt.errors import CheckpointError, translate_os_errors
 from lt_ckpt.layout import FileLayout, Layout, shard_box, stack_rows
 from lt_ckpt.llama_tensors import param_specs
 from lt_ckpt.meta_llama.names import dialect_key, unpermute_group
 from lt_ckpt.shards import Box
-from lt_ckpt.source import Source, StoredArray, build_tensor_group
+from lt_ckpt.source import Source, build_tensor_group, group_of_arrays
+from lt_ckpt.tensorfile import StoredArray
 from lt_ckpt.torchfile.file import read_state_dict
 from lt_model import ModelConfig, ModelError, config_from_hf, config_to_hf
 from lt_model.params import ParamSpec
 
 PARAMS = "params.json"
 FILE_TEMPLATE = "consolidated.{:02d}.pth"
-TOKENIZER = "tokenizer.model"
 _IGNORED_BUFFERS = re.compile(r"(^|\.)rope\.freqs$")
-_MAX_TOKENIZER_BYTES = 2**26
 LLAMA3_VOCAB, LLAMA3_CONTEXT, LLAMA2_CONTEXT = 128256, 8192, 4096
 
 
@@ -58,14 +56,12 @@ def meta_layout(config: ModelConfig, n_files: int, *, embedding_dim: int = 0) ->
             return (0,) * len(parameter.shape), parameter.shape
         return shard_box(parameter.shape, dim, index, n_files, parameter.name)
 
-    return Layout(
-        files=tuple(
-            FileLayout(
-                path=FILE_TEMPLATE.format(i),
-                tensors=tuple(stack_rows(dialect_key(p.name, "meta"), [(p.name, box(p, i))]) for p in table),
-            )
-            for i in range(n_files)
+    return tuple(
+        FileLayout(
+            path=FILE_TEMPLATE.format(i),
+            tensors=tuple(stack_rows(dialect_key(p.name, "meta"), [(p.name, box(p, i))]) for p in table),
         )
+        for i in range(n_files)
     )
 
 
@@ -101,15 +97,14 @@ def open_meta(path: str | os.PathLike[str], *, config: Mapping[str, Any] | None 
     model = replace(config_from_hf(hf, source=f"{folder}: config"), tie_word_embeddings=False)
     shapes = {parameter.name: parameter.shape for parameter in param_specs(model)}
     layout = meta_layout(model, len(names), embedding_dim=1 if by_columns else 0)
-    group = build_tensor_group(layout, arrays_by_file, shapes, str(folder))
-    tokenizer = read_confined(folder, TOKENIZER, _MAX_TOKENIZER_BYTES)
+    groups = {name: group_of_arrays(name, arrays) for name, arrays in arrays_by_file.items()}
+    group = build_tensor_group(layout, groups, shapes, str(folder))
     return Source(
         format="meta",
         path=folder,
         root=folder,
         config=hf,
         groups={"weights": unpermute_group(group, param_specs(model), model.head_dim)},
-        aux_files={} if tokenizer is None else {TOKENIZER: tokenizer},
         format_info={"files": len(names), "embedding_cut": "columns" if by_columns else "rows"},
     )
 

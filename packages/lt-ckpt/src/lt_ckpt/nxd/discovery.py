@@ -21,6 +21,7 @@ from lt_ckpt.records import NXD_BEGIN_MARKER, NXD_DONE_MARKER
 
 _V1 = re.compile(r"tp_rank_([0-9]{2,})_pp_rank_([0-9]{2,})")
 _V2 = re.compile(r"dp_rank_([0-9]{2,})_tp_rank_([0-9]{2,})_pp_rank_([0-9]{2,})\.pt")
+_V2_FILE = "dp_rank_{:02d}_tp_rank_{:02d}_pp_rank_{:02d}.pt"
 _V2_EXPERTS = re.compile(r"dp_rank_[0-9]{2,}_ep_rank_[0-9]{2,}_tp_rank_[0-9]{2,}_pp_rank_[0-9]{2,}\.pt")
 
 
@@ -111,39 +112,37 @@ def _find_v2(root: Path, skipped_tags: tuple[str, ...] = ()) -> NxdFiles:
     names = os.listdir(folder)
     if any(_V2_EXPERTS.fullmatch(name) for name in names):
         raise CheckpointError(f"{folder}: is sharded by experts (ep_rank); only Llama is supported, which has none")
-    ranks = [tuple(map(int, match.groups())) for name in names if (match := _V2.fullmatch(name))]
-    if any(rank[0] for rank in ranks):
+    if any(int(match[1]) for name in names if (match := _V2.fullmatch(name))):
         raise CheckpointError(
             f"{folder}: model files of several data-parallel ranks; keep only those of dp_rank_00 there"
         )
-    tp, pp = _infer_degrees(folder, [rank[1:] for rank in ranks], "dp_rank_00_tp_rank_{:02d}_pp_rank_{:02d}.pt")
+    _, tp, pp = _infer_degrees(folder, names, _V2, _V2_FILE)
     return NxdFiles(root=root, layout="v2", tag=root.name if markers else "", tp=tp, pp=pp, skipped_tags=skipped_tags)
 
 
 def _find_v1(root: Path, names: list[str]) -> NxdFiles:
-    ranks = [match for name in names if (match := _V1.fullmatch(name))]
-    tp, pp = _infer_degrees(root, [tuple(map(int, match.groups())) for match in ranks], "tp_rank_{:02d}_pp_rank_{:02d}")
-    kinds = {(root / match[0]).is_file() for match in ranks}
+    _, tp, pp = _infer_degrees(root, names, _V1, "tp_rank_{1:02d}_pp_rank_{2:02d}")
+    kinds = {(root / name).is_file() for name in names if _V1.fullmatch(name)}
     if len(kinds) > 1:
         raise CheckpointError(f"{root}: some ranks are files and some folders; these are two checkpoints")
     return NxdFiles(root=root, layout="v1", tp=tp, pp=pp, file_per_rank=kinds.pop())
 
 
-def _infer_degrees(folder: Path, ranks: list[tuple[int, ...]], name: str) -> tuple[int, int]:
-    """Return the degrees of the ranks, all of which must exist."""
+def _infer_degrees(folder: Path, names: list[str], pattern: re.Pattern[str], template: str) -> tuple[int, int, int]:
+    """Return the degrees (dp, tp, pp) of the ranks in a folder, all of which must exist."""
+    ranks = {(0, *map(int, match.groups()))[-3:] for name in names if (match := pattern.fullmatch(name))}
     if not ranks:
-        raise CheckpointError(f"{folder}: no rank file here, none like {name.format(0, 0)}")
-    tp, pp = (max(rank[axis] for rank in ranks) + 1 for axis in (0, 1))
-    existing = set(ranks)
-    expected = (
-        (tp_rank, pp_rank) for tp_rank in range(tp) for pp_rank in range(pp)
-    )  # lazily: a rank in a name may be huge
-    missing = next((rank for rank in expected if rank not in existing), None)
+        raise CheckpointError(f"{folder}: no rank file here, none like {template.format(0, 0, 0)}")
+    dp, tp, pp = (max(axis) + 1 for axis in zip(*ranks, strict=True))
+    # lazily, so no `product`: a rank in a name may be huge
+    expected = ((d, t, p) for d in range(dp) for t in range(tp) for p in range(pp))
+    missing = next((rank for rank in expected if rank not in ranks), None)
     if missing is not None:
         raise CheckpointError(
-            f"{folder / name.format(*missing)}: is missing; the other files are of tp {tp} and pp {pp}; copy it too"
+            f"{folder / template.format(*missing)}: is missing; the other files are of dp {dp}, tp {tp} and pp {pp}; "
+            "copy it too"
         )
-    return tp, pp
+    return dp, tp, pp
 
 
 def has_optimizer_files(nxd_files: NxdFiles) -> bool:
@@ -161,19 +160,9 @@ def optimizer_dp_degree(nxd_files: NxdFiles) -> int:
     if not has_optimizer_files(nxd_files):
         raise CheckpointError(f"{nxd_files.root}: has no optimizer state (no folder optim in it)")
     with translate_os_errors("looking for optimizer states", folder):
-        names = os.listdir(folder)
-    ranks = {tuple(map(int, match.groups())) for name in names if (match := _V2.fullmatch(name))}
-    if not ranks:
-        raise CheckpointError(f"{folder}: has no file like {rank_path(NxdOptions(), 0, 0, kind='optim')}")
-    dp, tp, pp = (max(rank[axis] for rank in ranks) + 1 for axis in range(3))
+        dp, tp, pp = _infer_degrees(folder, os.listdir(folder), _V2, _V2_FILE)
     if (tp, pp) != (nxd_files.tp, nxd_files.pp):
         raise CheckpointError(
             f"{folder}: is of tp {tp} and pp {pp}, the model of tp {nxd_files.tp} and pp {nxd_files.pp}"
         )
-    expected = ((d, t, p) for d in range(dp) for t in range(tp) for p in range(pp))
-    missing = next((rank for rank in expected if rank not in ranks), None)
-    if missing is not None:
-        d, t, p = missing
-        name = rank_path(NxdOptions(), t, p, kind="optim", dp_rank=d)
-        raise CheckpointError(f"{nxd_files.root / name}: is missing; the other files are of {dp} data-parallel ranks")
     return dp

@@ -13,9 +13,8 @@ from typing import Any
 
 from lt_ckpt.conversion import Target
 from lt_ckpt.errors import CheckpointError
-from lt_ckpt.hf.folder import read_aux_files
 from lt_ckpt.laid_out_files import Place, write_layout
-from lt_ckpt.layout import FileLayout
+from lt_ckpt.layout import FileLayout, layout_bytes
 from lt_ckpt.llama_tensors import MASTER_WEIGHTS, target_specs, tensor_shapes
 from lt_ckpt.model_files import model_files
 from lt_ckpt.nxd.discovery import has_optimizer_files
@@ -24,11 +23,11 @@ from lt_ckpt.nxd.options import HeadOrder, NxdOptions
 from lt_ckpt.nxd.reader import build_model_group, read_nxd_checkpoint
 from lt_ckpt.nxd.xser import lay_out
 from lt_ckpt.nxd.zero1 import (
-    RankOptimizerState,
+    OptimizerShard,
     build_model_groups,
-    check_equal_steps,
     has_zero1_state,
-    read_optimizer_states,
+    read_optimizer_shards,
+    read_optimizer_step,
 )
 from lt_ckpt.records import NXD_BEGIN_MARKER, NXD_DONE_MARKER, TORCH_ADAMW
 from lt_ckpt.source import Source, TensorGroup
@@ -40,7 +39,7 @@ from lt_model import config_from_hf
 def open_nxd(
     path: str | os.PathLike[str],
     *,
-    config: Mapping[str, Any] | None,
+    config: Mapping[str, Any],
     optimizer: bool | None = False,
     master_weights: bool = False,
     head_order: HeadOrder = "trn1",
@@ -60,18 +59,11 @@ def open_nxd(
         CheckpointError: A file is missing or damaged, or the files do not match the model.
         lt_model.ModelError: The configuration is not a supported Llama.
     """
-    if config is None:
-        raise CheckpointError(
-            f"{os.fspath(path)}: an NxD checkpoint has no model configuration; give a Hugging Face one "
-            "(--config config.json)"
-        )
     model = config_from_hf(dict(config), source="config.json")
     checkpoint = read_nxd_checkpoint(path, model, locate_tensors=not master_weights, head_order=head_order)
     nxd_files, inferred, files = checkpoint.files, checkpoint.options, checkpoint.rank_files.values()
-    format_info = {
-        **{name: getattr(inferred, name) for name in ("layout", "tag", "tp", "pp", "virtual_pp", "qkv")},
-        **{name: getattr(inferred, name) for name in ("kv_size_multiplier", "head_order", "xser")},
-    }
+    names = ("layout", "tag", "tp", "pp", "virtual_pp", "qkv", "kv_size_multiplier", "head_order", "xser")
+    format_info = {name: getattr(inferred, name) for name in names}
     optional_info = {
         "stage_layers": [list(layers) for layers in inferred.stage_layers],
         "skipped_tags": list(nxd_files.skipped_tags),
@@ -84,14 +76,14 @@ def open_nxd(
         if not optimizer and has_optimizer_files(nxd_files):
             format_info["optimizer"] = "not of ZeRO-1, not read"
     groups: dict[str, TensorGroup] = {}
-    states: dict[str, RankOptimizerState] = {}
     if optimizer or master_weights:
-        states = read_optimizer_states(checkpoint)
-        format_info["dp"] = len(next(iter(states.values())).shards)
-        groups = build_model_groups(model, checkpoint.layout, states, str(nxd_files.root))
+        shards = read_optimizer_shards(checkpoint)
+        format_info["dp"] = len(shards) // len(checkpoint.rank_files)
+        groups = build_model_groups(model, shards, str(nxd_files.root))
         if optimizer:
-            format_info |= _read_optimizer_step(states.values(), nxd_files.root)
-            if settings := _read_param_groups(states.values()):
+            if (step := read_optimizer_step(shards, nxd_files.root)) is not None:
+                format_info["step"] = step
+            if settings := _read_param_groups(shards):
                 format_info["param_groups"] = settings
     if master_weights and MASTER_WEIGHTS not in groups:
         raise CheckpointError(
@@ -103,14 +95,13 @@ def open_nxd(
         path=nxd_files.root,
         root=nxd_files.root,
         config=dict(config),
-        aux_files=read_aux_files(nxd_files.root),
         groups={"weights": weights, **(groups if optimizer else {})},
         optimizer=TORCH_ADAMW if optimizer and groups.keys() >= set(TORCH_ADAMW.slots) else None,
         format_info=format_info,
     )
 
 
-def _read_param_groups(states: Iterable[RankOptimizerState]) -> list[dict[str, Any]]:
+def _read_param_groups(shards: Iterable[OptimizerShard]) -> list[dict[str, Any]]:
     """Return the optimizer's param groups: those settings that are numbers, strings, or lists of numbers.
 
     Empty if the groups are neither one nor two (all other tensors, then the norms), or if ranks differ: the group of a
@@ -123,32 +114,14 @@ def _read_param_groups(states: Iterable[RankOptimizerState]) -> list[dict[str, A
         return value is None or type(value) in (bool, int, str) or (type(value) is float and isfinite(value))
 
     found: list[dict[str, Any]] | None = None
-    for state in states:
-        for saved in state.shards:
-            groups = saved.tree["param_groups"]
-            norms = [{"norm" in state.keys[number] for number in group["params"]} for group in groups]
-            own = [{key: value for key, value in group.items() if key != "params" and plain(value)} for group in groups]
-            if (len(groups) > 1 and norms != [{False}, {True}]) or found not in (None, own):
-                return []
-            found = own
+    for shard in shards:
+        groups = shard.saved.tree["param_groups"]
+        norms = [{"norm" in shard.keys[number] for number in group["params"]} for group in groups]
+        own = [{key: value for key, value in group.items() if key != "params" and plain(value)} for group in groups]
+        if (len(groups) > 1 and norms != [{False}, {True}]) or found not in (None, own):
+            return []
+        found = own
     return found or []
-
-
-def _read_optimizer_step(states: Iterable[RankOptimizerState], root: Path) -> dict[str, int]:
-    """Return the step of the optimizer, if it keeps one.
-
-    Raises:
-        CheckpointError: Tensors of the ranks have different steps.
-    """
-    steps = {step for state in states for step in check_equal_steps(state)}
-    if len(steps) > 1:
-        raise CheckpointError(f"{root}: its optimizer's tensors have different steps: {sorted(map(str, steps))}")
-    step = next(iter(steps), None)
-    if step is None:
-        return {}
-    if not 0 <= step < 2**53 or step != int(step):
-        raise CheckpointError(f"{root}: its optimizer has the invalid step {step:g}")
-    return {"step": int(step)}
 
 
 def nxd_target(source: Source, options: NxdOptions, *, dtype: str | None = None) -> Target:
@@ -162,8 +135,7 @@ def nxd_target(source: Source, options: NxdOptions, *, dtype: str | None = None)
     Raises:
         CheckpointError: The options do not fit the model, or the source lacks a tensor or cannot be cast.
     """
-    assert source.config is not None
-    model = config_from_hf(dict(source.config), source=f"{source.path}: config")
+    model = source.model
     layout, tensor_files = nxd_layout(model, options), TensorFiles()
     specs = target_specs(source, tensor_shapes(model), dtype)
 
@@ -171,9 +143,8 @@ def nxd_target(source: Source, options: NxdOptions, *, dtype: str | None = None)
         return lay_out(path, OrderedDict(tensors), xser=options.xser, tensor_files=tensor_files)
 
     return Target(
-        format="nxd",
         specs=specs,
-        n_bytes=layout.count_bytes(specs),
+        n_bytes=layout_bytes(layout, specs),
         fill=write_layout(layout, specs, lay_out_file),
         aux_files=model_files(source, specs, folder=options.tag),
         hashed_folder=options.tag,

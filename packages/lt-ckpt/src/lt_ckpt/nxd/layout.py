@@ -124,17 +124,9 @@ def nxd_layout(config: ModelConfig, options: NxdOptions) -> Layout:
     Raises:
         CheckpointError: The options do not fit the model.
     """
-    check_sharding(config, options)
-    shapes = tensor_shapes(config)
-    return Layout(
-        files=tuple(
-            FileLayout(
-                path=rank_path(options, tp_rank, pp_rank),
-                tensors=_rank_tensors(config, options, shapes, tp_rank, pp_rank),
-            )
-            for pp_rank in range(options.pp)
-            for tp_rank in range(options.tp)
-        )
+    return tuple(
+        FileLayout(path=rank_path(options, *rank), tensors=rank_tensors(config, options, *rank))
+        for rank in ((tp_rank, pp_rank) for pp_rank in range(options.pp) for tp_rank in range(options.tp))
     )
 
 
@@ -145,12 +137,7 @@ def rank_tensors(config: ModelConfig, options: NxdOptions, tp_rank: int, pp_rank
         CheckpointError: The options do not fit the model.
     """
     check_sharding(config, options)
-    return _rank_tensors(config, options, tensor_shapes(config), tp_rank, pp_rank)
-
-
-def _rank_tensors(
-    config: ModelConfig, options: NxdOptions, shapes: Mapping[str, Ints], tp_rank: int, pp_rank: int
-) -> tuple[TensorLayout, ...]:
+    shapes = tensor_shapes(config)
     return tuple(
         _tensor_layout(prefix, rule, shapes, config.n_kv_heads, options, tp_rank)
         for prefix, rule in rank_rules(config, options, pp_rank)

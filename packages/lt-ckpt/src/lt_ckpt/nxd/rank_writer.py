@@ -26,18 +26,18 @@ from typing import Any
 
 from lt_ckpt import files
 from lt_ckpt.dtypes import item_bytes
-from lt_ckpt.errors import CheckpointError
 from lt_ckpt.file_recorder import hash_file
 from lt_ckpt.laid_out_files import Place, pwrite
-from lt_ckpt.layout import TensorLayout, TensorRegion
+from lt_ckpt.layout import TensorLayout
 from lt_ckpt.llama_tensors import EMBED, HEAD, MASTER_WEIGHTS, tensor_shapes
 from lt_ckpt.nxd.layout import rank_path, rank_tensors
 from lt_ckpt.nxd.options import NxdOptions
 from lt_ckpt.nxd.xser import info_path, lay_out, tensor_path
-from lt_ckpt.nxd.zero1 import MASTER_WEIGHTS_KEY, STATE_KEY, shard_rows
-from lt_ckpt.nxd.zero1_writer import MOMENTS, build_state_tree, encode_step, slice_rows
-from lt_ckpt.records import FileRecords, SliceRecord, TensorRecord, TensorRecords
+from lt_ckpt.nxd.zero1 import shard_rows, slice_rows
+from lt_ckpt.nxd.zero1_writer import MOMENTS, build_state_tree, lay_out_state
+from lt_ckpt.records import FileRecords, TensorRecord, TensorRecords
 from lt_ckpt.shards import Shard
+from lt_ckpt.stored_slices import StoredSlice
 from lt_ckpt.tensorfile import TensorSpec
 from lt_ckpt.torchfile.file import write_pt
 from lt_ckpt.torchfile.tensor_files import TensorFiles
@@ -46,17 +46,6 @@ from lt_model import ModelConfig
 WEIGHTS = "weights"
 CAST_WEIGHTS = "cast_weights"
 """Group of the weights used in forward and backward, if the optimizer updates master weights instead."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """Tensor of a file: key, spec, the shard with its first rows, and regions."""
-
-    key: str
-    group: str
-    spec: TensorSpec
-    data: Shard | None
-    regions: tuple[TensorRegion, ...] = ()
 
 
 def optimizer_state_keys(config: ModelConfig, options: NxdOptions, tp_rank: int, pp_rank: int) -> tuple[str, ...]:
@@ -109,64 +98,37 @@ class NxdRankWriter:
     user_content: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.options.layout != "v2" or self.options.tag:
-            raise CheckpointError("nxd: a training checkpoint must have layout v2 and no tag (its folder is the tag)")
-        for name, size in (("dp", self.dp), ("tp", self.options.tp), ("pp", self.options.pp)):
-            rank = getattr(self, f"{name}_rank")
-            if not 0 <= rank < size:
-                raise CheckpointError(f"nxd: {name}_rank = {rank}: must be from 0 to {size - 1}")
-        numbered = [key for keys in self.param_group_keys for key in keys]
+        assert (self.options.layout, self.options.tag) == ("v2", ""), "the checkpoint's folder is the tag"
         expected = optimizer_state_keys(self.config, self.options, self.tp_rank, self.pp_rank)
-        if sorted(numbered) != sorted(expected) or len(self.param_group_keys) != len(self.param_group_settings):
-            differing = sorted(set(numbered) ^ set(expected))
-            raise CheckpointError(
-                f"nxd: the {len(self.param_group_keys)} param groups with {len(self.param_group_settings)} settings "
-                f"must name each tensor of the rank once{f'; {differing[0]} is not in both' if differing else ''}"
-            )
+        assert sorted(self._numbered_keys()) == sorted(expected), "param groups: not the rank's tensors"
+
+    def _numbered_keys(self) -> list[str]:
+        """Return NxD's keys of the tensors with optimizer state, in the order of their numbers."""
+        return [key for keys in self.param_group_keys for key in keys]
 
     def model_tensors(self) -> tuple[TensorLayout, ...]:
         """Return the tensors of this rank's model file, in its order."""
         return rank_tensors(self.config, self.options, self.tp_rank, self.pp_rank)
 
-    def optimizer_state_tensors(self) -> tuple[TensorLayout, ...]:
-        """Return the tensors with optimizer state."""
-        keys = set(optimizer_state_keys(self.config, self.options, self.tp_rank, self.pp_rank))
-        return tuple(tensor for tensor in self.model_tensors() if tensor.key in keys)
-
     def write(self, folder: Path, shards: Iterable[Shard]) -> tuple[FileRecords, TensorRecords]:
-        """Write this rank's files (see `lt_ckpt.save.RankFileWriter`).
-
-        Raises:
-            CheckpointError: A tensor is missing, unknown, or has another shape or dtype than the others of its kind.
-        """
-        writes_model = self.dp_rank == 0
-        weights = {tensor.key: tensor for tensor in self.model_tensors()} if writes_model else {}
-        states = {tensor.key: tensor for tensor in self.optimizer_state_tensors()} if writes_model or self.zero1 else {}
-        shards_by_group = _group_by_name(shards, self.slots)
-        _check_names(shards_by_group, set(weights), set(states), self.slots)
-        records = _TensorRecordBuilder(self.config, has_master_weights=MASTER_WEIGHTS in shards_by_group)
-        for kind in ("model", "optim"):
-            files.make_folders(folder / kind)
+        """Write this rank's files (see `lt_ckpt.save.RankFileWriter`)."""
+        shards = list(shards)
+        waiting = {(shard.group, shard.name): shard for shard in shards if prod(shard.shape)}
+        has_masters = any(shard.group == MASTER_WEIGHTS for shard in shards)
+        tensors = {tensor.key: tensor for tensor in self.model_tensors()}
+        records = _TensorRecordBuilder(self.config, folder, has_master_weights=has_masters)
         written: list[str] = []
-        if weights:
-            entries = [self._model_entry(tensor, shards_by_group[WEIGHTS][key]) for key, tensor in weights.items()]
+        if self.dp_rank == 0:
+            found = {key: _take(waiting, WEIGHTS, tensor, 0, tensor.shape[0]) for key, tensor in tensors.items()}
+            specs = OrderedDict((key, TensorSpec(shard.dtype, shard.shape)) for key, shard in found.items())
             path = rank_path(self.options, self.tp_rank, self.pp_rank)
-            placed = self._lay_out(folder / path, OrderedDict((entry.key, entry.spec) for entry in entries))
-            for entry in entries:
-                _write_entry(folder, entry, placed[entry.key], records)
+            placed = lay_out(folder / path, specs, xser=self.options.xser, tensor_files=TensorFiles())
+            for key, shard in found.items():
+                records.write(placed[key], shard, tensors[key])
             written += _files_of(folder, path)
-        if states:
-            dp_rank = self.dp_rank if self.zero1 else 0
-            path = rank_path(self.options, self.tp_rank, self.pp_rank, kind="optim", dp_rank=dp_rank)
-            tree, entries_by_kind = self._optimizer_entries(states, shards_by_group)
-            placed = self._lay_out(folder / path, tree)
-            for number, key in enumerate(key for keys in self.param_group_keys for key in keys):
-                states_of_key = placed[STATE_KEY if STATE_KEY in placed else "state"][number]
-                pwrite(states_of_key["step"], memoryview(encode_step(self.step)))
-                for kind, entries_by_key in entries_by_kind.items():
-                    place = placed[MASTER_WEIGHTS_KEY][number] if kind == MASTER_WEIGHTS else states_of_key[kind]
-                    _write_entry(folder, entries_by_key[key], place, records)
-            written += _files_of(folder, path)
+        if self.dp_rank == 0 or self.zero1:
+            written += self._write_state(folder, waiting, tensors, records)
+        assert not waiting, f"no file holds {next(iter(waiting))}"
         if (self.dp_rank, self.tp_rank, self.pp_rank) == (0, 0, 0):
             for name, content in (("scheduler.pt", self.scheduler_state), ("user_content.pt", self.user_content)):
                 if content:
@@ -182,43 +144,50 @@ class NxdRankWriter:
             files.fsync_folder(parent)
         return {name: hash_file(folder / name) for name in written}, records.records
 
-    def _lay_out(self, path: Path, tree: Any) -> Any:
-        return lay_out(path, tree, xser=self.options.xser, tensor_files=TensorFiles())
-
-    def _model_entry(self, tensor: TensorLayout, shard: Shard) -> _Entry:
-        _check_rows(shard, tensor, 0, tensor.shape[0])
-        return _Entry(tensor.key, WEIGHTS, TensorSpec(shard.dtype, tensor.shape), shard, tensor.regions)
-
-    def _optimizer_entries(
-        self, states: Mapping[str, TensorLayout], shards_by_group: Mapping[str, Mapping[str, Shard]]
-    ) -> tuple[Mapping[str, Any], dict[str, dict[str, _Entry]]]:
-        """Return the tree of the optimizer file, and kind → NxD's key → tensor."""
+    def _write_state(
+        self,
+        folder: Path,
+        waiting: dict[tuple[str, str], Shard],
+        tensors: Mapping[str, TensorLayout],
+        records: "_TensorRecordBuilder",
+    ) -> list[str]:
+        """Write the optimizer's file; return its paths."""
         dp, dp_rank = (self.dp, self.dp_rank) if self.zero1 else (1, 0)
-        kinds = (*self.slots, *([MASTER_WEIGHTS] if MASTER_WEIGHTS in shards_by_group else []))
-        found: dict[str, dict[str, _Entry]] = {kind: {} for kind in kinds}
-        for kind in kinds:
-            for key, tensor in states.items():
-                first, n_rows, stored = shard_rows(tensor.shape[0], dp, dp_rank)
-                shard = shards_by_group[kind].get(key)
-                if shard is None and n_rows:
-                    raise CheckpointError(f"nxd: {kind}/{key}: rows {first} to {first + n_rows} are missing")
-                if shard is not None:
-                    _check_rows(shard, tensor, first, n_rows)
-                dtype = self.dtypes[kind] if shard is None else shard.dtype
-                spec = TensorSpec(dtype, (stored, *tensor.shape[1:]))
-                regions = slice_rows(tensor, first, n_rows).regions if n_rows else ()
-                found[kind][key] = _Entry(key, kind, spec, shard, regions)
-        numbered = [states[key] for keys in self.param_group_keys for key in keys]
-        specs = {kind: {key: entry.spec for key, entry in entries.items()} for kind, entries in found.items()}
-        without_zero1 = not self.zero1 and MASTER_WEIGHTS not in kinds
+        kinds = (*self.slots, *([MASTER_WEIGHTS] if records.has_master_weights else []))
+        numbered = [tensors[key] for key in self._numbered_keys()]
+        found: dict[tuple[str, int], tuple[Shard, TensorLayout]] = {}
+        specs: dict[str, dict[str, TensorSpec]] = {kind: {} for kind in kinds}
+        for number, tensor in enumerate(numbered):
+            first, n_rows, stored = shard_rows(tensor.shape[0], dp, dp_rank)
+            for kind in kinds:
+                dtype = self.dtypes.get(kind, "")
+                if n_rows:
+                    shard = _take(waiting, kind, tensor, first, n_rows)
+                    found[kind, number], dtype = (shard, slice_rows(tensor, first, n_rows)), shard.dtype
+                specs[kind][tensor.key] = TensorSpec(dtype, (stored, *tensor.shape[1:]))
         tree = build_state_tree(
             numbered,
             specs,
             self.param_group_settings,
             [len(keys) for keys in self.param_group_keys],
-            without_zero1=without_zero1,
+            without_zero1=not self.zero1 and not records.has_master_weights,
         )
-        return tree, found
+        path = rank_path(self.options, self.tp_rank, self.pp_rank, kind="optim", dp_rank=dp_rank)
+        placed = lay_out_state(folder / path, tree, self.step, xser=self.options.xser, tensor_files=TensorFiles())
+        for kind in kinds:  # kind by kind, so that a group's slices follow the tensors
+            for number in range(len(numbered)):
+                if (kind, number) in found:
+                    records.write(placed[kind, number], *found[kind, number])
+        return _files_of(folder, path)
+
+
+def _take(waiting: dict[tuple[str, str], Shard], group: str, tensor: TensorLayout, first: int, n_rows: int) -> Shard:
+    """Take the shard with these rows of a tensor."""
+    shard = waiting.pop((group, tensor.key))
+    zeros = (0,) * (len(tensor.shape) - 1)
+    expected = tensor.shape, (first, *zeros), (n_rows, *tensor.shape[1:])
+    assert (shard.global_shape, shard.offset, shard.shape) == expected, (group, tensor.key, shard.shape, expected)
+    return shard
 
 
 def _files_of(folder: Path, path: str) -> list[str]:
@@ -228,73 +197,31 @@ def _files_of(folder: Path, path: str) -> list[str]:
     return [*found, *(p.relative_to(folder).as_posix() for p in sorted(tensors.glob("*.pt")))]
 
 
-def _write_entry(folder: Path, entry: _Entry, place: Place, records: "_TensorRecordBuilder") -> None:
-    """Write the rows of a tensor into its room, whose rest is zeros, and record them."""
-    path, byte_offset = place
-    if entry.data is not None:
-        pwrite(place, entry.data.bytes().data)
-    records.add(entry, path.relative_to(folder).as_posix(), byte_offset)
-
-
 class _TensorRecordBuilder:
-    """Builder of the tensor records of a rank manifest."""
+    """Builder of the tensor records of a rank manifest, which also writes the tensors' bytes."""
 
-    def __init__(self, config: ModelConfig, *, has_master_weights: bool) -> None:
-        self._shapes, self._tied = tensor_shapes(config), config.tie_word_embeddings
+    def __init__(self, config: ModelConfig, folder: Path, *, has_master_weights: bool) -> None:
+        self._shapes, self._tied, self._folder = tensor_shapes(config), config.tie_word_embeddings, folder
         self._groups = {WEIGHTS: CAST_WEIGHTS, MASTER_WEIGHTS: WEIGHTS} if has_master_weights else {}
+        self.has_master_weights = has_master_weights
         self.records: TensorRecords = {}
 
-    def add(self, entry: _Entry, file: str, begin: int) -> None:
-        """Add a tensor of a file whose bytes begin at `begin`."""
-        row_bytes = item_bytes(entry.spec.dtype) * prod(entry.spec.shape[1:])
-        for region in entry.regions:
-            assert region.shape[1:] == entry.spec.shape[1:], "a region consists of whole rows of the stored tensor"
-            at = begin + region.stored_offset[0] * row_bytes
-            slice_record = SliceRecord(
-                file=file, key=entry.key, byte_offset=at, offset=region.offset, shape=region.shape, xxh3_128=""
+    def write(self, place: Place, shard: Shard, rows: TensorLayout) -> None:
+        """Write a shard, which has these rows, into its room, whose rest is zeros, and record it."""
+        pwrite(place, shard.bytes().data)
+        path, begin = place
+        row_bytes = item_bytes(shard.dtype) * prod(rows.shape[1:])
+        members = self.records.setdefault(self._groups.get(shard.group, shard.group), {})
+        for region in rows.regions:
+            assert region.shape[1:] == rows.shape[1:], "a region consists of whole rows of the stored tensor"
+            piece = StoredSlice(
+                file=path.relative_to(self._folder).as_posix(),
+                key=shard.name,
+                byte_offset=begin + region.stored_offset[0] * row_bytes,
+                offset=region.offset,
+                shape=region.shape,
             )
-            members = self.records.setdefault(self._groups.get(entry.group, entry.group), {})
             name = EMBED if self._tied and region.name == HEAD else region.name
-            record = members.get(name)
-            if record is None:
-                record = TensorRecord(dtype=entry.spec.dtype, shape=self._shapes[name], slices=())
-            if record.dtype != entry.spec.dtype:
-                raise CheckpointError(f"nxd: {entry.group}/{name}: has two dtypes on one rank")
-            members[name] = replace(record, slices=(*record.slices, slice_record))
-
-
-def _group_by_name(shards: Iterable[Shard], slots: Sequence[str]) -> dict[str, dict[str, Shard]]:
-    """Return group → NxD's key → shard; shards without elements are left out."""
-    found: dict[str, dict[str, Shard]] = {kind: {} for kind in (WEIGHTS, *slots)}
-    for shard in shards:
-        members = found.setdefault(shard.group, {})
-        if shard.name in members:
-            raise CheckpointError(f"nxd: {shard.group}/{shard.name}: duplicate")
-        if prod(shard.shape):
-            members[shard.name] = shard
-    return found
-
-
-def _check_names(
-    shards_by_group: Mapping[str, Mapping[str, Shard]], weights: set[str], states: set[str], slots: Sequence[str]
-) -> None:
-    """Check that all weights are given, and no tensor that no file would hold."""
-    for kind, members in shards_by_group.items():
-        known = weights if kind == WEIGHTS else states if kind in (*slots, MASTER_WEIGHTS) else set[str]()
-        unknown = sorted(set(members) - known)
-        if unknown:
-            raise CheckpointError(f"nxd: {kind}/{unknown[0]}: not a tensor of this rank")
-    missing = sorted(weights - set(shards_by_group[WEIGHTS]))
-    if missing:
-        raise CheckpointError(f"nxd: {WEIGHTS}/{missing[0]}: is missing")
-
-
-def _check_rows(shard: Shard, tensor: TensorLayout, first: int, n_rows: int) -> None:
-    zeros = (0,) * (len(tensor.shape) - 1)
-    expected = (tensor.shape, (first, *zeros), (n_rows, *tensor.shape[1:]))
-    if (shard.global_shape, shard.offset, shard.shape) != expected:
-        raise CheckpointError(
-            f"nxd: {shard.group}/{shard.name}: is at {list(shard.offset)} of shape {list(shard.shape)} in "
-            f"{list(shard.global_shape)}, this rank has {list(expected[2])} at {list(expected[1])} in "
-            f"{list(expected[0])}"
-        )
+            record = members.get(name, TensorRecord(dtype=shard.dtype, shape=self._shapes[name], slices=()))
+            assert record.dtype == shard.dtype, f"{shard.group}/{name}: has two dtypes on one rank"
+            members[name] = replace(record, slices=(*record.slices, piece))

@@ -17,14 +17,15 @@ from itertools import product
 from pathlib import Path
 
 from lt_ckpt.errors import CheckpointError
-from lt_ckpt.layout import FileLayout, Layout, TensorLayout
+from lt_ckpt.layout import Layout
 from lt_ckpt.llama_tensors import HEAD, IGNORED_BUFFERS, add_tied_head, stored_shapes
 from lt_ckpt.nxd.discovery import NxdFiles, find_nxd_files
 from lt_ckpt.nxd.layout import layers_per_stage, nxd_layout
 from lt_ckpt.nxd.options import HeadOrder, NxdOptions, Qkv
 from lt_ckpt.nxd.xser import XserFile
-from lt_ckpt.source import StoredArray, TensorGroup, build_tensor_group, check_names
-from lt_ckpt.tensorfile import TensorSpec
+from lt_ckpt.source import TensorGroup, build_tensor_group
+from lt_ckpt.stored_slices import StoredSlice
+from lt_ckpt.tensorfile import StoredArray, TensorSpec
 from lt_ckpt.torchfile.file import TensorReference
 from lt_ckpt.torchfile.tensor_files import TensorFiles
 from lt_model import ModelConfig
@@ -45,16 +46,14 @@ class RankFile:
 
     Attributes:
         file: The file, relative to the checkpoint.
-        specs: Key → dtype and shape.
-        tensors: Key → the file that holds it, and its array in it; empty if not located.
+        group: The tensors by key; without locations if their files were not looked at.
         is_xser: Whether tensors have files of their own.
         ignored_keys: Ignored keys, which every reader recomputes.
         extra_keys: Other keys of the file besides the model.
     """
 
     file: str
-    specs: Mapping[str, TensorSpec]
-    tensors: Mapping[str, tuple[str, StoredArray]]
+    group: TensorGroup
     is_xser: bool
     ignored_keys: tuple[str, ...] = ()
     extra_keys: tuple[str, ...] = ()
@@ -62,7 +61,7 @@ class RankFile:
     @property
     def layers(self) -> tuple[int, ...]:
         """Layers with tensors in this file."""
-        return tuple(sorted({int(match[1]) for key in self.specs if (match := _LAYER.match(key))}))
+        return tuple(sorted({int(match[1]) for key in self.group.specs if (match := _LAYER.match(key))}))
 
 
 def read_rank_file(root: Path, file: str, *, locate_tensors: bool, tensor_files: TensorFiles | None = None) -> RankFile:
@@ -90,7 +89,7 @@ def read_rank_file(root: Path, file: str, *, locate_tensors: bool, tensor_files:
             "from the optimizer's master weights (--master-weights)"
         )
     specs: dict[str, TensorSpec] = {}
-    tensors: dict[str, tuple[str, StoredArray]] = {}
+    locations: dict[str, tuple[StoredSlice, ...]] = {}
     ignored_keys: list[str] = []
     for key, leaf in tree.items():
         if not isinstance(key, str) or not isinstance(leaf, StoredArray | TensorReference):
@@ -100,14 +99,13 @@ def read_rank_file(root: Path, file: str, *, locate_tensors: bool, tensor_files:
         if IGNORED_BUFFERS.search(key):
             ignored_keys.append(key)
         elif locate_tensors:
-            tensors[key] = saved.locate(leaf, key)
-            specs[key] = tensors[key][1].spec
+            path, array = saved.locate(leaf, key)
+            specs[key], locations[key] = array.spec, (array.stored_slice(path),)
         else:
             specs[key] = saved.tensor_spec(leaf, key)
     return RankFile(
         file=file,
-        specs=specs,
-        tensors=tensors,
+        group=TensorGroup(specs=specs, locations=locations),
         is_xser=is_xser,
         ignored_keys=tuple(ignored_keys),
         extra_keys=extra_keys,
@@ -189,7 +187,7 @@ def infer_options(
         raise CheckpointError(f"{nxd_files.root}: {what}, but the configuration has {config.n_layers} layers")
     first = next(file for file in stage_files if file.layers)
     prefix = f"model.layers.{first.layers[0]}.self_attn."
-    key = next((key for key in _ATTENTION if prefix + key in first.specs), None)
+    key = next((key for key in _ATTENTION if prefix + key in first.group.specs), None)
     if key is None:
         raise CheckpointError(
             f"{nxd_files.root / first.file}: {prefix}* has none of {', '.join(_ATTENTION)}: its attention layer of NxD "
@@ -217,7 +215,7 @@ def _infer_kv_size_multiplier(config: ModelConfig, nxd_files: NxdFiles, file: Ra
     if qkv not in ("gqa", "gqa_fused"):
         return 1
     key = prefix + ("qkv_proj.weight_k" if qkv == "gqa" else "qkv_proj.weight_qkv")
-    shape = file.specs[key].shape if key in file.specs else ()
+    shape = file.group.specs[key].shape if key in file.group.specs else ()
     rows = nxd_files.tp * shape[0] if shape else 0
     if qkv == "gqa_fused":
         rows = (rows - config.n_heads * config.head_dim) // 2
@@ -238,19 +236,10 @@ def build_model_group(checkpoint: NxdCheckpoint) -> TensorGroup:
         CheckpointError: A key is missing or unknown, or a tensor has another shape or dtype.
     """
     root, config = checkpoint.files.root, checkpoint.config
-    head_is_stored = any(HEAD in file.tensors for file in checkpoint.rank_files.values())
-    shapes = stored_shapes(config, head_is_stored)
-    by_path = {file.file: file for file in checkpoint.rank_files.values()}
-    files: list[FileLayout] = []
-    arrays_by_file: dict[str, dict[str, StoredArray]] = {}
-    for file in checkpoint.layout.files:
-        expected = [tensor for tensor in file.tensors if tensor.key != HEAD or HEAD in shapes]
-        located = by_path[file.path].tensors
-        check_names([tensor.key for tensor in expected], located, str(root / file.path))
-        by_file: dict[str, list[TensorLayout]] = {}
-        for tensor in expected:
-            by_file.setdefault(located[tensor.key][0], []).append(tensor)
-        for path, tensors in by_file.items():
-            files.append(FileLayout(path=path, tensors=tuple(tensors)))
-            arrays_by_file[path] = {tensor.key: located[tensor.key][1] for tensor in tensors}
-    return add_tied_head(build_tensor_group(Layout(files=tuple(files)), arrays_by_file, shapes, str(root)), config)
+    groups = {file.file: file.group for file in checkpoint.rank_files.values()}
+    shapes = stored_shapes(config, any(HEAD in group.specs for group in groups.values()))
+    files = tuple(
+        replace(file, tensors=tuple(tensor for tensor in file.tensors if tensor.key != HEAD or HEAD in shapes))
+        for file in checkpoint.layout
+    )
+    return add_tied_head(build_tensor_group(files, groups, shapes, str(root)), config)

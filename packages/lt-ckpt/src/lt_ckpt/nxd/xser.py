@@ -15,8 +15,7 @@ from typing import Any, Self
 from lt_ckpt import files
 from lt_ckpt.errors import CheckpointError
 from lt_ckpt.laid_out_files import Place
-from lt_ckpt.source import StoredArray
-from lt_ckpt.tensorfile import TensorSpec
+from lt_ckpt.tensorfile import StoredArray, TensorSpec
 from lt_ckpt.torchfile.file import CODES, DTYPES, Size, TensorReference, load_pt, map_tree, write_pt
 from lt_ckpt.torchfile.tensor_files import TensorFiles
 

@@ -5,12 +5,12 @@ its tensor-parallel rank and stage and, as an option, of the fp32 master weights
 to a multiple of the data-parallel degree and split into that many equal runs of rows. Tensors are numbered in the
 optimizer's order, those with weight decay first; the tensor of each number follows from the shapes.
 
-First the rows of a tensor-parallel rank's tensors are assembled (`RankOptimizerState`), then, by the regions of those,
-the model's own: the boxes of the two shardings are intersected. Cost: the headers of all files.
+So a shard is a file of a layout whose tensors are rows of the model file's (`slice_rows`), and the model's tensors are
+assembled from it like any other. Cost: the headers of all files.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +18,17 @@ import numpy as np
 
 from lt_ckpt.dtypes import cast, item_bytes
 from lt_ckpt.errors import CheckpointError
-from lt_ckpt.layout import Layout, TensorLayout, TensorRegion
+from lt_ckpt.layout import FileLayout, TensorLayout, TensorRegion
 from lt_ckpt.llama_tensors import HEAD, MASTER_WEIGHTS, add_tied_head, stored_shapes
 from lt_ckpt.nxd.discovery import NxdFiles, has_optimizer_files, optimizer_dp_degree
 from lt_ckpt.nxd.layout import rank_path
 from lt_ckpt.nxd.options import NxdOptions
 from lt_ckpt.nxd.reader import NxdCheckpoint
 from lt_ckpt.nxd.xser import Leaf, XserFile
-from lt_ckpt.shards import GROUP_NAME, Box, Ints, find_tiling_error, intersect
-from lt_ckpt.source import StoredArray, TensorGroup
+from lt_ckpt.shards import GROUP_NAME, Ints, intersect
+from lt_ckpt.source import TensorGroup, build_tensor_group
 from lt_ckpt.stored_slices import StoredSlice, read_box, slice_box
-from lt_ckpt.tensorfile import TensorSpec
+from lt_ckpt.tensorfile import StoredArray, TensorSpec
 from lt_ckpt.torchfile.file import TensorReference
 from lt_ckpt.torchfile.tensor_files import TensorFiles
 from lt_model import ModelConfig
@@ -37,17 +37,19 @@ MASTER_WEIGHTS_KEY, STATE_KEY, SHAPES_KEY = "sharded_master_weights", "base_stat
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankOptimizerState:
-    """Optimizer state of one tensor-parallel rank and stage.
+class OptimizerShard:
+    """Optimizer state in the file of one rank.
 
     Attributes:
-        shards: The file of each data-parallel rank.
+        saved: The file.
         keys: NxD's keys in the optimizer's order.
-        groups: `exp_avg`, `exp_avg_sq`, `master`, ... → the rank's tensors by NxD's keys, whole.
+        layout: The rows of the rank's tensors that it has.
+        groups: `exp_avg`, `exp_avg_sq`, `master`, ... → those rows by NxD's keys, without padding.
     """
 
-    shards: tuple[XserFile, ...]
+    saved: XserFile
     keys: tuple[str, ...]
+    layout: FileLayout
     groups: Mapping[str, TensorGroup]
 
 
@@ -56,6 +58,26 @@ def shard_rows(rows: int, dp: int, dp_rank: int) -> tuple[int, int, int]:
     stored = -(-rows // dp)
     first = min(dp_rank * stored, rows)
     return first, min(stored, rows - first), stored
+
+
+def slice_rows(tensor: TensorLayout, first: int, n_rows: int) -> TensorLayout:
+    """Return rows of a rank's tensor as a tensor."""
+    shape = (n_rows, *tensor.shape[1:])
+    begin: Ints = (first, *(0,) * (len(shape) - 1))
+    regions: list[TensorRegion] = []
+    for region in tensor.regions:
+        common = intersect((begin, shape), (region.stored_offset, region.shape))
+        if common is not None:
+            at, size = common
+            regions.append(
+                TensorRegion(
+                    name=region.name,
+                    offset=tuple(o + a - p for o, a, p in zip(region.offset, at, region.stored_offset, strict=True)),
+                    shape=size,
+                    stored_offset=tuple(a - b for a, b in zip(at, begin, strict=True)),
+                )
+            )
+    return TensorLayout(key=tensor.key, shape=shape, regions=tuple(regions))
 
 
 def has_zero1_state(nxd_files: NxdFiles) -> bool:
@@ -71,83 +93,62 @@ def has_zero1_state(nxd_files: NxdFiles) -> bool:
     return not (isinstance(tree, dict) and "param_groups" in tree and STATE_KEY not in tree and SHAPES_KEY not in tree)
 
 
-def read_optimizer_states(checkpoint: NxdCheckpoint) -> dict[str, RankOptimizerState]:
-    """Read the headers of all optimizer files: path of the model file → the state of that rank.
+def read_optimizer_shards(checkpoint: NxdCheckpoint) -> list[OptimizerShard]:
+    """Read the headers of all optimizer files.
 
     Raises:
-        CheckpointError: A file is missing, damaged, not of ZeRO-1, or not of this model.
+        CheckpointError: A file is missing, damaged, not of ZeRO-1, or not of this model, or ranks have different kinds
+            of state.
     """
     nxd_files, config = checkpoint.files, checkpoint.config
-    dp = optimizer_dp_degree(nxd_files)
-    tensors = {file.path: file.tensors for file in checkpoint.layout.files}
-    shared = config.tie_word_embeddings and nxd_files.pp == 1
-    states: dict[str, RankOptimizerState] = {}
+    dp, tensor_files = optimizer_dp_degree(nxd_files), TensorFiles()
+    tensors = {file.path: {tensor.key: tensor for tensor in file.tensors} for file in checkpoint.layout}
+    tied = config.tie_word_embeddings and nxd_files.pp == 1
+    found: list[OptimizerShard] = []
     for (tp_rank, pp_rank), file in checkpoint.rank_files.items():
-        shards = [rank_path(NxdOptions(), tp_rank, pp_rank, kind="optim", dp_rank=dp_rank) for dp_rank in range(dp)]
-        states[file.file] = read_rank_optimizer_state(
-            nxd_files.root, shards, tensors[file.file], allow_tied_head=shared
-        )
-    return states
+        for dp_rank in range(dp):
+            path = rank_path(NxdOptions(), tp_rank, pp_rank, kind="optim", dp_rank=dp_rank)
+            saved = XserFile.open(nxd_files.root, path, tensor_files)
+            found.append(_read_shard(saved, tensors[file.file], dp, dp_rank, allow_tied_head=tied))
+            if found[-1].groups.keys() != found[0].groups.keys() or found[-1].keys != found[-1 - dp_rank].keys:
+                raise CheckpointError(
+                    f"{nxd_files.root / path}: has other tensors or kinds of state than another rank's file"
+                )
+    return found
 
 
-def read_rank_optimizer_state(
-    root: Path, files: list[str], tensors: tuple[TensorLayout, ...], *, allow_tied_head: bool
-) -> RankOptimizerState:
-    """Read the headers of the shards of one tensor-parallel rank and stage.
+def _read_shard(
+    saved: XserFile, tensors: Mapping[str, TensorLayout], dp: int, dp_rank: int, *, allow_tied_head: bool
+) -> OptimizerShard:
+    """Read the header of the file of one rank, given the tensors of its model file.
 
-    Args:
-        root: The root of the checkpoint.
-        files: Each data-parallel rank's file, relative to it.
-        tensors: Tensors of the rank's model file.
-        allow_tied_head: The head may be the embedding itself, without a number of its own.
-
-    Raises:
-        CheckpointError: A file is missing, damaged, not of ZeRO-1, or not of these tensors.
+    The head may be the embedding itself, without a number of its own.
     """
-    tensor_files = TensorFiles()
-    shards = tuple(XserFile.open(root, file, tensor_files) for file in files)
-    shapes = {tensor.key: tensor.shape for tensor in tensors}
-    trees = [(saved, state_entries(saved.tree, root / saved.file)) for saved in shards]
-    keys = _infer_key_order(shards[0].tree, shapes, root / shards[0].file, allow_tied_head)
-    for saved, entries in trees:
-        path = root / saved.file
-        if _infer_key_order(saved.tree, shapes, path, allow_tied_head) != keys or set(entries) != set(trees[0][1]):
-            raise CheckpointError(f"{path}: has other tensors or kinds of state than {shards[0].file}")
-        incomplete = next((kind for kind, leaves in entries.items() if sorted(leaves) != list(range(len(keys)))), None)
-        if incomplete:
-            raise CheckpointError(f"{path}: has {incomplete} for only some of its {len(keys)} tensors")
+    path = saved.root / saved.file
+    entries = state_entries(saved.tree, path)
+    keys = _infer_key_order(saved.tree, {key: tensor.shape for key, tensor in tensors.items()}, path, allow_tied_head)
+    rows = {key: shard_rows(tensors[key].shape[0], dp, dp_rank) for key in keys}
     groups: dict[str, TensorGroup] = {}
-    for kind in trees[0][1]:
+    for kind, leaves in entries.items():
+        if sorted(leaves) != list(range(len(keys))):
+            raise CheckpointError(f"{path}: has {kind} for only some of its {len(keys)} tensors")
         specs: dict[str, TensorSpec] = {}
         locations: dict[str, tuple[StoredSlice, ...]] = {}
         for index, key in enumerate(keys):
-            leaves = [(saved, entries[kind][index]) for saved, entries in trees]
-            specs[key], locations[key] = _locate_rows(leaves, shapes[key], f"{kind} of {key}")
+            (_, n_rows, stored), (_, *columns) = rows[key], tensors[key].shape
+            file, array = saved.locate(leaves[index], f"{kind} of {key}")
+            if array.spec.shape != (stored, *columns):
+                raise CheckpointError(
+                    f"{saved.root / file}: {kind} of {key} has shape {list(array.spec.shape)}, shard {dp_rank} of {dp} "
+                    f"of {list(tensors[key].shape)} has {[stored, *columns]}"
+                )
+            if n_rows:
+                box = (0,) * len(array.spec.shape), (n_rows, *columns)
+                specs[key] = TensorSpec(array.spec.dtype, box[1])
+                locations[key] = (slice_box(array.stored_slice(file), box, item_bytes(array.spec.dtype)),)
         groups[kind] = TensorGroup(specs=specs, locations=locations)
-    return RankOptimizerState(shards=shards, keys=keys, groups=groups)
-
-
-def _locate_rows(
-    leaves: list[tuple[XserFile, Leaf]], shape: Ints, name: str
-) -> tuple[TensorSpec, tuple[StoredSlice, ...]]:
-    """Return a tensor-parallel rank's tensor: dtype and shape, and its rows' locations in the shards."""
-    locations: list[StoredSlice] = []
-    dtype, zeros = "", (0,) * (len(shape) - 1)
-    for dp_rank, (saved, leaf) in enumerate(leaves):
-        file, array = saved.locate(leaf, name)
-        first, n_rows, stored = shard_rows(shape[0], len(leaves), dp_rank)
-        if array.spec.shape != (stored, *shape[1:]):
-            raise CheckpointError(
-                f"{saved.root / file}: {name} has shape {list(array.spec.shape)}, shard {dp_rank} of {len(leaves)} of "
-                f"{list(shape)} has {[stored, *shape[1:]]}"
-            )
-        dtype = dtype or array.spec.dtype
-        if array.spec.dtype != dtype:
-            raise CheckpointError(f"{saved.root / file}: {name} is {array.spec.dtype}, in another shard {dtype}")
-        if n_rows:
-            rows: Box = (first, *zeros), (n_rows, *shape[1:])
-            locations.append(slice_box(array.stored_slice(file, rows[0]), rows, item_bytes(dtype)))
-    return TensorSpec(dtype, shape), tuple(locations)
+    own = tuple(slice_rows(tensors[key], first, n_rows) for key, (first, n_rows, _) in rows.items() if n_rows)
+    return OptimizerShard(saved=saved, keys=keys, layout=FileLayout(path=saved.file, tensors=own), groups=groups)
 
 
 def state_entries(tree: Any, path: Path) -> dict[str, dict[int, Leaf]]:
@@ -207,89 +208,39 @@ def _candidate_orders(keys: list[str], allow_tied_head: bool) -> Iterator[tuple[
         yield tuple(subset)
 
 
-def project_slice(stored: StoredSlice, region: TensorRegion, item: int) -> StoredSlice | None:
-    """Return the part of a slice of a stored tensor that lies in a region, as a slice of the region's model tensor."""
-    common = intersect((stored.offset, stored.shape), (region.stored_offset, region.shape))
-    if common is None:
-        return None
-    offset = tuple(o + b - a for o, b, a in zip(region.offset, common[0], region.stored_offset, strict=True))
-    return replace(slice_box(stored, common, item), offset=offset)
-
-
-def build_model_groups(
-    config: ModelConfig, layout: Layout, states: Mapping[str, RankOptimizerState], where: str
-) -> dict[str, TensorGroup]:
-    """Assemble the optimizer state of the model.
-
-    Args:
-        config: The model.
-        layout: Its files.
-        states: Path of a model file → the state of that rank.
-        where: The checkpoint, for messages.
+def build_model_groups(config: ModelConfig, shards: Sequence[OptimizerShard], where: str) -> dict[str, TensorGroup]:
+    """Assemble the optimizer state of the model; `where` is the checkpoint, for messages.
 
     Raises:
-        CheckpointError: Ranks have different kinds of state, or one tensor has two dtypes or lacks elements.
+        CheckpointError: One tensor has two dtypes or lacks elements.
     """
-    kinds = {frozenset(state.groups) for state in states.values()}
-    if len(kinds) > 1:
-        raise CheckpointError(f"{where}: only some ranks have {sorted(map(sorted, kinds))[0]}")
-    head_is_stored = any(HEAD in state.keys for state in states.values())
-    shapes = stored_shapes(config, head_is_stored)
-    return {kind: _build_model_group(config, layout, states, shapes, kind, where) for kind in sorted(*kinds)}
+    shapes = stored_shapes(config, any(HEAD in shard.keys for shard in shards))
+    layout = tuple(shard.layout for shard in shards)
+    found: dict[str, TensorGroup] = {}
+    for kind in sorted(shards[0].groups):
+        stored = {shard.layout.path: shard.groups[kind] for shard in shards}
+        found[kind] = add_tied_head(build_tensor_group(layout, stored, shapes, f"{where}: {kind}"), config)
+    return found
 
 
-def _build_model_group(
-    config: ModelConfig,
-    layout: Layout,
-    states: Mapping[str, RankOptimizerState],
-    shapes: Mapping[str, Ints],
-    kind: str,
-    where: str,
-) -> TensorGroup:
-    dtypes: dict[str, str] = {}
-    locations: dict[str, dict[Box, StoredSlice]] = {name: {} for name in shapes}
-    replicas: dict[str, list[StoredSlice]] = {}
-    for file, tensor, region in layout:
-        group = states[file.path].groups[kind]
-        if tensor.key not in group.specs:
-            continue
-        spec = group.specs[tensor.key]
-        if dtypes.setdefault(region.name, spec.dtype) != spec.dtype:
-            raise CheckpointError(f"{where}: {kind} of {region.name} has two dtypes on two ranks")
-        for stored in group.locations[tensor.key]:
-            part = project_slice(stored, region, item_bytes(spec.dtype))
-            if part is not None and locations[region.name].setdefault((part.offset, part.shape), part) is not part:
-                replicas.setdefault(region.name, []).append(part)
-    for name, slices in locations.items():
-        error = find_tiling_error(shapes[name], sorted(slices))
-        if error:
-            raise CheckpointError(f"{where}: {kind} of {name}: {error}")
-    group = TensorGroup(
-        specs={name: TensorSpec(dtypes[name], shape) for name, shape in shapes.items()},
-        locations={name: tuple(slices.values()) for name, slices in locations.items()},
-        replicas={name: tuple(slices) for name, slices in replicas.items()},
-    )
-    return add_tied_head(group, config)
-
-
-def check_equal_steps(state: RankOptimizerState) -> list[float | None]:
-    """Check that all shards have the same steps; otherwise their state would be a mixture.
-
-    Returns:
-        The step of each tensor, None where none is kept.
+def read_optimizer_step(shards: Iterable[OptimizerShard], root: Path) -> int | None:
+    """Return the number of steps of the optimizer, None if it keeps none.
 
     Raises:
-        CheckpointError: Two shards differ, or a step is not a number.
+        CheckpointError: Tensors or shards have different steps, so that their state would be a mixture, or one is not a
+            number.
     """
-    steps: list[list[float | None]] = []
-    for saved in state.shards:
-        steps.append([_read_step(saved, index, entry.get("step")) for index, entry in saved.tree[STATE_KEY].items()])
-        if steps[-1] != steps[0]:
-            raise CheckpointError(
-                f"{saved.root / saved.file}: has another step than {state.shards[0].file}; they are from different "
-                "saves"
-            )
-    return steps[0]
+    found: dict[float | None, str] = {}
+    for saved in (shard.saved for shard in shards):
+        for index, entry in saved.tree[STATE_KEY].items():
+            found.setdefault(_read_step(saved, index, entry.get("step")), saved.file)
+    if len(found) > 1:
+        where = ", ".join(f"{step} in {file}" for step, file in found.items())
+        raise CheckpointError(f"{root}: its optimizer's tensors have different steps, from different saves: {where}")
+    step = next(iter(found), None)
+    if step is not None and (not 0 <= step < 2**53 or step != int(step)):
+        raise CheckpointError(f"{root}: its optimizer has the invalid step {step:g}")
+    return None if step is None else int(step)
 
 
 def _read_step(saved: XserFile, index: Any, step: Any) -> float | None:

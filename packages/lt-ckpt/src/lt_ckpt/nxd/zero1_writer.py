@@ -20,18 +20,17 @@ from typing import Any
 from lt_ckpt.conversion import Target
 from lt_ckpt.errors import CheckpointError
 from lt_ckpt.laid_out_files import CountBytes, Place, ReadBlock, pwrite, write_layout
-from lt_ckpt.layout import FileLayout, Layout, TensorLayout, TensorRegion
+from lt_ckpt.layout import FileLayout, TensorLayout, layout_bytes
 from lt_ckpt.llama_tensors import HEAD, MASTER_WEIGHTS, add_tied_head, stored_shapes
 from lt_ckpt.nxd.layout import nxd_layout, rank_path
 from lt_ckpt.nxd.options import NxdOptions
 from lt_ckpt.nxd.xser import lay_out
-from lt_ckpt.nxd.zero1 import MASTER_WEIGHTS_KEY, SHAPES_KEY, STATE_KEY, shard_rows
+from lt_ckpt.nxd.zero1 import MASTER_WEIGHTS_KEY, SHAPES_KEY, STATE_KEY, shard_rows, slice_rows
 from lt_ckpt.records import TORCH_ADAMW
-from lt_ckpt.shards import Ints, intersect
 from lt_ckpt.source import Source, TensorGroup
 from lt_ckpt.tensorfile import TensorSpec
 from lt_ckpt.torchfile.tensor_files import TensorFiles
-from lt_model import ModelConfig, config_from_hf
+from lt_model import ModelConfig
 
 MOMENTS = TORCH_ADAMW.slots
 _STEP = TensorSpec("F32", ())
@@ -58,8 +57,7 @@ def add_optimizer_states(source: Source, target: Target, options: NxdOptions, dp
         raise CheckpointError(f"dp = {dp!r}: must be a whole number of at least 1")
     if options.layout != "v2":
         raise CheckpointError(f"layout = {options.layout}: has no ZeRO-1 states; choose v2, or leave out the optimizer")
-    assert source.config is not None
-    model = config_from_hf(dict(source.config), source=f"{source.path}: config")
+    model = source.model
     groups = {kind: add_tied_head(group, model) for kind, group in _state_groups(source, model).items()}
     settings, step = source.format_info.get("param_groups"), source.format_info.get("step")
     if type(step) is not int or not settings or len(settings) > 2:
@@ -76,7 +74,7 @@ def add_optimizer_states(source: Source, target: Target, options: NxdOptions, dp
     numbered_by_path: dict[str, tuple[list[TensorLayout], int]] = {}
     state_files: list[FileLayout] = []
     ranks = [(tp_rank, pp_rank) for pp_rank in range(options.pp) for tp_rank in range(options.tp)]
-    for file, (tp_rank, pp_rank) in zip(nxd_layout(model, options).files, ranks, strict=True):
+    for file, (tp_rank, pp_rank) in zip(nxd_layout(model, options), ranks, strict=True):
         numbered = _order_tensors(file, model, options, settings)
         for dp_rank in range(dp):
             path = rank_path(options, tp_rank, pp_rank, kind="optim", dp_rank=dp_rank)
@@ -84,10 +82,12 @@ def add_optimizer_states(source: Source, target: Target, options: NxdOptions, dp
             rows = ((tensor, shard_rows(tensor.shape[0], dp, dp_rank)[:2]) for tensor in numbered)
             tensors = [_state_rows(tensor, kind, *at) for tensor, at in rows if at[1] for kind in groups]
             state_files.append(FileLayout(path=path, tensors=tuple(tensors)))
-    state_layout, tensor_files = Layout(files=tuple(state_files)), TensorFiles()
-    state_specs = {region.name: specs[region.name] for _, _, region in state_layout}
+    state_layout, tensor_files = tuple(state_files), TensorFiles()
+    state_specs = {
+        region.name: specs[region.name] for file in state_files for t in file.tensors for region in t.regions
+    }
 
-    def lay_out_state(path: Path, file: FileLayout, tensors: Mapping[str, TensorSpec]) -> Mapping[str, Place]:
+    def lay_out_file(path: Path, file: FileLayout, tensors: Mapping[str, TensorSpec]) -> Mapping[str, Place]:
         numbered, dp_rank = numbered_by_path[file.path]
         stored = {tensor.key: (shard_rows(tensor.shape[0], dp, dp_rank)[2], *tensor.shape[1:]) for tensor in numbered}
         shards = {
@@ -100,18 +100,10 @@ def add_optimizer_states(source: Source, target: Target, options: NxdOptions, dp
         n_decayed = sum("norm" not in tensor.key for tensor in numbered)
         sizes = [n_decayed, len(numbered) - n_decayed] if len(settings) > 1 else [len(numbered)]
         tree = build_state_tree(numbered, shards, settings, sizes)
-        placed = lay_out(path, tree, xser=options.xser, tensor_files=tensor_files)
-        for entry in placed[STATE_KEY].values():
-            pwrite(entry["step"], memoryview(encode_step(float(step))))
-        places = {
-            f"{kind}/{tensor.key}": placed[STATE_KEY][number][kind]
-            for number, tensor in enumerate(numbered)
-            for kind in MOMENTS
-        }
-        masters = placed.get(MASTER_WEIGHTS_KEY, {})
-        return places | {f"{MASTER_WEIGHTS}/{numbered[number].key}": place for number, place in masters.items()}
+        placed = lay_out_state(path, tree, step, xser=options.xser, tensor_files=tensor_files)
+        return {f"{kind}/{numbered[number].key}": place for (kind, number), place in placed.items()}
 
-    fill_state = write_layout(state_layout, state_specs, lay_out_state)
+    fill_state = write_layout(state_layout, state_specs, lay_out_file)
 
     def fill(folder: Path, read: ReadBlock, count_bytes: CountBytes) -> None:
         target.fill(folder, read, count_bytes)
@@ -122,7 +114,7 @@ def add_optimizer_states(source: Source, target: Target, options: NxdOptions, dp
         replace(
             target,
             specs={**target.specs, **state_specs},
-            n_bytes=target.n_bytes + state_layout.count_bytes(state_specs),
+            n_bytes=target.n_bytes + layout_bytes(state_layout, state_specs),
             fill=fill,
         ),
     )
@@ -156,9 +148,20 @@ def _order_tensors(
     return sorted(tensors, key=lambda tensor: "norm" in tensor.key)
 
 
-def encode_step(step: float) -> bytes:
-    """Return the bytes of a tensor's step: the number of optimizer steps it has taken."""
-    return struct.pack("<f", step)
+def lay_out_state(
+    path: Path, tree: Mapping[str, Any], step: int, *, xser: bool, tensor_files: TensorFiles
+) -> dict[tuple[str, int], Place]:
+    """Lay out an optimizer's file (`xser.lay_out`) and write its steps.
+
+    Returns:
+        Kind of state, and number of the tensor → the tensor's place.
+    """
+    placed = lay_out(path, tree, xser=xser, tensor_files=tensor_files)
+    found = {(MASTER_WEIGHTS, number): place for number, place in placed.get(MASTER_WEIGHTS_KEY, {}).items()}
+    for number, entry in placed[STATE_KEY if STATE_KEY in placed else "state"].items():
+        pwrite(entry.pop("step"), memoryview(struct.pack("<f", step)))
+        found |= {(kind, number): place for kind, place in entry.items()}
+    return found
 
 
 def build_state_tree(
@@ -205,23 +208,3 @@ def _state_rows(tensor: TensorLayout, kind: str, first: int, n_rows: int) -> Ten
     rows = slice_rows(tensor, first, n_rows)
     regions = tuple(replace(region, name=f"{kind}/{region.name}") for region in rows.regions)
     return TensorLayout(key=f"{kind}/{tensor.key}", shape=rows.shape, regions=regions)
-
-
-def slice_rows(tensor: TensorLayout, first: int, n_rows: int) -> TensorLayout:
-    """Return rows of a rank's tensor as a tensor."""
-    shape = (n_rows, *tensor.shape[1:])
-    begin: Ints = (first, *(0,) * (len(shape) - 1))
-    regions: list[TensorRegion] = []
-    for region in tensor.regions:
-        common = intersect((begin, shape), (region.stored_offset, region.shape))
-        if common is not None:
-            at, size = common
-            regions.append(
-                TensorRegion(
-                    name=region.name,
-                    offset=tuple(o + a - p for o, a, p in zip(region.offset, at, region.stored_offset, strict=True)),
-                    shape=size,
-                    stored_offset=tuple(a - b for a, b in zip(at, begin, strict=True)),
-                )
-            )
-    return TensorLayout(key=tensor.key, shape=shape, regions=tuple(regions))

@@ -3,10 +3,10 @@
 A thread looks for committed checkpoints (every few seconds, and at once after `notify`) and uploads those that are not
 there yet, lowest step first. It never touches a save: it only reads what is committed. What fails is reported, kept in
 `problems` and tried again at the next look; boto3 itself retries requests with growing pauses. Given up are only a
-checkpoint whose own bytes are damaged, one whose address holds something else, and a folder that another process owns;
-of a checkpoint that retention removes while it is uploaded no object stays. While the caller's retention works inside
-`pause_uploads`, the checkpoint being uploaded is protected and no other upload begins; waiting ones are not protected,
-or a slow connection would fill the disk.
+checkpoint whose own bytes are damaged, and a folder that another process owns; of a checkpoint that retention removes
+while it is uploaded no object stays. While the caller's retention works inside `pause_uploads`, the checkpoint being
+uploaded is protected and no other upload begins; waiting ones are not protected, or a slow connection would fill the
+disk.
 
 Cost: a listing of the folder every few seconds, a few requests per checkpoint, two reads of what is uploaded.
 """
@@ -38,10 +38,6 @@ STOP_TIMEOUT_S = 60.0
 
 class _StoppedError(Exception):
     """Stop of the mirror whose close timeout is over."""
-
-
-class _OccupiedError(CheckpointError):
-    """Another checkpoint at the address."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,14 +78,9 @@ class MirrorUpload:
     seconds: float
 
 
-def _is_checkpoint_file(name: str) -> bool:
-    """Return True if an object's name is one of a checkpoint's file."""
-    return CHECKPOINT_FILE.fullmatch(name) is not None
-
-
 def _is_in_checkpoint(name: str) -> bool:
     folder, _, inside = name.partition("/")
-    return STEP_FOLDER.fullmatch(folder) is not None and _is_checkpoint_file(inside)
+    return STEP_FOLDER.fullmatch(folder) is not None and CHECKPOINT_FILE.fullmatch(inside) is not None
 
 
 def delete_remote_checkpoint(folder: S3Folder) -> bool:
@@ -99,7 +90,7 @@ def delete_remote_checkpoint(folder: S3Folder) -> bool:
         False, with nothing touched, if any object there does not have the name of a checkpoint's file.
     """
     names, commits = set(folder.objects()), {COMMIT, NXD_DONE_MARKER}
-    if not all(map(_is_checkpoint_file, names)):
+    if not all(map(CHECKPOINT_FILE.fullmatch, names)):
         return False
     folder.delete(names & commits)
     folder.delete(names - commits)
@@ -118,12 +109,9 @@ def prune_remote(root: S3Folder, *, keep_last: int, keep_every: int = 0) -> list
         The addresses of the deleted checkpoints.
 
     Raises:
-        CheckpointError: `keep_last` below 1 or `keep_every` below 0.
         RemoteError: S3 refuses or cannot be reached.
     """
-    if keep_last < 1 or keep_every < 0:
-        given = f"keep_last = {keep_last}, keep_every = {keep_every}"
-        raise CheckpointError(f"{given}: keep_last must be >= 1 and keep_every >= 0")
+    assert keep_last >= 1, "nothing would be kept"
     complete: list[S3Folder] = []
     removable: list[S3Folder] = []
     for step, folder in list_remote_steps(root):
@@ -164,13 +152,12 @@ class Mirror:
     def __init__(
         self,
         root: str | os.PathLike[str],
-        url: str | S3Folder,
+        bucket: S3Folder,
         *,
-        owner: Owner | None = None,
+        owner: Owner,
         already_claimed: bool = False,
         keep_last: int = 0,
         keep_every: int = 0,
-        overwrite: bool = False,
         force_upload: Collection[str] = (),
         poll_interval_s: float = 10.0,
         on_event: Callable[[MirrorProblem | MirrorUpload], None] = lambda _: None,
@@ -179,25 +166,21 @@ class Mirror:
 
         Args:
             root: The folder of checkpoints; it need not exist yet.
-            url: `s3://bucket/folder`.
-            owner: The run and the process that uploads; None: ownership is not checked.
+            bucket: The folder in a bucket; no request is made yet: see `check_upload_access`.
+            owner: The run and the process that uploads. What the bucket has of a step is replaced by another checkpoint
+                of it.
             already_claimed: The folder was already claimed for the owner (`lt_ckpt.s3.owner.ensure_owner`).
             keep_last: Number of complete checkpoints to keep in the bucket; 0: all.
             keep_every: Also keep those whose step is a multiple of this; 0: none.
-            overwrite: Replace a different checkpoint of the same step in the bucket.
             force_upload: Names of checkpoints found damaged in the bucket, to be uploaded again completely.
             poll_interval_s: Seconds between two looks at the folder.
             on_event: Called with each new problem and each finished upload, in the mirror's thread.
-
-        Raises:
-            lt_data.DataError: Invalid address. No request is made yet: see `check_upload_access`.
         """
         self.root = Path(os.path.abspath(root))
-        self._bucket = url if isinstance(url, S3Folder) else S3Folder(url)
-        self.url, self.progress_count = self._bucket.url, 0
+        self._bucket, self.url, self.progress_count = bucket, bucket.url, 0
         self.problems: list[MirrorProblem] = []
         self._owner, self._claimed, self._is_cleared = owner, already_claimed, False
-        self._keep_last, self._keep_every, self._overwrite = keep_last, keep_every, overwrite
+        self._keep_last, self._keep_every = keep_last, keep_every
         self._force_upload, self._on_event, self._poll_interval_s = set(force_upload), on_event, poll_interval_s
         self._pause_lock = threading.Lock()
         """Held while the caller's retention works, and while the next checkpoint to upload is chosen."""
@@ -318,8 +301,6 @@ class Mirror:
 
     def _ensure_owner(self) -> None:
         """Make sure that this process owns the folder; the first time abort what killed ones have left."""
-        if self._owner is None:
-            return
         ensure_owner(self._bucket, self._owner, allow_takeover=not self._claimed)
         self._claimed = True
         if not self._is_cleared:
@@ -333,8 +314,6 @@ class Mirror:
             return
         start, has_others, listed = time.monotonic(), False, list_checkpoint(path, self._report_progress)
         if force or there is not None or folder.digest(MANIFEST) not in ("", listed.files[MANIFEST].digest):
-            if not (force or self._overwrite):
-                raise _OccupiedError(f"{folder.url}: another checkpoint of this step is there")
             has_others = not delete_remote_checkpoint(folder)
         done = upload(path, folder, files=listed, overwrite=has_others, progress=lambda *_: self._report_progress())
         self._force_upload.discard(path.name)
@@ -347,7 +326,7 @@ class Mirror:
     def _handle_failure(self, path: Path, commit: bytes, folder: S3Folder, exc: CheckpointError | DataError) -> bool:
         """Record why a checkpoint was not uploaded, or retention failed; return False if it must be tried again."""
         is_removed = not (path / COMMIT).exists()
-        final = is_removed or isinstance(exc, DamagedError | _OccupiedError | NotOwnerError)
+        final = is_removed or isinstance(exc, DamagedError | NotOwnerError)
         if is_removed:
             try:
                 if folder.read(COMMIT, MAX_COMMIT_BYTES) is None:

@@ -21,8 +21,7 @@ import numpy as np
 
 from lt_ckpt import files
 from lt_ckpt.errors import CheckpointError, translate_os_errors
-from lt_ckpt.source import StoredArray
-from lt_ckpt.tensorfile import TensorSpec
+from lt_ckpt.tensorfile import StoredArray, TensorSpec
 
 try:
     import torch
@@ -123,7 +122,7 @@ def _locate(tensor: torch.Tensor, where: str) -> StoredArray:
         )
     spec = TensorSpec(CODES[tensor.dtype], tuple(tensor.shape))
     position = begin + tensor.storage_offset() * tensor.element_size()
-    return StoredArray(spec=spec, byte_offset=position, strides=tensor.stride())
+    return StoredArray(spec, position, tensor.stride())
 
 
 def map_tree(tree: Any, kind: type | tuple[type, ...], leaf: Callable[[Any], Any]) -> Any:

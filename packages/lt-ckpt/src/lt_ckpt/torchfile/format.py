@@ -11,9 +11,9 @@ from typing import Any
 
 from lt_ckpt.conversion import Target
 from lt_ckpt.laid_out_files import Place, write_layout
-from lt_ckpt.layout import FileLayout, Layout, whole_tensor
+from lt_ckpt.layout import FileLayout, whole_file
 from lt_ckpt.llama_tensors import HEAD, IGNORED_BUFFERS, add_tied_head, stored_shapes, target_specs, tensor_shapes
-from lt_ckpt.source import Source, build_tensor_group
+from lt_ckpt.source import Source, build_tensor_group, group_of_arrays
 from lt_ckpt.tensorfile import TensorSpec
 from lt_ckpt.torchfile.file import load_pt, read_state_dict, write_pt
 from lt_model import config_from_hf
@@ -34,10 +34,10 @@ def open_pt(path: str | os.PathLike[str], *, config: Mapping[str, Any]) -> Sourc
     model = config_from_hf(dict(config), source=f"{file}: config")
     arrays = {name: array for name, array in read_state_dict(file).items() if not IGNORED_BUFFERS.search(name)}
     shapes = stored_shapes(model, HEAD in arrays)
-    tensors = tuple(whole_tensor(name, shape) for name, shape in shapes.items())
-    layout = Layout(files=(FileLayout(path=file.name, tensors=tensors),))
-    group = add_tied_head(build_tensor_group(layout, {file.name: arrays}, shapes, str(file)), model)
-    return Source(format="pt", path=file, root=file.parent, config=dict(config), groups={"weights": group})
+    layout = (whole_file(file.name, shapes),)
+    group = build_tensor_group(layout, {file.name: group_of_arrays(file.name, arrays)}, shapes, str(file))
+    groups = {"weights": add_tied_head(group, model)}
+    return Source(format="pt", path=file, root=file.parent, config=dict(config), groups=groups)
 
 
 def pt_target(source: Source, name: str, *, dtype: str | None = None) -> Target:
@@ -48,16 +48,12 @@ def pt_target(source: Source, name: str, *, dtype: str | None = None) -> Target:
         name: The file's name.
         dtype: Safetensors code to cast to; None: as stored.
     """
-    assert source.config is not None
-    model = config_from_hf(dict(source.config), source=f"{source.path}: config")
+    model = source.model
     specs = target_specs(source, tensor_shapes(model), dtype)
-    tensors = tuple(whole_tensor(tensor, spec.shape) for tensor, spec in specs.items())
-    layout = Layout(files=(FileLayout(path=name, tensors=tensors),))
     return Target(
-        format="pt",
         specs=specs,
         n_bytes=sum(spec.n_bytes for spec in specs.values()),
-        fill=write_layout(layout, specs, lay_out_pt),
+        fill=write_layout((whole_file(name, tensor_shapes(model)),), specs, lay_out_pt),
         single_file=name,
     )
 

@@ -15,8 +15,7 @@ from pathlib import Path
 from lt_ckpt import files
 from lt_ckpt.errors import CheckpointError, translate_os_errors
 from lt_ckpt.laid_out_files import Place
-from lt_ckpt.source import StoredArray
-from lt_ckpt.tensorfile import TensorSpec
+from lt_ckpt.tensorfile import StoredArray, TensorSpec
 from lt_ckpt.torchfile.file import load_pt, load_pt_stream, write_pt
 
 HEAD_BYTES = 4096

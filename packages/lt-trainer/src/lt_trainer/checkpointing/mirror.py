@@ -197,7 +197,6 @@ class RunMirror:
             already_claimed=self._is_owner,
             keep_last=self._recipe.checkpoint.mirror_keep_last,
             keep_every=self._recipe.checkpoint.mirror_keep_every,
-            overwrite=True,  # a remote checkpoint of this run and the same step is older
             force_upload=self._damaged,
             on_event=self._reports.append,
         )

@@ -11,12 +11,12 @@ Cost: two reads of each checkpoint's weights.
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from lt_ckpt import Checkpoint, CheckpointError, Source, list_steps, open_source
-from lt_ckpt.hf.export import export_hf
+from lt_ckpt import Checkpoint, CheckpointError, ConvertOptions, Source, convert_checkpoint, list_steps, open_source
 from lt_ckpt.integrity import verify as verify_checkpoint
 from lt_trainer.evaluation.weight_hashes import hash_tensor
 
@@ -53,8 +53,9 @@ def release_weights(bundle: Path, checkpoints: Sequence[Checkpoint]) -> None:
     for checkpoint in checkpoints:
         folder = MODEL_FOLDER if checkpoint is checkpoints[-1] else step_folder(checkpoint.step)
         (bundle / folder).parent.mkdir(exist_ok=True)
-        export_hf(checkpoint, bundle / folder)
-        hashes[folder] = hash_tensors(open_source(checkpoint.path), open_source(bundle / folder).weights.specs)
+        source = replace(open_source(checkpoint.path), is_verified=True)  # by `verified_checkpoints`
+        convert_checkpoint(source, bundle / folder, ConvertOptions(format="hf"))
+        hashes[folder] = hash_tensors(source, open_source(bundle / folder).weights.specs)
     (bundle / WEIGHT_HASHES).write_text(json.dumps(hashes, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     if problems := find_weight_problems(bundle, list(hashes)):
         raise CheckpointError("; ".join(problems))
