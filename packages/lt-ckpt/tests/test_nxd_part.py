@@ -254,7 +254,7 @@ def test_any_cut_of_any_model_comes_back_bit_for_bit(run, fast_path):
     assert n_copies(source) >= n_copies(by_layout)
     # Masters are the weights, for whoever goes on from them.
     assert ("cast_weights" in source.groups) == flags["masters"]
-    assert Checkpoint.open(made).dtype("weights", "model.norm.weight") == "F32"
+    assert Checkpoint.open(made).specs("weights")["model.norm.weight"].dtype == "F32"
 
 
 def n_copies(source: Source) -> int:

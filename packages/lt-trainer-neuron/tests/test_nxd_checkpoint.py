@@ -135,10 +135,10 @@ def test_the_folder_holds_what_the_ranks_hold_for_us_and_for_nxd(ranks, tmp_path
     for group, tensor, offset, shape, data in (box for rank in found for box in rank[1]):
         assert checkpoint.read(group, tensor, offset=offset, shape=shape).tobytes() == data, (group, tensor)
     for tensor in checkpoint.names("cast_weights") if masters else ():
-        rounded = cast(checkpoint.read("weights", tensor), "F32", checkpoint.dtype("cast_weights", tensor))
+        rounded = cast(checkpoint.read("weights", tensor), "F32", checkpoint.specs("cast_weights")[tensor].dtype)
         assert checkpoint.read("cast_weights", tensor).tobytes() == rounded.tobytes(), tensor
     if masters:  # norms are computed with in fp32, as NxD's are
-        dtypes = {name: checkpoint.dtype("cast_weights", name) for name in checkpoint.names("cast_weights")}
+        dtypes = {name: spec.dtype for name, spec in checkpoint.specs("cast_weights").items()}
         assert {name for name, dtype in dtypes.items() if dtype == "F32"} == {name for name in dtypes if "norm" in name}
     # The bytes that a rehearsal asks for: all that is not padding, copies included.
     records = [record for members in checkpoint.manifest.tensors.values() for record in members.values()]

@@ -140,17 +140,16 @@ class AsyncRankSaver:
         self, tmp: Path, rank: int, shards: list[Shard], writer: RankFileWriter | None, on_written: OnWritten | None
     ) -> None:
         """Write the rank's files, then call `on_written` (thread body)."""
-        self._capture_failure(lambda: write_rank_files(tmp, rank=rank, shards=shards, writer=writer))
-        self.progress_count += 1
-        self._written.set()
-        if on_written is not None and self._failure is None:
-            self._capture_failure(lambda: on_written(lambda: self._cancelled))
-
-    def _capture_failure(self, action: Callable[[], None]) -> None:
         try:
-            action()
+            write_rank_files(tmp, rank=rank, shards=shards, writer=writer)
+            self.progress_count += 1
+            self._written.set()
+            if on_written is not None:
+                on_written(lambda: self._cancelled)
         except BaseException as exc:  # noqa: BLE001 - raised by the next call, whatever it is
             self._failure = exc
+        finally:
+            self._written.set()
 
     def cancel(self) -> None:
         """Cancel the save in flight, if any: it ends at the next tensor with a `SaveCancelledError`."""

@@ -21,7 +21,7 @@ from lt_ckpt import files
 from lt_ckpt.dtypes import item_bytes
 from lt_ckpt.errors import CheckpointError, translate_os_errors
 from lt_ckpt.folders import COMMIT, HF, MANIFEST, TOKENIZER
-from lt_ckpt.manifest import MAX_MANIFEST_BYTES, CheckpointManifest, check_commit
+from lt_ckpt.manifest import MAX_MANIFEST_BYTES, CheckpointManifest, parse_committed
 from lt_ckpt.parallel import run_in_threads
 from lt_ckpt.records import TensorRecord
 from lt_ckpt.shards import Box, Ints, is_inside
@@ -47,11 +47,8 @@ def read_manifest(folder: Path) -> CheckpointManifest:
             what = "no COMMIT in it, so the save was never finished" if folder.is_dir() else "no such folder"
             raise CheckpointError(f"{folder}: not a checkpoint: {what}")
         raw = files.read_bounded(folder / MANIFEST, MAX_MANIFEST_BYTES)
-        step = check_commit(files.read_bounded(folder / COMMIT, 2**16), raw, str(folder / COMMIT))
-    manifest = CheckpointManifest.from_bytes(raw, str(folder / MANIFEST))
-    if step != manifest.step:
-        raise CheckpointError(f"{folder / COMMIT}: says step {step}, the manifest step {manifest.step}")
-    return manifest
+        commit = files.read_bounded(folder / COMMIT, 2**16)
+    return parse_committed(raw, commit, str(folder))
 
 
 def check_specs(
@@ -121,14 +118,6 @@ class Checkpoint:
     def specs(self, group: str) -> dict[str, TensorSpec]:
         """Return dtype and global shape of each tensor of a group."""
         return {name: record.spec for name, record in self._group_records(group).items()}
-
-    def dtype(self, group: str, name: str) -> str:
-        """Return a tensor's dtype as a safetensors code."""
-        return self._record(group, name).dtype
-
-    def global_shape(self, group: str, name: str) -> Ints:
-        """Return a tensor's global shape."""
-        return self._record(group, name).shape
 
     def _group_records(self, group: str) -> dict[str, TensorRecord]:
         if group not in self.manifest.tensors:

@@ -58,8 +58,7 @@ def check_undamaged(source: Source, *, progress: ProgressCallback | None = None)
         if unlisted:
             raise CheckpointError(f"{listed.folder / unlisted[0]}: holds tensors and is not in {HASH_LIST}")
         problems = _iter_changed_files(listed, {file for file in listed.hashes if file != CONFIG}, progress)
-    problem = next(iter(problems), "")
-    if problem:
+    for problem in problems:
         raise CheckpointError(problem)
 
 

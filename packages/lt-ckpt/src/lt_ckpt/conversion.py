@@ -32,8 +32,8 @@ class Target:
 
     Attributes:
         specs: Model tensor → dtype in the target, and shape.
-        n_bytes: Bytes of the tensors of all files, replicas and padding included.
         fill: Writes the tensor files.
+        n_bytes: Bytes of the tensors of all files, replicas and padding included; 0: each is written once.
         aux_files: Further files by path, written first.
         marker_files: Completion markers, written last, in this order.
         hashed_folder: Folder of the output whose files are listed with their hashes, by default the output itself.
@@ -42,8 +42,8 @@ class Target:
     """
 
     specs: Mapping[str, TensorSpec]
-    n_bytes: int
     fill: Fill
+    n_bytes: int = 0
     aux_files: Mapping[str, bytes] = field(default_factory=dict)
     marker_files: Mapping[str, bytes] = field(default_factory=dict)
     hashed_folder: str = ""
@@ -77,10 +77,11 @@ def convert(
         translate_os_errors("converting", folder),
         AtomicFolder(folder, single_file=target.single_file) as output,
     ):
-        files.check_free_space(folder.parent, target.n_bytes)
+        n_bytes = target.n_bytes or sum(spec.n_bytes for spec in target.specs.values())
+        files.check_free_space(folder.parent, n_bytes)
         for path, data in target.aux_files.items():
             output.write_file(path, data)
-        target.fill(output.temp_path, read, ByteCounter(target.n_bytes, progress))
+        target.fill(output.temp_path, read, ByteCounter(n_bytes, progress))
         hashes = sync_and_hash(output.temp_path / target.hashed_folder)
         for path, data in target.marker_files.items():
             output.write_file(path, data)

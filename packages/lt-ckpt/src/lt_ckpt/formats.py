@@ -283,8 +283,7 @@ def convert_checkpoint(
     if options.verify:
         check_undamaged(source, progress=progress)
     if not options.allow_replica_mismatch:
-        mismatch = next(iter(find_replica_mismatches(source)), "")
-        if mismatch:
+        for mismatch in find_replica_mismatches(source):
             raise CheckpointError(
                 f"{source.path}: {mismatch}; the ranks diverged in training, or the configuration is not this model's; "
                 "--allow-replica-mismatch uses the first rank's replica"

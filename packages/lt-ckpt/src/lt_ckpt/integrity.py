@@ -19,6 +19,7 @@ from lt_ckpt.errors import CheckpointError, translate_os_errors
 from lt_ckpt.folders import COMMIT, MANIFEST, iter_files
 from lt_ckpt.manifest import Segment
 from lt_ckpt.parallel import THREADS, ByteCounter
+from lt_ckpt.records import FileRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,3 +110,17 @@ def _check_file(path: Path, n_bytes: int, segments: list[Segment], count_bytes: 
             for part in slices
             if has_changed(part)
         ]
+
+
+def hash_file(path: Path, hashed_bytes: int | None = None) -> FileRecord:
+    """Return a file's record as this machine sees it.
+
+    Args:
+        path: The file.
+        hashed_bytes: Leading bytes to hash; None: all.
+    """
+    size, digest = os.stat(path).st_size, xxhash.xxh3_128()
+    hashed = size if hashed_bytes is None else min(hashed_bytes, size)
+    for block in files.iter_blocks(path, 0, hashed):
+        digest.update(block)
+    return FileRecord(n_bytes=size, hashed_bytes=hashed, xxh3_128=digest.hexdigest())

@@ -7,11 +7,9 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import is_dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from lt_ckpt.errors import CheckpointError
-
-T = TypeVar("T")
 
 
 @contextmanager
@@ -54,11 +52,3 @@ def loads(raw: bytes, source: str) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise TypeError(f"a JSON object is needed, not {type(value).__name__}")
         return value
-
-
-def get_field(obj: dict[str, Any], key: str, kind: type[T], source: str) -> T:
-    """Return a field of exactly this type; `source` names the file in the `CheckpointError` otherwise."""
-    value = obj.get(key)
-    if type(value) is not kind:
-        raise CheckpointError(f"{source}: field {key!r} must be {kind.__name__}, is {value!r:.60}")
-    return value

@@ -86,8 +86,7 @@ def stack_rows(key: str, boxes: list[tuple[str, Box]]) -> TensorLayout:
     rows = 0
     row_shape = boxes[0][1][1][1:]
     for name, (offset, shape) in boxes:
-        if shape[1:] != row_shape:
-            raise CheckpointError(f"{key}: {name} has rows of {list(shape[1:])}, those above have {list(row_shape)}")
+        assert shape[1:] == row_shape, f"{key}: {name} has other rows than those above"
         regions.append(
             TensorRegion(name=name, offset=offset, shape=shape, stored_offset=(rows, *(0,) * len(row_shape)))
         )

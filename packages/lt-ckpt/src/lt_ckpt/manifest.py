@@ -139,9 +139,12 @@ def make_commit(manifest: bytes, step: int) -> bytes:
     return json_objects.dumps({"step": step, "n_bytes": len(manifest), "xxh3_128": digest}, "COMMIT")
 
 
-def check_commit(commit: bytes, manifest: bytes, source: str) -> int:
-    """Check that a COMMIT file matches these manifest bytes; return its step."""
-    step = json_objects.loads(commit, source).get("step")
+def parse_committed(manifest: bytes, commit: bytes, folder: str) -> CheckpointManifest:
+    """Return the manifest of a checkpoint whose COMMIT matches it; `folder` is for messages."""
+    step = json_objects.loads(commit, f"{folder}/COMMIT").get("step")
     if type(step) is not int or commit != make_commit(manifest, step):
-        raise CheckpointError(f"{source}: does not match manifest.json; one of the two is damaged")
-    return step
+        raise CheckpointError(f"{folder}/COMMIT: does not match manifest.json; one of the two is damaged")
+    parsed = CheckpointManifest.from_bytes(manifest, f"{folder}/manifest.json")
+    if parsed.step != step:
+        raise CheckpointError(f"{folder}/COMMIT: says step {step}, the manifest step {parsed.step}")
+    return parsed

@@ -26,7 +26,6 @@ import xxhash
 from lt_ckpt import files, json_objects
 from lt_ckpt.checkpoint import check_specs
 from lt_ckpt.errors import AlreadySavedError, CheckpointError, SaveCancelledError, translate_os_errors
-from lt_ckpt.file_recorder import hash_file
 from lt_ckpt.folders import (
     COMMIT,
     HF,
@@ -39,7 +38,7 @@ from lt_ckpt.folders import (
     remove_checkpoint,
     step_folder_name,
 )
-from lt_ckpt.integrity import verify
+from lt_ckpt.integrity import hash_file, verify
 from lt_ckpt.manifest import CheckpointManifest, CheckpointMetadata, make_commit
 from lt_ckpt.records import (
     NXD_BEGIN_MARKER,

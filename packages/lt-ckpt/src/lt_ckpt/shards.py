@@ -83,11 +83,8 @@ def find_tiling_error(global_shape: Ints, boxes: Sequence[Box]) -> str:
         return "no slice at all"
     pair = find_overlap(boxes)
     if pair is not None:
-        (a_offset, a_shape), (b_offset, b_shape) = boxes[pair[0]], boxes[pair[1]]
-        return (
-            f"two slices overlap: offset {list(a_offset)} shape {list(a_shape)} and "
-            f"offset {list(b_offset)} shape {list(b_shape)}"
-        )
+        (a, a_shape), (b, b_shape) = (boxes[i] for i in pair)
+        return f"two slices overlap: offset {[*a]} shape {[*a_shape]} and offset {[*b]} shape {[*b_shape]}"
     n_stored, n_elements = sum(math.prod(shape) for _, shape in boxes), math.prod(global_shape)
     return "" if n_stored == n_elements else f"the slices hold {n_stored} of {n_elements} elements"
 

@@ -51,29 +51,19 @@ def summarize_source(source: Source) -> dict[str, Any]:
 
 def summary_lines(summary: Mapping[str, Any]) -> list[str]:
     """Return the lines of text of a summary; the recipe is left out."""
-    rows = dict(summary)
-    if "step" in rows:
-        ranks = f"{rows['world_size']} rank{'' if rows['world_size'] == 1 else 's'}"
-        rows = {
-            "step": rows["step"],
-            "saved": f"{rows['created_at']} by {ranks}",
-            "size": f"{format_bytes(rows['n_bytes'])} in {rows['n_files']} files",
-            **{name: rows[name] for name in ("groups", "tokenizer", "model", "layout", "optimizer", "scalars", "data")},
-        }
     lines = [summary["path"]]
-    for title, value in rows.items():
+    for title, value in summary.items():
         if title == "groups":
             lines += [
                 f"{name:<11} {group['tensors']} tensors, {group['elements']:,} elements, {', '.join(group['dtypes'])}, "
                 f"{format_bytes(group['n_bytes'])}"
                 for name, group in value.items()
             ]
-        elif title == "files":
-            more = ", ..." if len(value) > MAX_SHOWN_FILES else ""
-            lines.append(f"{title:<11} {len(value)}: {', '.join(value[:MAX_SHOWN_FILES])}{more}")
-        elif title != "path" and value not in (None, {}, []):
-            text = ", ".join(value) if isinstance(value, list) else value
-            if isinstance(value, Mapping):
+        elif title not in ("path", "recipe") and value not in (None, {}, []):
+            text = format_bytes(value) if title == "n_bytes" else value
+            if isinstance(value, list):
+                text = f"{len(value)}: {', '.join(value[:MAX_SHOWN_FILES])}{', ...' * (len(value) > MAX_SHOWN_FILES)}"
+            elif isinstance(value, Mapping):
                 text = " ".join(f"{key}={item}" for key, item in value.items())
             lines.append(f"{title:<11} {text}")
     return lines

@@ -60,10 +60,8 @@ def inspect(
 
     if not path.startswith(HUB) and detect_format(Path(path)) == "lt":
         checkpoint = _resolve_checkpoint(Path(path))
-        summary, specs = (
-            summarize_checkpoint(checkpoint),
-            {group: checkpoint.specs(group) for group in checkpoint.groups},
-        )
+        summary = summarize_checkpoint(checkpoint)
+        specs = {group: checkpoint.specs(group) for group in checkpoint.groups}
     else:
         source = open_model(path, config, optimizer=None)
         summary, specs = summarize_source(source), {name: group.specs for name, group in source.groups.items()}

@@ -286,7 +286,6 @@ def dcp_target(source: Source, *, dtype: str | None = None) -> Target:
 
     return Target(
         specs=specs,
-        n_bytes=sum(spec.n_bytes for spec in specs.values()),
         fill=fill,
         aux_files=model_files(source, specs),
     )

@@ -46,14 +46,16 @@ def read_json(path: Path) -> dict[str, Any]:
     return json_objects.loads(raw, str(path))
 
 
+def read_weight_map(index: Path) -> dict[str, Any]:
+    """Read an index: tensor → what it names as the file."""
+    with json_objects.translate_format_errors(str(index)):
+        return dict(read_json(index)["weight_map"])
+
+
 def is_model_file(name: str) -> bool:
     """Return True for the small files of a model that opening it reads as wholes."""
-    return name in (CONFIG, INDEX_FILE, BIN_INDEX_FILE) or is_aux_file(name)
-
-
-def is_aux_file(name: str) -> bool:
-    """Return True for a model's files besides its configuration and tensors, by path in its folder."""
-    return name in (*TOKENIZER_NAMES, GENERATION_CONFIG) or CHAT_TEMPLATE.fullmatch(name) is not None
+    names = (CONFIG, INDEX_FILE, BIN_INDEX_FILE, GENERATION_CONFIG, *TOKENIZER_NAMES)
+    return name in names or CHAT_TEMPLATE.fullmatch(name) is not None
 
 
 def read_aux_files(folder: Path) -> dict[str, bytes]:
@@ -111,7 +113,7 @@ def _read_indexed_files(source: Path) -> dict[str, dict[str, StoredArray]]:
     The index may list a tied head that its file lacks, as transformers does; other tensors it may not.
     """
     names: dict[str, set[str]] = {}
-    for tensor, file in json_objects.get_field(read_json(source), "weight_map", dict, str(source)).items():
+    for tensor, file in read_weight_map(source).items():
         names.setdefault(check_name(file, source), set()).add(tensor)
     suffix = ".safetensors" if source.name == INDEX_FILE else ".bin"
     foreign = next((file for file in names if "/" in file or not file.endswith(suffix)), None)

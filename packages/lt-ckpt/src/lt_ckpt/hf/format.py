@@ -65,7 +65,6 @@ def hf_target(source: Source, *, dtype: str | None = None, max_shard_bytes: int 
     layout = tuple(whole_file(file, {name: shapes[name] for name in group}) for file, group in shards.items())
     return Target(
         specs=specs,
-        n_bytes=sum(spec.n_bytes for spec in specs.values()),
         fill=write_layout(layout, specs, lay_out_safetensors),
         aux_files=aux_files,
     )

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lt_ckpt import files, json_objects
+from lt_ckpt import files
 from lt_ckpt.errors import CheckpointError, translate_os_errors
-from lt_ckpt.hf.folder import CHAT_TEMPLATES, CONFIG, GENERATION_CONFIG, TOKENIZER_NAMES, read_json
+from lt_ckpt.hf.folder import CHAT_TEMPLATES, CONFIG, GENERATION_CONFIG, TOKENIZER_NAMES, read_json, read_weight_map
 from lt_ckpt.hub.address import Address, asking, import_library
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
@@ -66,10 +66,7 @@ def fetch_model(
     for name, index in zip(_WEIGHTS, _INDEXES, strict=True):
         wanted = [name]
         if is_indexed := (model.path / index).is_file():
-            weight_map = json_objects.get_field(
-                read_json(model.path / index), "weight_map", dict, f"{address}: {index}"
-            )
-            wanted = sorted(map(str, set(weight_map.values())))
+            wanted = sorted({str(file) for file in read_weight_map(model.path / index).values()})
         _fetch(replace(address, revision=model.commit), wanted, cache)
         missing = [shard for shard in wanted if not (model.path / shard).is_file()]
         if not missing:

@@ -86,9 +86,8 @@ def open_meta(path: str | os.PathLike[str], *, config: Mapping[str, Any] | None 
     with translate_os_errors("reading", folder / PARAMS):
         params = json_objects.loads(files.read_bounded(folder / PARAMS, 2**20), str(folder / PARAMS))
     first = arrays_by_file[names[0]]
-    dim = json_objects.get_field(params, "dim", int, str(folder / PARAMS))
     embedding = _tensor_shape(first, dialect_key("model.embed_tokens.weight", "meta"), names[0])
-    by_columns = len(embedding) == 2 and embedding[1] != dim
+    by_columns = len(embedding) == 2 and embedding[1] != params.get("dim")
     if config is None:
         hf = _build_config(params, folder, first, len(names), by_columns)
     else:
@@ -129,7 +128,6 @@ def _build_config(
             f"{where}: use_scaled_rope is set (Llama 3.1 and later), but the factor is not in the file; give the "
             "model's Hugging Face configuration (--config config.json)"
         )
-    n_heads = json_objects.get_field(params, "n_heads", int, where)
     embedding = _tensor_shape(arrays, dialect_key("model.embed_tokens.weight", "meta"), FILE_TEMPLATE.format(0))
     vocab_size = embedding[0] * (1 if by_columns else n_files)
     hidden_width = _tensor_shape(
@@ -139,22 +137,21 @@ def _build_config(
     if known not in (None, -1, vocab_size):
         raise CheckpointError(f"{where}: vocab_size is {known}, the embedding has {vocab_size} rows")
     context = LLAMA3_CONTEXT if vocab_size == LLAMA3_VOCAB else LLAMA2_CONTEXT
-    try:
-        model = ModelConfig(
-            vocab_size=vocab_size,
-            hidden_size=json_objects.get_field(params, "dim", int, where),
-            intermediate_size=hidden_width * n_files,
-            n_heads=n_heads,
-            n_kv_heads=n_heads
-            if params.get("n_kv_heads") is None
-            else json_objects.get_field(params, "n_kv_heads", int, where),
-            n_layers=json_objects.get_field(params, "n_layers", int, where),
-            max_position_embeddings=params.get("max_seq_len", context),
-            rope_theta=params.get("rope_theta", 10000.0),
-            norm_eps=params.get("norm_eps", 1e-5),
-        )
-    except ModelError as exc:
-        raise CheckpointError(f"{where}: {exc}") from exc
+    with json_objects.translate_format_errors(where):
+        try:
+            model = ModelConfig(
+                vocab_size=vocab_size,
+                hidden_size=params["dim"],
+                intermediate_size=hidden_width * n_files,
+                n_heads=params["n_heads"],
+                n_kv_heads=params["n_heads"] if params.get("n_kv_heads") is None else params["n_kv_heads"],
+                n_layers=params["n_layers"],
+                max_position_embeddings=params.get("max_seq_len", context),
+                rope_theta=params.get("rope_theta", 10000.0),
+                norm_eps=params.get("norm_eps", 1e-5),
+            )
+        except ModelError as exc:
+            raise CheckpointError(f"{where}: {exc}") from exc
     dtypes = Counter(array.spec.dtype for array in arrays.values())
     return config_to_hf(model, dtype=torch_dtype_name(dtypes.most_common(1)[0][0]))
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from lt_ckpt import files
 from lt_ckpt.dtypes import item_bytes
-from lt_ckpt.file_recorder import hash_file
+from lt_ckpt.integrity import hash_file
 from lt_ckpt.laid_out_files import Place, pwrite
 from lt_ckpt.layout import TensorLayout
 from lt_ckpt.llama_tensors import EMBED, HEAD, MASTER_WEIGHTS, tensor_shapes

@@ -64,14 +64,14 @@ class RankFile:
         return tuple(sorted({int(match[1]) for key in self.group.specs if (match := _LAYER.match(key))}))
 
 
-def read_rank_file(root: Path, file: str, *, locate_tensors: bool, tensor_files: TensorFiles | None = None) -> RankFile:
+def read_rank_file(root: Path, file: str, tensor_files: TensorFiles, *, locate_tensors: bool) -> RankFile:
     """Read the headers of a rank's model file.
 
     Args:
         root: The root of the checkpoint.
         file: The file, relative to it.
-        locate_tensors: Read the files of single tensors, which a checkpoint with master weights may lack.
-        tensor_files: Reader of those, shared by the files of a checkpoint.
+        tensor_files: Reader of the files of single tensors, shared by the files of a checkpoint.
+        locate_tensors: Read those, which a checkpoint with master weights may lack.
 
     Raises:
         CheckpointError: It is missing, damaged, not a state dict, or has biases.
@@ -112,17 +112,6 @@ def read_rank_file(root: Path, file: str, *, locate_tensors: bool, tensor_files:
     )
 
 
-def read_rank_files(nxd_files: NxdFiles, *, locate_tensors: bool = True) -> dict[tuple[int, int], RankFile]:
-    """Read the headers of all model files: (tp rank, pp rank) → file."""
-    tensor_files, root = TensorFiles(), nxd_files.root
-    return {
-        rank: read_rank_file(
-            root, nxd_files.model_file(*rank), locate_tensors=locate_tensors, tensor_files=tensor_files
-        )
-        for rank in product(range(nxd_files.tp), range(nxd_files.pp))
-    }
-
-
 @dataclass(frozen=True, kw_only=True)
 class NxdCheckpoint:
     """NxD checkpoint with its inferred options.
@@ -161,7 +150,11 @@ def read_nxd_checkpoint(
         CheckpointError: A file is missing or damaged, or the files do not match the model.
     """
     nxd_files = find_nxd_files(path)
-    ranks = read_rank_files(nxd_files, locate_tensors=locate_tensors)
+    tensor_files = TensorFiles()
+    ranks = {
+        rank: read_rank_file(nxd_files.root, nxd_files.model_file(*rank), tensor_files, locate_tensors=locate_tensors)
+        for rank in product(range(nxd_files.tp), range(nxd_files.pp))
+    }
     inferred = infer_options(config, nxd_files, ranks, head_order)
     try:
         layout = nxd_layout(config, replace(inferred, tag="", xser=nxd_files.file_per_rank))

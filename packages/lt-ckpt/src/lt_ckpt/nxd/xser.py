@@ -8,7 +8,7 @@ Cost: the headers of all files (`torchfile/tensor_files.py`).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -39,10 +39,10 @@ class XserFile:
     file: str
     tree: Any
     info: Mapping[int, TensorSpec]
-    tensor_files: TensorFiles = field(default_factory=TensorFiles)
+    tensor_files: TensorFiles
 
     @classmethod
-    def open(cls, root: Path, file: str, tensor_files: TensorFiles | None = None) -> Self:
+    def open(cls, root: Path, file: str, tensor_files: TensorFiles) -> Self:
         """Read a file and its info file, but not the tensors' files.
 
         Raises:
@@ -51,7 +51,7 @@ class XserFile:
         path = root / info_path(file)
         info = _read_info(path) if path.exists() else {}
         tree = load_pt(root / file)
-        return cls(root=root, file=file, tree=tree, info=info, tensor_files=tensor_files or TensorFiles())
+        return cls(root=root, file=file, tree=tree, info=info, tensor_files=tensor_files)
 
     @property
     def is_missing_tensors(self) -> bool:

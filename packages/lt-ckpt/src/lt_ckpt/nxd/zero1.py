@@ -18,6 +18,7 @@ import numpy as np
 
 from lt_ckpt.dtypes import cast, item_bytes
 from lt_ckpt.errors import CheckpointError
+from lt_ckpt.json_objects import translate_format_errors
 from lt_ckpt.layout import FileLayout, TensorLayout, TensorRegion
 from lt_ckpt.llama_tensors import HEAD, MASTER_WEIGHTS, add_tied_head, stored_shapes
 from lt_ckpt.nxd.discovery import NxdFiles, has_optimizer_files, optimizer_dp_degree
@@ -89,7 +90,7 @@ def has_zero1_state(nxd_files: NxdFiles) -> bool:
     if not has_optimizer_files(nxd_files):
         return False
     optimizer_dp_degree(nxd_files)
-    tree = XserFile.open(nxd_files.root, rank_path(NxdOptions(), 0, 0, kind="optim")).tree
+    tree = XserFile.open(nxd_files.root, rank_path(NxdOptions(), 0, 0, kind="optim"), TensorFiles()).tree
     return not (isinstance(tree, dict) and "param_groups" in tree and STATE_KEY not in tree and SHAPES_KEY not in tree)
 
 
@@ -111,9 +112,8 @@ def read_optimizer_shards(checkpoint: NxdCheckpoint) -> list[OptimizerShard]:
             saved = XserFile.open(nxd_files.root, path, tensor_files)
             found.append(_read_shard(saved, tensors[file.file], dp, dp_rank, allow_tied_head=tied))
             if found[-1].groups.keys() != found[0].groups.keys() or found[-1].keys != found[-1 - dp_rank].keys:
-                raise CheckpointError(
-                    f"{nxd_files.root / path}: has other tensors or kinds of state than another rank's file"
-                )
+                other = found[-1 - dp_rank].saved.file
+                raise CheckpointError(f"{nxd_files.root / path}: has other tensors or kinds of state than {other}")
     return found
 
 
@@ -153,44 +153,33 @@ def _read_shard(
 
 def state_entries(tree: Any, path: Path) -> dict[str, dict[int, Leaf]]:
     """Return kind of state → number of the tensor → its leaf, of one file; steps are left out."""
-    if not isinstance(tree, dict) or not isinstance(tree.get(STATE_KEY), dict):
+    if not isinstance(tree, dict) or STATE_KEY not in tree:
         raise CheckpointError(f"{path}: is not an NxD ZeRO-1 optimizer state ({STATE_KEY!r} is missing)")
     entries: dict[str, dict[int, Any]] = {}
-    for index, state in tree[STATE_KEY].items():
-        if not isinstance(state, dict):
-            raise CheckpointError(f"{path}: {STATE_KEY} of tensor {index!r} is not a dictionary; the file is damaged")
-        for kind, leaf in state.items():
-            if kind != "step":
-                entries.setdefault(kind, {})[index] = leaf
-    master_weights = tree.get(MASTER_WEIGHTS_KEY)
-    if isinstance(master_weights, dict):
-        entries[MASTER_WEIGHTS] = master_weights
-    for kind, leaves in entries.items():
-        if not isinstance(kind, str) or not GROUP_NAME.fullmatch(kind):
-            raise CheckpointError(f"{path}: has a state {kind!r}, which is not a valid group name")
-        for index, leaf in leaves.items():
-            if type(index) is not int or not isinstance(leaf, StoredArray | TensorReference):
-                raise CheckpointError(f"{path}: {kind} of tensor {index!r} is a {type(leaf).__name__}, not a tensor")
+    with translate_format_errors(str(path)):
+        for index, state in tree[STATE_KEY].items():
+            for kind in state.keys() - {"step"}:
+                entries.setdefault(kind, {})[index] = state[kind]
+        if masters := tree.get(MASTER_WEIGHTS_KEY):
+            entries[MASTER_WEIGHTS] = dict(masters)
+        for kind, leaves in entries.items():
+            if not GROUP_NAME.fullmatch(kind):
+                raise CheckpointError(f"{path}: has a state {kind!r}, which is not a valid group name")
+            for index, leaf in leaves.items():
+                if not isinstance(leaf, StoredArray | TensorReference):
+                    raise CheckpointError(
+                        f"{path}: {kind} of tensor {index!r} is a {type(leaf).__name__}, not a tensor"
+                    )
     return entries
 
 
 def _infer_key_order(tree: Any, shapes: Mapping[str, Ints], path: Path, allow_tied_head: bool) -> tuple[str, ...]:
     """Return NxD's keys in the order of the optimizer's numbers."""
-    groups, shapes_by_number = tree.get("param_groups"), tree.get(SHAPES_KEY)
-    if not isinstance(groups, list) or not isinstance(shapes_by_number, dict):
-        raise CheckpointError(f"{path}: has no param_groups and {SHAPES_KEY}; it is not an NxD ZeRO-1 optimizer state")
-    members = [group.get("params") if isinstance(group, dict) else None for group in groups]
-    numbers = [number for member in members if isinstance(member, list) for number in member]
-    if (
-        numbers != list(range(len(shapes_by_number)))
-        or set(shapes_by_number) != set(numbers)
-        or set(tree[STATE_KEY]) != set(numbers)
-    ):
-        raise CheckpointError(f"{path}: param_groups, {STATE_KEY} and {SHAPES_KEY} number the tensors differently")
-    expected = [
-        tuple(shapes_by_number[number]) if isinstance(shapes_by_number[number], list | tuple) else ()
-        for number in numbers
-    ]
+    with translate_format_errors(str(path)):
+        numbers, by_number = [n for group in tree["param_groups"] for n in group["params"]], tree[SHAPES_KEY]
+        if numbers != list(range(len(numbers))) or not set(numbers) == set(by_number) == set(tree[STATE_KEY]):
+            raise CheckpointError(f"{path}: param_groups, {STATE_KEY} and {SHAPES_KEY} number the tensors differently")
+        expected = [tuple(by_number[number]) for number in numbers]
     for order in _candidate_orders(list(shapes), allow_tied_head):
         if [shapes[key] for key in order] == expected:
             return order

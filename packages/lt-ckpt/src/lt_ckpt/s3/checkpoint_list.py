@@ -13,7 +13,7 @@ import xxhash
 from lt_ckpt import files
 from lt_ckpt.errors import CheckpointError, translate_os_errors
 from lt_ckpt.folders import COMMIT, MANIFEST
-from lt_ckpt.manifest import MAX_MANIFEST_BYTES, CheckpointManifest, Segment, check_commit
+from lt_ckpt.manifest import MAX_MANIFEST_BYTES, CheckpointManifest, Segment, parse_committed
 from lt_data.remote.file_list import FileList, ListedFile
 from lt_data.remote.s3_folder import S3Folder
 
@@ -55,10 +55,7 @@ def read_remote_list(folder: S3Folder) -> tuple[FileList, CheckpointManifest] | 
 def _make_list(
     source: str, manifest: bytes, commit: bytes, check_stop: Callable[[], None]
 ) -> tuple[FileList, CheckpointManifest]:
-    step = check_commit(commit, manifest, f"{source}/{COMMIT}")
-    parsed = CheckpointManifest.from_bytes(manifest, f"{source}/{MANIFEST}")
-    if parsed.step != step:
-        raise CheckpointError(f"{source}/{COMMIT}: says step {step}, the manifest step {parsed.step}")
+    parsed = parse_committed(manifest, commit, source)
     segments = parsed.segments()
     for name, content in ((MANIFEST, manifest), (COMMIT, commit)):
         segments[name] = [Segment("", 0, len(content), xxhash.xxh3_128_hexdigest(content))]

@@ -136,16 +136,8 @@ def map_tree(tree: Any, kind: type | tuple[type, ...], leaf: Callable[[Any], Any
     return tree
 
 
-def read_state_dict(
-    path: str | os.PathLike[str], *, key: str | None = None, strict: bool = True
-) -> dict[str, StoredArray]:
-    """Read the state dict of a file.
-
-    Args:
-        path: The file.
-        key: Key of the state dict in the file's dictionary. None: the file is the state dict, or has it under one of
-            `STATE_DICT_KEYS`.
-        strict: Refuse non-tensors in the state dict; False: leave them out.
+def read_state_dict(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
+    """Read the state dict of a file: the file itself, or what it has under one of `STATE_DICT_KEYS`.
 
     Returns:
         Name → location of the tensor, in the order of the file.
@@ -156,7 +148,7 @@ def read_state_dict(
     tree = load_pt(path)
     if not isinstance(tree, dict):
         raise CheckpointError(f"{path}: holds a {type(tree).__name__}, not a state dict")
-    if key is None and not any(isinstance(value, StoredArray) for value in tree.values()):
+    if not any(isinstance(value, StoredArray) for value in tree.values()):
         keys = [name for name in STATE_DICT_KEYS if isinstance(tree.get(name), dict)]
         if len(keys) != 1:
             raise CheckpointError(
@@ -164,14 +156,10 @@ def read_state_dict(
                 f"{', '.join(map(repr, STATE_DICT_KEYS))} (its keys: {', '.join(map(repr, list(tree)[:5]))}); save the "
                 "state dict alone with torch.save"
             )
-        key = keys[0]
-    if key is not None:
-        if not isinstance(tree.get(key), dict):
-            raise CheckpointError(f"{path}: has no dictionary under {key!r}")
-        tree = tree[key]
+        tree = tree[keys[0]]
     arrays = {name: value for name, value in tree.items() if isinstance(value, StoredArray) and isinstance(name, str)}
     other = next((name for name in tree if name not in arrays), None)
-    if strict and other is not None:
+    if other is not None:
         raise CheckpointError(f"{path}: {other!r} is not a tensor but a {type(tree[other]).__name__}")
     return arrays
 

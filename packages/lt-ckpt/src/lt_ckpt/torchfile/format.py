@@ -52,7 +52,6 @@ def pt_target(source: Source, name: str, *, dtype: str | None = None) -> Target:
     specs = target_specs(source, tensor_shapes(model), dtype)
     return Target(
         specs=specs,
-        n_bytes=sum(spec.n_bytes for spec in specs.values()),
         fill=write_layout((whole_file(name, tensor_shapes(model)),), specs, lay_out_pt),
         single_file=name,
     )
