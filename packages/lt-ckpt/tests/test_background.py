@@ -1,15 +1,10 @@
 """Saves in the background: the state of the moment, no failure lost, one at a time, and nothing lost when killed."""
 
 import os
-import random
-import signal
-import subprocess
-import sys
 import threading
 import time
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -164,45 +159,3 @@ def test_a_save_can_be_given_up_while_its_part_is_written(fast_path, toy, monkey
     start(saver, fast_path, toy, 2)  # which says nothing about the next one
     saver.wait()
     toy.check(Checkpoint.open(fast_path / "step-00000002"))
-
-
-SAVER = """
-import sys
-from pathlib import Path
-sys.path.insert(0, {tests!r})
-from conftest import toy_shards, toy_state
-from lt_ckpt import CheckpointMetadata, begin_save, commit_save, prune_checkpoints
-from lt_ckpt.async_save import AsyncRankSaver
-root, step, saver = Path({root!r}), {first}, AsyncRankSaver()
-print("ready", flush=True)
-while True:
-    state = toy_state(step)
-    saver.wait()
-    tmp = begin_save(root, step=step, world_size=1)
-    def then(given_up, tmp=tmp, step=step):
-        commit_save(tmp, world_size=1, metadata=CheckpointMetadata(step=step))
-        prune_checkpoints(root, keep_last=2)
-    saver.start(tmp, rank=0, shards=toy_shards(state, 0, 1), on_written=then)
-    for _, array in state.values():
-        array.fill(0)  # the next step
-    step += 1
-"""
-
-
-def test_kill_9_at_a_random_moment(tmp_path, toy):
-    rng, last = random.Random(0), 0
-    for _ in range(4):
-        code = SAVER.format(tests=str(Path(__file__).parent), root=str(tmp_path), first=last + 1)
-        child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-        assert child.stdout is not None
-        assert child.stdout.readline() == b"ready\n"
-        time.sleep(rng.uniform(0.02, 0.3))
-        child.send_signal(signal.SIGKILL)
-        assert child.wait() == -signal.SIGKILL
-        child.stdout.close()
-        found, rejected = find_latest_valid(tmp_path)
-        assert rejected == []
-        if found is not None:
-            toy.check(found)
-        assert (found.step if found else 0) >= last, "a committed checkpoint was lost"
-        last = found.step if found else 0

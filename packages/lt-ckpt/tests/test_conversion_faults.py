@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from disks import Disk
 
 from lt_ckpt import CheckpointError, conversion, files, find_latest_valid
 from lt_ckpt.comparison import compare
@@ -151,34 +152,11 @@ def test_every_failing_call_leaves_nothing_or_all(fast_path, model, models, monk
     fail_at(kind, model, models, fast_path, monkeypatch, lambda count: list(range(count)))
 
 
-class Disk:
-    """What was on the disk when it was last fsynced: bytes of files, entries of folders, by inode."""
-
-    def __init__(self) -> None:
-        self.kept: dict[int, Any] = {}
-
-    def fsync(self, descriptor: int) -> None:
-        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
-        self.kept[os.fstat(descriptor).st_ino] = self.state(path)
-
-    @staticmethod
-    def state(path: Path) -> Any:
-        return {e.name: e.inode() for e in os.scandir(path)} if path.is_dir() else path.read_bytes()
-
-    def is_durable(self, path: Path) -> bool:
-        is_kept = self.kept.get(path.stat().st_ino) == self.state(path)
-        return is_kept and all(self.is_durable(child) for child in (path.iterdir() if path.is_dir() else ()))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_gets_its_name_before_it_is_on_the_disk(fast_path, model, models, monkeypatch, kind):
     """So a power cut leaves nothing or all; and what was returned as made is on the disk under its name."""
     disk, published = Disk(), []
-    real_fsync, real_rename = os.fsync, os.rename
-
-    def fsync(descriptor: int) -> None:
-        real_fsync(descriptor)
-        disk.fsync(descriptor)
+    real_rename = os.rename
 
     def rename(source: Path, target: Path, **more: Any) -> None:
         assert disk.is_durable(Path(source)), f"{target}: gets its name before all of it is on the disk"
@@ -187,14 +165,13 @@ def test_nothing_gets_its_name_before_it_is_on_the_disk(fast_path, model, models
 
     folder = fast_path / "live"
     folder.mkdir()
-    monkeypatch.setattr(os, "fsync", fsync)
+    disk.watch(monkeypatch)
     monkeypatch.setattr(os, "rename", rename)
     made = make(kind, model, folder / "out", models)
     monkeypatch.undo()
     assert (made / "step-00000000" if kind == "lt" else made) in published
     assert disk.is_durable(made)
-    name = disk.kept[folder.stat().st_ino].get(made.name)
-    assert name == made.stat().st_ino, "its name is lost with the power"
+    assert disk.kept[folder.stat().st_ino] == disk.state(folder), "its name is lost with the power"
     assert os.listdir(folder) == [made.name]
 
 

@@ -71,16 +71,6 @@ def test_hf_to_ours_and_back_is_bit_exact(tmp_path: Path, monkeypatch, tied: boo
     assert (back / "tokenizer.json").read_bytes() == b'{"made": "up"}'
 
 
-def test_a_sharded_output_loads_in_transformers(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    start = make_hf(tmp_path / "hf", dtype=torch.float32)
-    (start / "tokenizer.json").unlink()
-    made = convert_checkpoint(open_source(start), tmp_path / "out", ConvertOptions(format="hf", max_shard_bytes=20_000))
-    models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (start, made)]
-    assert_same(models[0].state_dict(), models[1].state_dict())
-
-
 def test_a_cast_is_torchs_and_the_configuration_says_so(tmp_path: Path) -> None:
     start = make_hf(tmp_path / "hf", dtype=torch.float32)
     made = convert_checkpoint(open_source(start), tmp_path / "out", ConvertOptions(format="hf", dtype="BF16"))
@@ -193,10 +183,10 @@ def test_consolidated_safetensors_beside_the_model_are_not_read(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("to", ["hf", "lt", "nxd", "pt"])
-@pytest.mark.parametrize("kind", ["nxd xser", "lt"])
+@pytest.mark.parametrize("kind", ["nxd xser", "hf in shards", "dcp", "lt"])
 def test_no_unverified_byte_leaves(tmp_path: Path, models, kind: str, to: str) -> None:
     made = models.output(models.make(tmp_path / "src"), tmp_path / "made", kind)
-    made, config = (made / "step-00000000", None) if kind == "lt" else (made, made / "step_3")
+    made, config = (made / "step-00000000" if kind == "lt" else made), (made / "step_3" if kind == "nxd xser" else None)
     place = open_source(made, config=config).weights.locations["model.layers.3.mlp.up_proj.weight"][0]
     file = open_source(made, config=config).root / place.file
     raw = bytearray(file.read_bytes())
@@ -235,6 +225,8 @@ def test_nothing_is_written_over_and_nothing_is_left_behind(tmp_path: Path, monk
     with pytest.raises(CheckpointError, match="truncated"):
         convert_checkpoint(source, tmp_path / "other", ConvertOptions(format="hf"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "out"]
+    (out / "thesis.txt").unlink()
+    assert convert_checkpoint(open_source(make_hf(tmp_path / "new")), out, ConvertOptions(format="hf")) == out
 
 
 def test_compare_says_what_differs_and_how_much(tmp_path: Path) -> None:

@@ -21,40 +21,19 @@ from lt_ckpt import (
 )
 from lt_model import ModelConfig, config_from_hf, param_specs
 
+FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+ADDED = [{"id": 60, "content": "<|bos|>", "special": True, **FLAGS}]
+MODEL = {"type": "BPE", "vocab": {"<|eos|>": 61, "a": 0}, "merges": []}
+ABOUT = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|bos|>", "eos_token": {"content": "<|eos|>"}}
 TOKENIZER = {
-    "tokenizer.json": json.dumps(
-        {
-            "version": "1.0",
-            "added_tokens": [
-                {
-                    "id": 60,
-                    "content": "<|bos|>",
-                    "special": True,
-                    "single_word": False,
-                    "lstrip": False,
-                    "rstrip": False,
-                    "normalized": False,
-                },
-            ],
-            "model": {"type": "BPE", "vocab": {"<|eos|>": 61, "a": 0}, "merges": []},
-        }
-    ).encode(),
-    "tokenizer_config.json": json.dumps(
-        {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|bos|>", "eos_token": {"content": "<|eos|>"}}
-    ).encode(),
+    "tokenizer.json": json.dumps({"version": "1.0", "added_tokens": ADDED, "model": MODEL}).encode(),
+    "tokenizer_config.json": json.dumps(ABOUT).encode(),
 }
 
 
 def config(**changes):
-    fields = {
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "n_heads": 4,
-        "n_kv_heads": 2,
-        "n_layers": 2,
-    }
-    return ModelConfig(**{**fields, **changes})
+    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "n_heads": 4, "n_kv_heads": 2, "n_layers": 2}
+    return ModelConfig(**{**shape, **changes})
 
 
 def save_model(root, model, *, dtype="F32", world=2, tokenizer=TOKENIZER, leave_out=()):
@@ -138,19 +117,6 @@ def test_transformers_loads_exactly_our_weights(tmp_path, tied, max_shard_bytes,
             held = load_file(out / file)
             assert {name for name, where in index["weight_map"].items() if where == file} == set(held)
             assert len(held) == 1 or sum(tensor.nbytes for tensor in held.values()) <= max_shard_bytes
-
-
-def test_the_output_must_be_new_or_empty(tmp_path):
-    checkpoint, _ = save_model(tmp_path / "ck", config())
-    (tmp_path / "empty").mkdir()
-    export_hf(checkpoint, tmp_path / "empty")
-    assert (tmp_path / "empty" / "config.json").exists()
-    before = sorted(os.listdir(tmp_path))
-    (tmp_path / "file").write_text("mine", encoding="utf-8")
-    for name in ("empty", "file", "ck"):
-        with pytest.raises(CheckpointError, match="already exists and not an empty folder"):
-            export_hf(checkpoint, tmp_path / name)
-    assert sorted(os.listdir(tmp_path)) == sorted([*before, "file"])
 
 
 def test_what_cannot_be_right_is_refused_before_a_byte_is_written(tmp_path):

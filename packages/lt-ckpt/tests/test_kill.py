@@ -39,6 +39,29 @@ while True:
 """
 
 
+BACKGROUND = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from conftest import toy_shards, toy_state
+from lt_ckpt import CheckpointMetadata, begin_save, commit_save, prune_checkpoints
+from lt_ckpt.async_save import AsyncRankSaver
+root, step, saver = Path({root!r}), {first}, AsyncRankSaver()
+print("ready", flush=True)
+while True:
+    state = toy_state(step)
+    saver.wait()
+    tmp = begin_save(root, step=step, world_size=1)
+    def then(given_up, tmp=tmp, step=step):
+        commit_save(tmp, world_size=1, metadata=CheckpointMetadata(step=step))
+        prune_checkpoints(root, keep_last=2)
+    saver.start(tmp, rank=0, shards=toy_shards(state, 0, 1), on_written=then)
+    for _, array in state.values():
+        array.fill(0)  # the next step
+    step += 1
+"""
+
+
 def appeared(root: Path, stage: str) -> bool:
     """Whether a save under way has come to a stage."""
     try:
@@ -49,9 +72,9 @@ def appeared(root: Path, stage: str) -> bool:
     return any(name.startswith(stage) for name in (*names, *inner))
 
 
-def kill_one(root: Path, rng: random.Random, first: int) -> str:
+def kill_one(root: Path, rng: random.Random, first: int, saver: str) -> str:
     """Starts a saver that goes on at a step and kills it; returns when."""
-    code = SAVER.format(tests=str(Path(__file__).parent), root=str(root), first=first)
+    code = saver.format(tests=str(Path(__file__).parent), root=str(root), first=first)
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     assert child.stdout is not None
     assert child.stdout.readline() == b"ready\n"
@@ -85,10 +108,10 @@ def require_old_or_new(root: Path, toy, last: int) -> int:
     return step
 
 
-def kills(root: Path, toy, seed: int, n: int) -> Counter[str]:
+def kills(root: Path, toy, seed: int, n: int, saver: str = SAVER) -> Counter[str]:
     rng, last, when = random.Random(seed), 0, Counter()
     while sum(when.values()) < n or last == 0:  # on a machine that is busy a round may end before its first save
-        when[kill_one(root, rng, last + 1)] += 1
+        when[kill_one(root, rng, last + 1, saver)] += 1
         assert sum(when.values()) < n + 100
         last = require_old_or_new(root, toy, last)
     begin_save(root, step=last + 1, world_size=1)
@@ -97,9 +120,9 @@ def kills(root: Path, toy, seed: int, n: int) -> Counter[str]:
     return when
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_kill_9_at_a_random_moment(tmp_path, toy, seed):
-    kills(tmp_path, toy, seed, 2)
+@pytest.mark.parametrize("saver", [SAVER, BACKGROUND], ids=["foreground", "background"])
+def test_kill_9_at_a_random_moment(tmp_path, toy, saver):
+    kills(tmp_path, toy, 0, 3, saver)
 
 
 @pytest.mark.slow

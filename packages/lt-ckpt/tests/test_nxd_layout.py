@@ -2,12 +2,14 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from nxd_cuts import cut_models
 
 from lt_ckpt import CheckpointError
 from lt_ckpt.llama_tensors import tensor_shapes
@@ -49,44 +51,10 @@ def stored(layout, arrays):
     return made
 
 
-@st.composite
-def cuts(draw):
-    qkv = draw(st.sampled_from(["separate", "coalesced", "gqa", "gqa_fused"]))
-    tp = draw(st.sampled_from([1, 2, 3, 4, 6, 8]))
-    if qkv in ("gqa", "gqa_fused"):
-        repeats = draw(st.sampled_from([m for m in range(1, tp + 1) if tp % m == 0]))
-        kv_heads = tp // repeats
-    else:
-        repeats, kv_heads = 1, tp * draw(st.integers(1, 2))
-    heads = kv_heads if qkv == "coalesced" else kv_heads * draw(st.integers(1, 4))
-    assume(heads % tp == 0)
-    pp, chunks = draw(st.integers(1, 3)), draw(st.integers(1, 2))
-    config = ModelConfig(
-        vocab_size=tp * draw(st.integers(1, 5)),
-        hidden_size=heads * 2,
-        intermediate_size=tp * draw(st.integers(1, 5)),
-        n_heads=heads,
-        n_kv_heads=kv_heads,
-        n_layers=draw(st.integers(pp * chunks, pp * chunks + 4)),
-        tie_word_embeddings=draw(st.booleans()),
-    )
-    options = NxdOptions(
-        tp=tp,
-        pp=pp,
-        virtual_pp=chunks,
-        kv_size_multiplier=repeats,
-        qkv=qkv,
-        layout=draw(st.sampled_from(["v1", "v2"])),
-        xser=draw(st.booleans()),
-        head_order=draw(st.sampled_from(["trn1", "trn2"])),
-    )
-    return config, options
-
-
 @settings(max_examples=150, deadline=None)
-@given(cuts())
-def test_cut_and_put_together_is_the_model_again(cut):
-    config, options = cut
+@given(cut_models(), st.sampled_from(["trn1", "trn2"]))
+def test_cut_and_put_together_is_the_model_again(cut, head_order):
+    config, options = cut[0], replace(cut[1], head_order=head_order)
     layout, arrays = nxd_layout(config, options), model(config)
     made = stored(layout, arrays)
     assert all((array >= 0).all() for held in made.values() for array in held.values())
@@ -100,10 +68,10 @@ def test_cut_and_put_together_is_the_model_again(cut):
 
 
 @settings(max_examples=150, deadline=None)
-@given(cuts())
-def test_every_rank_has_what_its_layers_ask_for(cut):
+@given(cut_models(), st.sampled_from(["trn1", "trn2"]))
+def test_every_rank_has_what_its_layers_ask_for(cut, head_order):
     """Each tensor as NxD's layers take it, cut here with numpy from the whole ones and without the layout's rules."""
-    config, options = cut
+    config, options = cut[0], replace(cut[1], head_order=head_order)
     arrays, tp, d = model(config), options.tp, config.head_dim
     made = stored(nxd_layout(config, options), arrays)
     heads, kv_heads = config.n_heads, config.n_kv_heads
@@ -196,7 +164,7 @@ def test_paths(options, paths):
     config = ModelConfig(
         vocab_size=101, hidden_size=202, intermediate_size=101, n_heads=101, n_kv_heads=101, n_layers=1
     )
-    found = [file.path for file in nxd_layout(config, options).files]
+    found = [file.path for file in nxd_layout(config, options)]
     assert found == (paths or [f"model/dp_rank_00_tp_rank_{t:02d}_pp_rank_00.pt" for t in range(101)])
     assert paths or found[100].endswith("tp_rank_100_pp_rank_00.pt")
 
@@ -257,5 +225,5 @@ def test_the_optimizers_names_are_the_keys_of_the_layout():
     case = DATA / "llama2-mha-tp2-dp2-zero1-steps"
     config = config_from_hf(json.loads((case / "hf-start" / "config.json").read_text()))
     groups = json.loads((case / "steps.json").read_text())["param_groups"]
-    keys = [tensor.key for tensor in nxd_layout(config, NxdOptions(tp=2)).files[1].tensors]
+    keys = [tensor.key for tensor in nxd_layout(config, NxdOptions(tp=2))[1].tensors]
     assert sorted(groups[0]["names"] + groups[1]["names"]) == sorted(keys)

@@ -161,32 +161,17 @@ def test_what_cannot_be_made_is_refused_before_a_byte_is_written(tmp_path):
     about = {key: value for key, value in source.format_info.items() if key != "param_groups"}
     moment = source.groups["exp_avg"]
     short = replace(moment, specs={k: v for k, v in moment.specs.items() if k != "model.norm.weight"})
+    settings, good = "settings of the optimizer", ConvertOptions(format="nxd", nxd=CUT, dp=2)
     for changed, options, words in (
-        (replace(source, groups=groups), ConvertOptions(format="nxd", nxd=CUT, dp=2), "has no exp_avg_sq"),
-        (
-            replace(source, format_info=about),
-            ConvertOptions(format="nxd", nxd=CUT, dp=2),
-            "settings of the optimizer",
-        ),
-        (
-            replace(source, format_info={**about, "param_groups": [{"lr": 1.0}] * 3}),
-            ConvertOptions(format="nxd", nxd=CUT, dp=2),
-            "settings of the optimizer",
-        ),
-        (
-            replace(source, format_info={**about, "step": None}),
-            ConvertOptions(format="nxd", nxd=CUT, dp=2),
-            "has no step",
-        ),
-        (
-            source,
-            ConvertOptions(format="nxd", nxd=NxdOptions(tp=2, layout="v1"), dp=2),
-            "layout = v1: has no ZeRO-1 states",
-        ),
-        (source, ConvertOptions(format="nxd", nxd=CUT, dp=-1), "must be a whole number"),
+        (replace(source, groups=groups), good, "has no exp_avg_sq"),
+        (replace(source, format_info=about), good, settings),
+        (replace(source, format_info={**about, "param_groups": [{"lr": 1.0}] * 3}), good, settings),
+        (replace(source, format_info={**about, "step": None}), good, "has no step"),
+        (source, replace(good, nxd=NxdOptions(tp=2, layout="v1")), "layout = v1: has no ZeRO-1 states"),
+        (source, replace(good, dp=-1), "must be a whole number"),
         (
             replace(source, groups={**source.groups, "exp_avg": short}),
-            ConvertOptions(format="nxd", nxd=CUT, dp=2, allow_replica_mismatch=True),
+            replace(good, allow_replica_mismatch=True),
             "exp_avg of model.norm.weight: is missing",
         ),
     ):

@@ -66,7 +66,10 @@ def test_we_read_what_the_library_writes(tmp_path):
     tensors = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor(7, dtype=torch.int64)}
     save_file(tensors, path, metadata={"format": "pt"})
     file = read_header(path)
-    assert {name: (t.dtype, t.shape) for name, t in file.tensors.items()} == {"a": ("F32", (2, 3)), "b": ("I64", ())}
+    assert {name: (t.spec.dtype, t.spec.shape) for name, t in file.tensors.items()} == {
+        "a": ("F32", (2, 3)),
+        "b": ("I64", ()),
+    }
     raw = path.read_bytes()
     assert raw[file.tensors["b"].byte_offset :][:8] == (7).to_bytes(8, "little")
 
@@ -138,5 +141,5 @@ def test_a_damaged_file_is_refused_or_still_consistent(memory, rng: random.Rando
     position = found.header_bytes
     for tensor in found.tensors.values():
         assert tensor.byte_offset == position
-        position += tensor.n_bytes
+        position += tensor.spec.n_bytes
     assert position == path.stat().st_size

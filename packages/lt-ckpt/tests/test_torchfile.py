@@ -189,29 +189,3 @@ def test_a_state_dict_is_found(tmp_path, content, message):
     found = read_state_dict(path)
     assert list(found) == ["a"]
     assert read(path, found["a"]) == bits(BASE)
-
-
-WITHOUT_TORCH = """
-import sys
-sys.modules["torch"] = None
-from pathlib import Path
-from lt_ckpt.cli import app
-from lt_ckpt.formats import open_source
-from lt_ckpt import CheckpointError, find_latest_valid, verify
-source, out = Path(sys.argv[1]), Path(sys.argv[2])
-for command in (["convert", source, out / "lt", "--to", "lt"], ["convert", out / "lt", out / "hf", "--to", "hf"],
-                ["convert", source, out / "f32", "--to", "hf", "--dtype", "f32", "--max-shard-gb", "0.000002"],
-                ["verify", out / "lt"], ["verify", out / "hf"], ["diff", source, out / "hf"], ["inspect", out / "hf"]):
-    app([str(word) for word in command], standalone_mode=False)
-found, _ = find_latest_valid(out / "lt")
-assert verify(found.path).is_ok and found.read("weights", "model.norm.weight").size == 32
-open(out / "x.pt", "w").close()
-for path in (out / "x.pt", out / "nxd", out / "dcp"):
-    try:
-        open_source(path, config=source)
-    except CheckpointError as exc:
-        assert "pip install 'lt-ckpt[torch]'" in str(exc), exc
-    else:
-        raise AssertionError(path)
-assert not any(name.startswith("torch.") for name in sys.modules)
-"""

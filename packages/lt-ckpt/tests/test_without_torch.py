@@ -16,7 +16,7 @@ class NoTorch:
 sys.meta_path.insert(0, NoTorch())
 sys.path.insert(0, sys.argv[1])
 from conftest import toy_check, toy_model, toy_save
-from lt_ckpt import Checkpoint, ConvertOptions, convert_checkpoint, find_latest_valid, open_source, verify
+from lt_ckpt import CheckpointError, ConvertOptions, convert_checkpoint, find_latest_valid, open_source, verify
 from lt_ckpt.__main__ import main
 
 root = Path(sys.argv[2])
@@ -33,6 +33,16 @@ for arguments in (["verify", root / "ck"], ["verify", root / "hf", "--against", 
                   ["inspect", root / "ck"], ["export", root / "ck", "--out", root / "exported"]):
     sys.argv = ["lt-ckpt", *map(str, arguments)]
     assert main() == 0, arguments
+(root / "x.pt").touch()
+(root / "dcp").mkdir()
+(root / "dcp" / ".metadata").touch()
+for path in (root / "x.pt", root / "dcp"):
+    try:
+        open_source(path, config=model)
+    except CheckpointError as exc:
+        assert "pip install 'lt-ckpt[torch]'" in str(exc), exc
+    else:
+        raise AssertionError(path)
 assert "torch" not in sys.modules
 """
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from lt_ckpt import files
-from lt_ckpt.errors import CheckpointError
+from lt_ckpt.errors import CheckpointError, storage_error
 
 OUTPUT = "output"
 
@@ -73,6 +73,10 @@ class AtomicFolder:
                 lock = os.open(self._hidden, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             except FileNotFoundError:  # its owner has just removed it
                 continue
+            except OSError as exc:
+                with suppress(OSError):
+                    self._hidden.rmdir()
+                raise storage_error(exc, "opening", self._hidden) from exc
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if os.path.samestat(os.stat(self._hidden), os.fstat(lock)):

@@ -157,19 +157,12 @@ class Checkpoint:
 
         Args:
             items: The slices.
-            targets: For each of them a one-dimensional uint8 array of as many bytes.
+            targets: For each of them a contiguous one-dimensional uint8 array of as many bytes.
 
         Raises:
-            CheckpointError: As `read_many`; or a target has another number of bytes.
+            CheckpointError: As `read_many`.
         """
         boxes = self._boxes(items)
-        for (record, name, box), target in zip(boxes, targets, strict=True):
-            n_bytes = prod(box[1]) * item_bytes(record.dtype)
-            if target.dtype != np.uint8 or target.ndim != 1 or not target.flags.c_contiguous or target.size != n_bytes:
-                raise CheckpointError(
-                    f"{name}: needs a target of {n_bytes} contiguous bytes in a one-dimensional uint8 array, not shape "
-                    f"{list(target.shape)} of {target.dtype}"
-                )
 
         def read(record: TensorRecord, name: str, box: Box, target: np.ndarray) -> None:
             out = target.view(f"<u{item_bytes(record.dtype)}").reshape(box[1])

@@ -91,11 +91,6 @@ def create_file(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
 
-def temp_path(path: Path) -> Path:
-    """Return the path under which to write a file: beside it, and not to be guessed (`TEMP_FILE`)."""
-    return path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
-
-
 def finished_name(name: str) -> str:
     """Return the name that a file gets once it is written; other names are returned as they are."""
     match = TEMP_FILE.fullmatch(name)
@@ -111,7 +106,7 @@ def write_all(descriptor: int, data: bytes | memoryview) -> None:
 
 def write_file(path: Path, data: bytes) -> None:
     """Write a new file atomically: complete and on the disk, or absent."""
-    temporary = temp_path(path)
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")  # beside it, and not to be guessed
     descriptor = create_file(temporary)
     try:
         write_all(descriptor, data)
@@ -161,10 +156,11 @@ def iter_blocks(path: Path, position: int, n_bytes: int) -> Iterator[memoryview]
             yield block
 
 
-def start_writeback(descriptor: int, position: int = 0, n_bytes: int = 0) -> None:
-    """Let the system write a range of a file now, and forget those of its pages that are on the disk; by default all.
+def start_writeback(descriptor: int) -> None:
+    """Let the system write a file now, and forget those of its pages that are on the disk.
 
-    Otherwise nothing is written until the fsync, and a save takes the page cache that training needs.
+    Otherwise nothing is written until the fsync, and a save takes the page cache that training needs; what was
+    forgotten is memory for the next bytes, and new memory is most of a save's work in a virtual machine.
     """
     if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(descriptor, position, n_bytes, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -187,7 +187,7 @@ def open_source(
 
             load_pt(path)
         raise CheckpointError(
-            f"{path}: there is no {CONFIG} with it; give the model's Hugging Face one (--config config.json)"
+            f"{path}: has no model configuration ({CONFIG}); give the model's Hugging Face one (--config config.json)"
         )
     nxd = {"master_weights": master_weights, "optimizer": optimizer, "head_order": head_order} if kind == "nxd" else {}
     source: Source = pkgutil.resolve_name(_OPENERS[kind])(path, config=known, **nxd)

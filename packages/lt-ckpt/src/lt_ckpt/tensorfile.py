@@ -132,7 +132,7 @@ def write_safetensors(
     """
     raw, placed = make_header(entries, metadata)
     hashes: dict[str, str] = {}
-    position = written_back = 0
+    n_waiting = 0
     descriptor = files.create_file(path)
     try:
         files.write_all(descriptor, raw)
@@ -143,10 +143,10 @@ def write_safetensors(
                 part = view[start : start + HASH_BLOCK_BYTES]
                 digest.update(part)
                 files.write_all(descriptor, part)
-                position += len(part)
-                if position - written_back >= WRITEBACK_BYTES:
-                    files.start_writeback(descriptor, written_back, position - written_back)
-                    written_back = position
+                n_waiting += len(part)
+                if n_waiting >= WRITEBACK_BYTES:
+                    files.start_writeback(descriptor)
+                    n_waiting = 0
             hashes[name] = digest.hexdigest()
         files.fsync(descriptor)
         files.start_writeback(descriptor)

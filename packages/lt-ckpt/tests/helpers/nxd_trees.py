@@ -4,9 +4,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from lt_ckpt import CheckpointMetadata, Shard, begin_save, commit_save, write_rank_files
+from lt_ckpt.nxd.options import NxdOptions
+from lt_ckpt.nxd.rank_writer import NxdRankWriter, optimizer_state_keys
 from lt_ckpt.source import Source
+from lt_model import ModelConfig
 
 
 class Reference:
@@ -53,3 +58,29 @@ def everything(source: Source) -> dict[tuple[str, str], tuple[str, bytes]]:
         for kind, group in source.groups.items()
         for name in group.specs
     }
+
+
+def save_nxd(root: Path, step: int, *, xser: bool = True) -> Path:
+    """One rank saves files of NxD; every number in them is the step."""
+    config = ModelConfig(vocab_size=4, hidden_size=4, intermediate_size=4, n_heads=2, n_kv_heads=2, n_layers=1)
+    keys = optimizer_state_keys(config, NxdOptions(), 0, 0)
+    options, content = NxdOptions(xser=xser), {"step": step}
+    part = NxdRankWriter(config=config, options=options, param_group_keys=(keys,), step=step, user_content=content)
+    shards = [
+        Shard(
+            group=group,
+            name=tensor.key,
+            dtype="F32",
+            global_shape=tensor.shape,
+            offset=(0,) * len(tensor.shape),
+            shape=tensor.shape,
+            data=np.full(tensor.shape, step, "<f4").reshape(-1).view(np.uint8),
+        )
+        for tensor in part.model_tensors()
+        for group in ("weights", "exp_avg", "exp_avg_sq", "master")
+    ]
+    tmp = begin_save(root, step=step, world_size=1)
+    write_rank_files(tmp, rank=0, shards=shards, writer=part)
+    tokenizer = {"tokenizer.json": b"{}", "additional_chat_templates/tool_use.jinja": b"{{ tools }}"}
+    metadata = CheckpointMetadata(step=step, model=config.to_dict(), tokenizer_files=tokenizer)
+    return commit_save(tmp, world_size=1, metadata=metadata)

@@ -16,6 +16,8 @@ from lt_ckpt.s3.owner import OWNER_FILE, NotOwnerError, Owner, ensure_owner, rea
 from lt_ckpt.s3.transfer import download, download_latest, upload
 from lt_data.remote.s3_folder import RemoteError, S3Folder
 
+A, B = "a" * 16, "b" * 16
+OWN = Owner(run=A, holder=A)
 SOON = 120.0
 """Seconds after which something will not come any more."""
 
@@ -47,8 +49,8 @@ def start(bucket, tmp_path):
             if isinstance(event, MirrorUpload):
                 uploads.append(event)
 
-        settings = {"poll_interval_s": 0.02, "on_event": on_event, **more}
-        made.append(Mirror(tmp_path / "run", f"s3://{bucket}/run", **settings))
+        settings = {"poll_interval_s": 0.02, "on_event": on_event, "owner": OWN, **more}
+        made.append(Mirror(tmp_path / "run", S3Folder(f"s3://{bucket}/run"), **settings))
         made[-1].uploads = uploads  # pyright: ignore[reportAttributeAccessIssue]
         return made[-1]
 
@@ -98,21 +100,16 @@ def test_every_checkpoint_comes_in_step_order_while_saves_go_on(store, bucket, t
 
 
 @pytest.mark.parametrize("has_objects_of_others", [False, True])
-def test_another_one_of_the_same_step_is_replaced_only_if_asked(
-    store, bucket, toy, tmp_path, start, has_objects_of_others
-):
+def test_another_one_of_the_same_step_is_replaced(store, bucket, toy, tmp_path, start, has_objects_of_others):
     running = start()
     toy.save(tmp_path / "run", 1)
     wait_for(lambda: running.uploads)
     if has_objects_of_others:
         store.client.put_object(Bucket=bucket, Key="run/step-00000001/notes.txt", Body=b"mine")
     toy.save(tmp_path / "run", 1, seed=5, overwrite=True)
-    wait_for(lambda: running.problems)
-    assert "another checkpoint of this step is there" in running.problems[0].message
-    assert running.close(SOON) == (tmp_path / "run" / "step-00000001",)
-    assert start(overwrite=True).close(SOON) == ()
+    assert running.close(SOON) == ()
     toy.check(Checkpoint.open(download(f"s3://{bucket}/run/step-00000001", tmp_path / "back").path), seed=5)
-    assert start(overwrite=True, force_upload=["step-00000001"]).close(SOON) == ()
+    assert start(force_upload=["step-00000001"]).close(SOON) == ()
     assert has_objects_of_others == ("run/step-00000001/notes.txt" in store.names(bucket))
 
 
@@ -179,7 +176,7 @@ def test_what_retention_removes_meanwhile_leaves_nothing(store, bucket, toy, tmp
     wait_for(lambda: len(running.uploads) == 2)
     assert [p.message for p in running.problems] == ["was removed before it was uploaded; the bucket has nothing of it"]
     assert running.close(SOON) == ()
-    assert {key.split("/")[1] for key in store.names(bucket)} == {"step-00000002", "step-00000003"}
+    assert {key.split("/")[1] for key in store.names(bucket)} == {"step-00000002", "step-00000003", OWNER_FILE}
 
 
 def test_a_damaged_checkpoint_does_not_stand_in_the_way(store, bucket, toy, tmp_path, start):
@@ -242,7 +239,7 @@ def test_only_so_many_are_kept_and_only_ours_go(store, bucket, toy, tmp_path, st
     running = start(keep_last=2)
     assert running.close(SOON) == ()
     names = {key.split("/")[1] for key in store.names(bucket)}
-    assert names == {"step-00000003", "step-00000004", "step-00000005", "other"}
+    assert names == {"step-00000003", "step-00000004", "step-00000005", "other", OWNER_FILE}
     assert steps(store, bucket, "notes.txt") == [3]
 
 
@@ -256,8 +253,6 @@ def test_retention_in_the_bucket_counts_whole_ones_only(store, bucket, toy, tmp_
     store.log.clear()
     assert prune_remote(root, keep_last=1) == [f"s3://{bucket}/run/step-00000001"]
     assert steps(store, bucket) == [2, 3]
-    with pytest.raises(CheckpointError, match="keep_last must be >= 1"):
-        prune_remote(root, keep_last=0)
 
 
 def test_what_is_half_erased_is_no_checkpoint(store, bucket, toy, tmp_path):
@@ -302,11 +297,6 @@ def test_retention_deletes_nothing_while_nothing_is_intact(store, bucket, toy, t
     assert steps(store, bucket) == [2, 5]
     upload(tmp_path / "step-00000005", root.subfolder("step-00000005"))
     assert prune_remote(root, keep_last=1) == [f"{root.url}/step-00000002"]
-    with pytest.raises(CheckpointError, match="every >= 0"):
-        prune_remote(root, keep_last=1, keep_every=-1)
-
-
-A, B = "a" * 16, "b" * 16
 
 
 def test_one_run_and_one_process_own_a_folder(store, bucket, toy, tmp_path, start):
@@ -337,7 +327,7 @@ def test_parts_that_a_killed_process_left_are_given_up_and_those_of_others_stay(
     for key in (ours, foreign, "elsewhere/step-00000001/weights-00000.safetensors"):
         store.client.create_multipart_upload(Bucket=bucket, Key=key)
     toy.save(tmp_path / "run", 2)
-    assert start(owner=Owner(run=A, holder=A)).close(SOON) == ()
+    assert start().close(SOON) == ()
     assert sorted(store.unfinished(bucket)) == ["elsewhere/step-00000001/weights-00000.safetensors", foreign]
 
 
@@ -363,7 +353,7 @@ def test_no_upload_begins_while_retention_works(store, bucket, toy, tmp_path, st
     assert running.close(SOON) == ()
     assert [done.path.name for done in running.uploads] == ["step-00000003"]
     assert [(p.path, p.final) for p in running.problems] == [(path, True) for path in gone]
-    assert all(name.startswith("run/step-00000003/") for name in store.names(bucket))
+    assert {key.split("/")[1] for key in store.names(bucket)} == {"step-00000003", OWNER_FILE}
 
 
 TRAINER = """
@@ -372,8 +362,10 @@ sys.path.insert(0, sys.argv[1])
 from conftest import toy_save
 from lt_ckpt import prune_checkpoints
 from lt_ckpt.s3.mirror import Mirror
+from lt_ckpt.s3.owner import Owner
+from lt_data.remote.s3_folder import S3Folder
 root, url, step = sys.argv[2], sys.argv[3], int(sys.argv[4])
-mirror = Mirror(root, url, poll_interval_s=0.02)
+mirror = Mirror(root, S3Folder(url), owner=Owner(run="a" * 16, holder="a" * 16), poll_interval_s=0.02)
 print("ready", flush=True)
 while True:
     toy_save(root, step)
@@ -408,7 +400,7 @@ def test_kill_9_at_any_moment(store, bucket, toy, tmp_path, seed):
         found, _ = download_latest(url, tmp_path / "back")
         assert found is not None
         toy.check(Checkpoint.open(found.path))
-    running = Mirror(root, url, poll_interval_s=0.02)
+    running = Mirror(root, S3Folder(url), owner=OWN, poll_interval_s=0.02)
     assert running.close(SOON) == ()
     shutil.rmtree(tmp_path / "back")
     found, rejected = download_latest(url, tmp_path / "back")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from nxd_trees import save_nxd
 from typer.testing import CliRunner
 
 from lt_ckpt import (
@@ -23,14 +24,11 @@ from lt_ckpt import (
 )
 from lt_ckpt.cli import app
 from lt_ckpt.manifest import make_commit
-from lt_ckpt.nxd.options import NxdOptions
-from lt_ckpt.nxd.rank_writer import NxdRankWriter, optimizer_state_keys
 from lt_ckpt.s3.mirror import delete_remote_checkpoint
 from lt_ckpt.s3.transfer import check_upload_access, download, download_latest, find_latest_remote, upload
 from lt_data import DataError
 from lt_data.remote.file_list import DamagedError
 from lt_data.remote.s3_folder import PART_BYTES, RemoteError, S3Folder, UnreachableError
-from lt_model import ModelConfig
 
 
 def tree(folder):
@@ -58,34 +56,6 @@ def save_large(root, step):
     return commit_save(tmp, world_size=1, metadata=CheckpointMetadata(step=step))
 
 
-def save_nxd(root):
-    config = ModelConfig(vocab_size=8, hidden_size=8, intermediate_size=8, n_heads=2, n_kv_heads=2, n_layers=1)
-    part = NxdRankWriter(
-        config=config,
-        options=NxdOptions(xser=True),
-        param_group_keys=(optimizer_state_keys(config, NxdOptions(), 0, 0),),
-        user_content={"step": 1},
-    )
-    shards = [
-        Shard(
-            group=group,
-            name=tensor.key,
-            dtype="F32",
-            global_shape=tensor.shape,
-            offset=(0,) * len(tensor.shape),
-            shape=tensor.shape,
-            data=np.random.default_rng(len(tensor.key)).random(tensor.shape, "<f4").reshape(-1).view(np.uint8),
-        )
-        for tensor in part.model_tensors()
-        for group in ("weights", "exp_avg", "exp_avg_sq", "master")
-    ]
-    tmp = begin_save(root, step=1, world_size=1)
-    write_rank_files(tmp, rank=0, shards=shards, writer=part)
-    tokenizer = {"tokenizer.json": b"{}", "additional_chat_templates/tool_use.jinja": b"{{ tools }}"}
-    metadata = CheckpointMetadata(step=1, model=config.to_dict(), tokenizer_files=tokenizer)
-    return commit_save(tmp, world_size=1, metadata=metadata)
-
-
 def command(*arguments: object) -> str:
     done = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
     assert done.exit_code == 0
@@ -98,7 +68,7 @@ def test_there_and_back_bit_for_bit(store, bucket, toy, tmp_path, kind):
     path = {
         "toy": lambda: toy.save(root, 1, world=3),
         "large": lambda: save_large(root, 1),
-        "nxd": lambda: save_nxd(root),
+        "nxd": lambda: save_nxd(root, 1),
     }[kind]()
     n_files, n_bytes = len(tree(path)), sum(map(len, tree(path).values()))
     text = command("upload", path, url)
@@ -312,8 +282,8 @@ def test_addresses_access_and_messages(store, bucket, aws, tmp_path, monkeypatch
 
 
 def test_without_lt_data_the_error_names_the_extra(monkeypatch):
-    monkeypatch.delitem(sys.modules, "lt_ckpt.s3.transfer")
-    monkeypatch.setitem(sys.modules, "lt_data.errors", None)
-    monkeypatch.delattr("lt_ckpt.s3.transfer")
+    for name in [name for name in sys.modules if name.startswith("lt_ckpt.s3")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "lt_data", None)
     with pytest.raises(CheckpointError, match=r"pip install 'lt-ckpt\[s3\]'"):
         command("download", "s3://bucket/x", "y")

@@ -15,9 +15,9 @@ import pickle
 import warnings
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lt_ckpt.conversion import Target
 from lt_ckpt.errors import CheckpointError, translate_os_errors
@@ -108,8 +108,7 @@ class SafeReader(FileSystemReader):
         return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Naming:
+class _Naming(NamedTuple):
     """Naming of the model's tensors in a checkpoint: a dialect behind a prefix."""
 
     dialect: str
