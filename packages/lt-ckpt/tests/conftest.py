@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -167,36 +168,47 @@ def fast_path(memory: Path) -> Path:
 
 
 class FileSystemCalls:
-    """Every os call that a save makes: recorded in order, and one of them failing if asked for."""
+    """Every os call of a save, or of all threads that touch a folder: recorded in order, one failing if asked for."""
 
     NAMES = ("open", "write", "pwrite", "fsync", "rename", "mkdir", "close", "preadv", "unlink", "rmdir")
 
     def __init__(self) -> None:
         self.log: list[tuple[str, str]] = []
-        self.fail_at = -1
+        self.folder: Path | None = None
+        self.fail_at: int | tuple[str, int] = -1
+        """Index of the call, or of it among those of a name."""
+        self.failed_at = ""
         self.error = errno.ENOSPC
         self.short_writes = False
-        self.after: Callable[[], None] | None = None
         self._paths: dict[int, str] = {}
         self._real: dict[str, Callable[..., object]] = {}
+        self._lock = threading.RLock()
 
-    def _call(self, name: str, *args: object, **kwargs: object) -> object:
-        first = args[0]
-        what = self._paths.get(first, "?") if isinstance(first, int) else os.fspath(first)  # type: ignore[call-overload]
-        index = len(self.log)
-        self.log.append((name, what))
-        if index == self.fail_at:
-            if name == "close":
-                self._real["close"](first)  # a failing close frees the descriptor all the same
-            raise OSError(self.error, os.strerror(self.error))
-        if name in ("write", "pwrite") and self.short_writes and len(args[1]) > 1:  # type: ignore[arg-type]
-            args = (first, memoryview(args[1])[: len(args[1]) // 2], *args[2:])  # type: ignore[arg-type]
-        result = self._real[name](*args, **kwargs)
-        if name == "open":
-            self._paths[result] = what
-        if self.after is not None:
-            self.after()
-        return result
+    def count(self, name: str) -> int:
+        return sum(call == name for call, _ in self.log)
+
+    def _is_counted(self, name: str, what: str, args: tuple[Any, ...]) -> bool:
+        is_look = name == "open" and not args[1] & (os.O_WRONLY | os.O_DIRECTORY)
+        return self.folder is None or (not is_look and Path(what).is_relative_to(self.folder))
+
+    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        with self._lock:
+            first = args[0]
+            what = self._paths.get(first, "?") if isinstance(first, int) else os.fspath(first)
+            if self._is_counted(name, what, args):
+                fails = self.fail_at in (len(self.log), (name, self.count(name)))
+                self.log.append((name, what))
+                if fails:
+                    self.failed_at = what
+                    if name == "close":
+                        self._real["close"](first)  # a failing close frees the descriptor all the same
+                    raise OSError(self.error, os.strerror(self.error))
+            if name in ("write", "pwrite") and self.short_writes and len(args[1]) > 1:
+                args = (first, memoryview(args[1])[: len(args[1]) // 2], *args[2:])
+            result: Any = self._real[name](*args, **kwargs)
+            if name == "open":
+                self._paths[result] = what
+            return result
 
     @contextmanager
     def recording(self, monkeypatch: pytest.MonkeyPatch, **settings: object) -> Iterator["FileSystemCalls"]:

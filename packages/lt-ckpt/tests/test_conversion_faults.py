@@ -4,16 +4,11 @@ Threads read and write, so calls come in no fixed order; but each kind of call o
 of times, and the n-th of it is the one that fails. Every kind of output is tried.
 """
 
-import errno
 import os
 import random
 import signal
 import subprocess
 import sys
-import threading
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,92 +59,53 @@ def require_whole(kind: str, model: Path, made: Path) -> None:
     assert all(c.is_equal for c in compare(open_source(model), open_source(made, config=config)))
 
 
-class Calls:
-    """Calls of the os module that touch a folder, from all threads: counted, and one of them failing."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.counts = folder, Counter[str]()
-        self.failed_at = ""
-        self._opened: dict[int, str] = {}
-        self._lock = threading.RLock()
-
-    @contextmanager
-    def watching(self, monkeypatch: pytest.MonkeyPatch, failing: tuple[str, int] | None = None) -> Iterator[None]:
-        with monkeypatch.context() as patch:
-            for name in CALLS:
-                patch.setattr(os, name, self._wrapped(name, getattr(os, name), failing))
-            yield
-
-    def _wrapped(self, name: str, real: Callable[..., Any], failing: tuple[str, int] | None) -> Callable[..., Any]:
-        def call(*args: Any, **more: Any) -> Any:
-            with self._lock:
-                first = args[0]
-                what = self._opened.get(first) if isinstance(first, int) else os.fspath(first)
-                is_look = name == "open" and not args[1] & (os.O_WRONLY | os.O_DIRECTORY)
-                if what is None or not Path(what).is_relative_to(self.folder):
-                    return real(*args, **more)
-                fails = not is_look and failing == (name, self.counts[name])
-                self.counts[name] += not is_look
-                if fails:
-                    self.failed_at = what
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                result = real(*args, **more)
-                if name == "open":
-                    self._opened[result] = what
-                return result
-
-        return call
-
-
-def fail_at(kind: str, model: Path, models: Any, folder: Path, monkeypatch: Any, points: Callable[[int], list[int]]):
+def fail_at(kind: str, model: Path, models: Any, folder: Path, calls: Any, monkeypatch: Any, points: Any) -> None:
     """Make the output once for each chosen call, which fails."""
-    dry = Calls(folder / "dry")
     (folder / "dry").mkdir()
-    with dry.watching(monkeypatch):
+    with calls.recording(monkeypatch, folder=folder / "dry"):
         made = make(kind, model, folder / "dry" / "out", models)
     require_whole(kind, model, made)
     descriptors = set(os.listdir("/proc/self/fd"))
-    assert dry.counts["fsync"] >= 4
-    assert dry.counts["rename"] >= 1
-    for name, count in dry.counts.items():
-        for index in points(count):
-            place = folder / f"{name}-{index}"
-            place.mkdir()
-            calls = Calls(place)
-            error = ""
-            with calls.watching(monkeypatch, failing=(name, index)):
-                try:
-                    make(kind, model, place / "out", models)
-                except CheckpointError as exc:
-                    error = str(exc)
-            if kind == "dcp" and name == "mkdir" and not error:  # torch's own, of a folder that is there
-                continue
-            assert "No space left" in error, (name, index)
-            left = sorted(os.listdir(place))
-            if kind == "lt" and left == ["out"]:
-                # A folder of checkpoints is made first, and stays; a committed one whose root was not fsynced is whole.
-                if os.listdir(place / "out"):
-                    require_whole(kind, model, place / "out")
-            elif left:  # putting the entry of the finished output on the disk failed
-                assert (name in ("open", "fsync"), calls.failed_at) == (True, str(place)), calls.failed_at
-                require_whole(kind, model, place / left[0])
+    counts = {name: calls.count(name) for name in CALLS}
+    assert counts["fsync"] >= 4
+    assert counts["rename"] >= 1
+    for name, index in [(name, index) for name, count in counts.items() if count for index in points(count)]:
+        place = folder / f"{name}-{index}"
+        place.mkdir()
+        error = ""
+        with calls.recording(monkeypatch, folder=place, fail_at=(name, index)):
+            try:
+                make(kind, model, place / "out", models)
+            except CheckpointError as exc:
+                error = str(exc)
+        if kind == "dcp" and name == "mkdir" and not error:  # torch's own, of a folder that is there
+            continue
+        assert "No space left" in error, (name, index)
+        left = sorted(os.listdir(place))
+        if kind == "lt" and left == ["out"]:
+            # A folder of checkpoints is made first, and stays; a committed one whose root was not fsynced is whole.
+            if os.listdir(place / "out"):
+                require_whole(kind, model, place / "out")
+        elif left:  # putting the entry of the finished output on the disk failed
+            assert (name in ("open", "fsync"), calls.failed_at) == (True, str(place)), calls.failed_at
+            require_whole(kind, model, place / left[0])
     assert set(os.listdir("/proc/self/fd")) == descriptors
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_failing_call_leaves_nothing_or_all(fast_path, model, models, monkeypatch, kind):
+def test_a_failing_call_leaves_nothing_or_all(fast_path, model, models, calls, monkeypatch, kind):
     rng = random.Random(kind)
 
     def some(count: int) -> list[int]:
         return sorted({0, count - 1, *(rng.randrange(count) for _ in range(EACH - 2))})
 
-    fail_at(kind, model, models, fast_path, monkeypatch, some)
+    fail_at(kind, model, models, fast_path, calls, monkeypatch, some)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_failing_call_leaves_nothing_or_all(fast_path, model, models, monkeypatch, kind):
-    fail_at(kind, model, models, fast_path, monkeypatch, lambda count: list(range(count)))
+def test_every_failing_call_leaves_nothing_or_all(fast_path, model, models, calls, monkeypatch, kind):
+    fail_at(kind, model, models, fast_path, calls, monkeypatch, lambda count: list(range(count)))
 
 
 @pytest.mark.parametrize("kind", KINDS)

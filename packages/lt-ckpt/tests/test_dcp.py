@@ -18,6 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from meta_rows import meta_rows
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import (
@@ -57,14 +58,7 @@ def in_dialect(tensors, dialect, config=CONFIG):
     """The same model under other names, and with Meta's order of rows."""
     if dialect == "hf":
         return dict(tensors)
-    made = {}
-    for name, tensor in tensors.items():
-        if name.endswith(("q_proj.weight", "k_proj.weight")):
-            n_heads = config.n_heads if "q_proj" in name else config.n_kv_heads
-            rows, columns = tensor.shape
-            tensor = tensor.view(n_heads, 2, rows // n_heads // 2, columns).transpose(1, 2).reshape(rows, columns)
-        made[dialect_key(name, dialect)] = tensor.contiguous()
-    return made
+    return {dialect_key(name, dialect): meta_rows(name, t, config).contiguous() for name, t in tensors.items()}
 
 
 def save(folder, content, **more):

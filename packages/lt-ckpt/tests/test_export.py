@@ -11,7 +11,6 @@ from lt_ckpt import (
     CheckpointError,
     CheckpointMetadata,
     ConvertOptions,
-    Shard,
     begin_save,
     commit_save,
     convert_checkpoint,
@@ -36,40 +35,16 @@ def config(**changes):
     return ModelConfig(**{**shape, **changes})
 
 
-def save_model(root, model, *, dtype="F32", world=2, tokenizer=TOKENIZER, leave_out=()):
-    """Random weights; matrices cut by rows or columns as tensor parallelism does."""
+def save_model(toy, root, model, *, tokenizer=TOKENIZER, leave_out=()):
+    """Random weights, cut by rows over two ranks."""
     rng = np.random.default_rng(3)
-    weights = {}
-    ranks = [[] for _ in range(world)]
-    for parameter in param_specs(model):
-        value = (rng.standard_normal(parameter.shape) * 0.1).astype("<f4")
-        if dtype == "BF16":
-            value = (value.view("<u4") >> 16).astype("<u2")
-        weights[parameter.name] = value
-        if parameter.name in leave_out:
-            continue
-        dim = parameter.tp_dim
-        pieces = [value] if dim is None else np.split(value, world, dim)
-        for rank, piece in enumerate(pieces):
-            offset = [0] * value.ndim
-            if dim is not None:
-                offset[dim] = rank * piece.shape[dim]
-            ranks[rank].append(
-                Shard(
-                    group="weights",
-                    name=parameter.name,
-                    dtype=dtype,
-                    global_shape=value.shape,
-                    offset=tuple(offset),
-                    shape=piece.shape,
-                    data=np.ascontiguousarray(piece).reshape(-1).view(np.uint8),
-                )
-            )
-    tmp = begin_save(root, step=7, world_size=world)
-    for rank, shards in enumerate(ranks):
-        write_rank_files(tmp, rank=rank, shards=shards)
+    weights = {p.name: (rng.standard_normal(p.shape) * 0.1).astype("<f4") for p in param_specs(model)}
+    state = {("weights", name): ("F32", value) for name, value in weights.items() if name not in leave_out}
+    tmp = begin_save(root, step=7, world_size=2)
+    for rank in range(2):
+        write_rank_files(tmp, rank=rank, shards=toy.shards(state, rank, 2))
     meta = CheckpointMetadata(step=7, model=model.to_dict(), tokenizer_files=tokenizer)
-    return Checkpoint.open(commit_save(tmp, world_size=world, metadata=meta)), weights
+    return Checkpoint.open(commit_save(tmp, world_size=2, metadata=meta)), weights
 
 
 def export_hf(checkpoint, out, *, progress=None, **options):
@@ -80,11 +55,11 @@ def export_hf(checkpoint, out, *, progress=None, **options):
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("max_shard_bytes", [5 * 10**9, 20_000, 1])
-def test_transformers_loads_exactly_our_weights(tmp_path, tied, max_shard_bytes, monkeypatch):
+def test_transformers_loads_exactly_our_weights(tmp_path, toy, tied, max_shard_bytes, monkeypatch):
     from transformers import LlamaForCausalLM
 
     monkeypatch.setattr(laid_out_files, "BLOCK_BYTES", 4 * 100)
-    checkpoint, weights = save_model(tmp_path / "ck", config(tie_word_embeddings=tied))
+    checkpoint, weights = save_model(toy, tmp_path / "ck", config(tie_word_embeddings=tied))
     seen = []
     out = export_hf(
         checkpoint,
@@ -119,18 +94,18 @@ def test_transformers_loads_exactly_our_weights(tmp_path, tied, max_shard_bytes,
             assert len(held) == 1 or sum(tensor.nbytes for tensor in held.values()) <= max_shard_bytes
 
 
-def test_what_cannot_be_right_is_refused_before_a_byte_is_written(tmp_path):
-    missing, _ = save_model(tmp_path / "a", config(), leave_out=["model.norm.weight"])
+def test_what_cannot_be_right_is_refused_before_a_byte_is_written(tmp_path, toy):
+    missing, _ = save_model(toy, tmp_path / "a", config(), leave_out=["model.norm.weight"])
     with pytest.raises(CheckpointError, match=r"1 missing: model\.norm\.weight"):
         export_hf(missing, tmp_path / "hf")
-    good, _ = save_model(tmp_path / "b", config())
+    good, _ = save_model(toy, tmp_path / "b", config())
     for dtype, message in (("I64", "cannot cast F32 to I64"), ("bf16", "cannot cast F32 to bf16|not known")):
         with pytest.raises(CheckpointError, match=message):
             export_hf(good, tmp_path / "hf", dtype=dtype)
     with pytest.raises(CheckpointError, match="must be a whole number of at least 1"):
         export_hf(good, tmp_path / "hf", max_shard_bytes=0)
     lost = {**TOKENIZER, "tokenizer_config.json": b'{"bos_token": "<nowhere>"}'}
-    odd, _ = save_model(tmp_path / "c", config(), tokenizer=lost)
+    odd, _ = save_model(toy, tmp_path / "c", config(), tokenizer=lost)
     with pytest.raises(CheckpointError, match=r"bos_token: .*<nowhere>"):
         export_hf(odd, tmp_path / "hf")
     tmp = begin_save(tmp_path / "d", step=0, world_size=1)
@@ -138,13 +113,6 @@ def test_what_cannot_be_right_is_refused_before_a_byte_is_written(tmp_path):
     with pytest.raises(CheckpointError, match="has no model configuration"):
         export_hf(Checkpoint.open(commit_save(tmp, world_size=1, metadata=CheckpointMetadata(step=0))), tmp_path / "hf")
     assert sorted(os.listdir(tmp_path)) == ["a", "b", "c", "d"]
-
-
-def hf_folder(tmp_path):
-    checkpoint, _ = save_model(tmp_path / "ck", config())
-    out = export_hf(checkpoint, tmp_path / "hf", max_shard_bytes=20_000)
-    (out / "SHA256SUMS").unlink()
-    return out
 
 
 @pytest.mark.parametrize(
@@ -161,8 +129,9 @@ def hf_folder(tmp_path):
         (lambda m: m.update({"more": "model-9.safetensors"}), "No such file"),
     ],
 )
-def test_an_index_that_lies_is_refused(tmp_path, change, message):
-    out = hf_folder(tmp_path)
+def test_an_index_that_lies_is_refused(tmp_path, toy, change, message):
+    out = export_hf(save_model(toy, tmp_path / "ck", config())[0], tmp_path / "hf", max_shard_bytes=20_000)
+    (out / "SHA256SUMS").unlink()
     path = out / "model.safetensors.index.json"
     index = json.loads(path.read_text(encoding="utf-8"))
     change(index["weight_map"])

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from meta_rows import meta_rows
 
 from lt_ckpt import CheckpointError, open_source
 from lt_ckpt.meta_llama.format import open_meta
@@ -33,15 +34,6 @@ def weights(config, dtype=torch.bfloat16):
     }
 
 
-def meta_of(name, tensor, config):
-    """What Meta's file has: the inverse of `permute` in transformers' convert_llama_weights_to_hf.py."""
-    if not name.endswith(("q_proj.weight", "k_proj.weight")):
-        return tensor
-    n_heads = config.n_heads if "q_proj" in name else config.n_kv_heads
-    rows, columns = tensor.shape
-    return tensor.view(n_heads, 2, rows // n_heads // 2, columns).transpose(1, 2).reshape(rows, columns)
-
-
 def save(folder, config, n_files, *, embedding_dim=0, params=None, dtype=torch.bfloat16, more=None):
     """A folder as Meta's, cut by torch; returns Hugging Face's state dict."""
     tensors = weights(config, dtype)
@@ -50,7 +42,7 @@ def save(folder, config, n_files, *, embedding_dim=0, params=None, dtype=torch.b
     for i in range(n_files):
         made = {}
         for name, tensor in tensors.items():
-            whole, dim = meta_of(name, tensor, config), tp_dims[name]
+            whole, dim = meta_rows(name, tensor, config), tp_dims[name]
             made[dialect_key(name, "meta")] = whole if dim is None else whole.chunk(n_files, dim)[i].clone()
         made["rope.freqs"] = torch.ones(config.head_dim // 2)
         torch.save({**made, **(more or {})}, folder / f"consolidated.{i:02d}.pth")
@@ -119,8 +111,8 @@ def test_scaled_frequencies_need_the_configuration(tmp_path):
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"dim": None}, "'dim' must be int"),
-        ({"n_heads": "4"}, "'n_heads' must be int"),
+        ({"dim": None}, "hidden_size|dim"),
+        ({"n_heads": "4"}, "n_heads"),
         ({"n_heads": 5}, "not a multiple"),
         ({"n_layers": 0}, "n_layers"),
         ({"n_layers": 3}, "layers.2"),
