@@ -110,13 +110,6 @@ def test_bugs_are_a_traceback_and_70_and_an_interrupt_130(tmp_path, main, monkey
     assert main("inspect", tmp_path)[0] == 130
 
 
-def test_the_module_runs_as_a_command(tmp_path, toy):
-    toy.save(tmp_path, 3)
-    code, out, err = run("verify", tmp_path)
-    assert (code, err) == (0, "")
-    assert out.startswith("ok: ")
-
-
 def test_without_typer_the_install_line_is_printed(tmp_path):
     (tmp_path / "typer.py").write_text(
         "raise ModuleNotFoundError(\"No module named 'typer'\", name='typer')", encoding="utf-8"
@@ -167,10 +160,7 @@ def test_errors_of_options(tmp_path, main, models):
     write_pt(tmp_path / "y.pt", {"model": {}, "module": {}, "other": {}})
     for name, message in (
         ("x.pt", "none of 'model', 'state_dict', 'model_state_dict', 'module' (its keys: 'step'); save the"),
-        (
-            "y.pt",
-            "several of 'model', 'state_dict', 'model_state_dict', 'module' (its keys: 'model', 'module',",
-        ),
+        ("y.pt", "several of 'model', 'state_dict', 'model_state_dict', 'module' (its keys: 'model', 'module',"),
     ):
         _, _, err = main("inspect", tmp_path / name, "--config", hf / "config.json")
         assert message in err

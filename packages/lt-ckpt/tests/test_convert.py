@@ -99,10 +99,7 @@ def test_a_tied_head_that_differs_is_refused(tmp_path: Path) -> None:
     ("change", "message"),
     [
         (lambda w: w.pop("model.layers.1.mlp.up_proj.weight"), r"model.layers.1.mlp.up_proj.weight"),
-        (
-            lambda w: w.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(32)}),
-            r"1 not expected: \S*bias",
-        ),
+        (lambda w: w.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(32)}), r"1 not expected: \S*bias"),
         (lambda w: w.update({"model.norm.weight": torch.zeros(31)}), r"model.norm.weight has shape \[31\]"),
     ],
 )
@@ -116,17 +113,11 @@ def test_what_is_not_the_model_is_refused(tmp_path: Path, change, message: str) 
 
 
 CAUSES = {
-    "compiled": (
-        lambda w: {f"_orig_mod.{name}": t for name, t in w.items()},
-        r"'_orig_mod\.' \(of a compiled",
-    ),
+    "compiled": (lambda w: {f"_orig_mod.{name}": t for name, t in w.items()}, r"'_orig_mod\.' \(of a compiled"),
     "wrapped": (lambda w: {f"module.{name}": t for name, t in w.items()}, r"begin with 'module\.': save"),
     "inner": (lambda w: {n.removeprefix("model."): t for n, t in w.items()}, r"names lack 'model\.'"),
     "no head": (lambda w: {n: t for n, t in w.items() if n != HEAD}, r"lm_head.*set tie_word_embeddings to true"),
-    "other family": (
-        lambda w: {n.replace("gate_proj", "w1"): t for n, t in w.items()},
-        "another family than Llama",
-    ),
+    "other family": (lambda w: {n.replace("gate_proj", "w1"): t for n, t in w.items()}, "another family than Llama"),
     "lost": (lambda w: dict(list(w.items())[:-2]), r"2 missing: .*a file was not copied"),
 }
 

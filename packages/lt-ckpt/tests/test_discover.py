@@ -8,14 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lt_ckpt import (
-    CheckpointError,
-    begin_save,
-    find_latest_valid,
-    list_steps,
-    prune_checkpoints,
-    write_rank_files,
-)
+from lt_ckpt import CheckpointError, begin_save, find_latest_valid, list_steps, prune_checkpoints, write_rank_files
 from lt_ckpt.discovery import resolve_checkpoint
 from lt_ckpt.folders import ABANDONED_AFTER_S, remove_abandoned_saves
 

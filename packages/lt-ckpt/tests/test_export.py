@@ -118,10 +118,7 @@ def test_what_cannot_be_right_is_refused_before_a_byte_is_written(tmp_path, toy)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            lambda m: m.update({"model.norm.weight": "../../etc/passwd.safetensors"}),
-            "leads out of its folder",
-        ),
+        (lambda m: m.update({"model.norm.weight": "../../etc/passwd.safetensors"}), "leads out of its folder"),
         (lambda m: m.update({"model.norm.weight": "/etc/passwd"}), "leads out of its folder"),
         (lambda m: m.update({"model.norm.weight": 7}), "is no file name"),
         (lambda m: m.update({"more": m["model.norm.weight"]}), "disagree about tensor 'more'"),

@@ -130,22 +130,3 @@ def test_many_kills(tmp_path, toy):
     when = kills(tmp_path, toy, 1000 + SEED, KILLS)
     shown = ", ".join(f"{stage} {count}" for stage, count in sorted(when.items()))
     sys.stdout.write(f"{sum(when.values())} kills ({shown}): always the old checkpoint or the new one\n")
-
-
-def test_the_save_of_a_living_process_is_left_alone(tmp_path, toy):
-    code = SAVER.split("print")[0].format(tests=str(Path(__file__).parent), root=str(tmp_path), first=1)
-    code += (
-        "from lt_ckpt import begin_save\nprint(begin_save(root, step=1, world_size=1), flush=True)\nsys.stdin.read()"
-    )
-    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert child.stdin is not None
-    assert child.stdout is not None
-    theirs = Path(child.stdout.readline().decode().strip())
-    toy.save(tmp_path, 5)
-    assert theirs.exists()
-    child.kill()
-    child.wait()
-    toy.save(tmp_path, 6)
-    assert not theirs.exists()
-    child.stdin.close()
-    child.stdout.close()

@@ -115,8 +115,7 @@ def save(root: Path, parts: list[NxdRankWriter], state: State, *, step: int = 3)
 
 
 def random_state(config: ModelConfig, *, tied_head: bool, masters: bool, seed: int = 0) -> State:
-    rng = np.random.default_rng(seed)
-    shapes = stored_shapes(config, head_is_stored=True)
+    rng, shapes = np.random.default_rng(seed), stored_shapes(config, head_is_stored=True)
     kinds = ("weights", "exp_avg", "exp_avg_sq", *(["master"] if masters else []))
     state: State = {}
     for kind in kinds:

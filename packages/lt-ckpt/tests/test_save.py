@@ -236,10 +236,7 @@ def test_metadata_keeps_its_types_and_must_be_json(tmp_path):
     lacking = OptimizerRecord(name="sgd", slots=("momentum",))
     for problem, fields in (
         ("cannot be written as JSON", {"recipe": {"x": object()}}),
-        (
-            "optimizer 'sgd': no tensors of slot 'momentum'",
-            {"optimizer": lacking},
-        ),
+        ("optimizer 'sgd': no tensors of slot 'momentum'", {"optimizer": lacking}),
     ):
         with pytest.raises(CheckpointError, match=problem):
             commit_save(tmp, world_size=1, metadata=CheckpointMetadata(step=0, **fields))

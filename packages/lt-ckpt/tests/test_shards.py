@@ -10,11 +10,7 @@ from lt_ckpt.shards import find_overlap, find_tiling_error, intersect, is_inside
 
 boxes = st.integers(1, 3).flatmap(
     lambda rank: st.lists(
-        st.tuples(
-            st.tuples(*[st.integers(0, 4)] * rank),
-            st.tuples(*[st.integers(0, 3)] * rank),
-        ),
-        max_size=6,
+        st.tuples(st.tuples(*[st.integers(0, 4)] * rank), st.tuples(*[st.integers(0, 3)] * rank)), max_size=6
     ).map(lambda found: (rank, found))
 )
 

@@ -5,11 +5,9 @@ These pin what is half private in torch: they run with 2.9 and with the newest.
 
 import os
 import pickle
-import sys
 from collections import OrderedDict
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -18,7 +16,7 @@ from lt_ckpt.laid_out_files import pwrite
 from lt_ckpt.stored_slices import read_box
 from lt_ckpt.tensorfile import StoredArray, TensorSpec
 from lt_ckpt.torchfile import tensor_files
-from lt_ckpt.torchfile.file import DTYPES, TensorReference, load_pt, read_state_dict, write_pt
+from lt_ckpt.torchfile.file import DTYPES, load_pt, read_state_dict, write_pt
 from lt_ckpt.torchfile.tensor_files import TensorFiles
 
 
@@ -93,20 +91,6 @@ def test_room_takes_no_memory_and_is_zeros(tmp_path):
     assert path.stat().st_blocks * 512 < 2**20, "not sparse"
     loaded = torch.load(path, weights_only=True, mmap=True)
     assert (loaded["b"], loaded["a"][-1, -1]) == (0, 0)
-
-
-def test_references_are_those_of_torch_xla(tmp_path):
-    class Reference:
-        pass
-
-    write_pt(tmp_path / "r.pt", {"m": [TensorReference(3)], "n": np.arange(3)})
-    named = [(Reference, "torch_xla.utils.serialization.TensorReference")]
-    with torch.serialization.safe_globals(named):
-        theirs = torch.load(tmp_path / "r.pt", weights_only=True)
-    assert vars(theirs["m"][0]) == {"tid": 3}
-    assert theirs["n"].tolist() == [0, 1, 2]
-    assert load_pt(tmp_path / "r.pt")["m"][0].tid == 3
-    assert "torch_xla" not in sys.modules
 
 
 def test_torch_reads_and_writes_one_file_of_a_kind(tmp_path, monkeypatch):

@@ -239,7 +239,7 @@ AWS = {
 
 
 @contextmanager
-def moto_server(folder: Any, **environment: str) -> Iterator[int]:
+def moto_server(folder: Any) -> Iterator[int]:
     """A server in a process of its own, on a free port of this machine."""
     pytest.importorskip("moto.server", reason="moto[server] is not installed")
     with socket.socket() as free:
@@ -247,7 +247,7 @@ def moto_server(folder: Any, **environment: str) -> Iterator[int]:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     with open(folder / f"moto-{port}.log", "wb") as log:
-        server = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | environment)
+        server = subprocess.Popen(command, stdout=log, stderr=log)
     deadline = time.monotonic() + 120
     while True:
         assert server.poll() is None, (folder / f"moto-{port}.log").read_text(encoding="utf-8")
@@ -280,11 +280,6 @@ def point_to(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
     for name, value in {**AWS, "AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{port}"}.items():
         monkeypatch.setenv(name, value)
-
-
-@pytest.fixture
-def s3_server() -> Callable[..., Any]:
-    return moto_server
 
 
 @pytest.fixture
