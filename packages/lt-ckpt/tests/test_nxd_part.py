@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from nxd_cuts import cut_models
-from nxd_trees import everything, load, same
+from nxd_trees import everything, load, same, save_nxd
 
 from lt_ckpt import (
     Checkpoint,
@@ -27,7 +27,6 @@ from lt_ckpt import (
     verify,
     write_rank_files,
 )
-from lt_ckpt.comparison import compare
 from lt_ckpt.dtypes import cast
 from lt_ckpt.formats import ConvertOptions, convert_checkpoint, detect_format, open_source, read_config
 from lt_ckpt.llama_tensors import HEAD, stored_shapes
@@ -197,7 +196,7 @@ def test_our_checkpoint_holds_the_files_that_nxd_itself_writes(name, xser, tmp_p
     assert read == everything(opened) == everything(open_source(folder, config=CONFIG, optimizer=True))
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(run=cut_models(), dp=st.sampled_from([1, 2, 3, 7]), zero1=st.booleans(), masters=st.booleans())
 def test_any_cut_of_any_model_comes_back_bit_for_bit(run, dp, zero1, masters, fast_path):
     config, options = run[0], replace(run[1], layout="v2", tag="")
@@ -231,20 +230,17 @@ def own(found: Mapping[tuple[str, str], Any], config: ModelConfig) -> dict[tuple
     return {at: value for at, value in found.items() if not (config.tie_word_embeddings and at[1] == HEAD)}
 
 
-def test_it_is_a_checkpoint_of_ours_for_all_that_follows(tmp_path, models):
-    config = open_source(models.make(tmp_path / "model")).model
-    options = NxdOptions(tp=4, pp=2, kv_size_multiplier=2, qkv="gqa_fused", xser=True)
-    state = random_state(config, tied_head=False, masters=True)
+def test_it_is_a_checkpoint_of_ours_for_all_that_follows(tmp_path):
     root = tmp_path / "run" / "checkpoints"
-    paths = [save(root, parts_of(config, options, 2), state, step=step) for step in (1, 2, 3)]
+    paths = [save_nxd(root, step) for step in (1, 2, 3)]
     assert detect_format(tmp_path / "run") == detect_format(paths[0]) == "lt"
     found, rejected = find_latest_valid(root)
     assert (found and found.step, rejected) == (3, [])
-    convert_checkpoint(open_source(paths[2]), tmp_path / "hf", ConvertOptions(format="hf"))  # of the master weights
+    convert_checkpoint(open_source(paths[2]), tmp_path / "hf", ConvertOptions(format="hf"))
     exported = open_source(tmp_path / "hf")
-    for name, (_, array) in state["master"].items():
-        assert exported.read(name).tobytes() == array.tobytes()
-    assert all(c.is_equal for c in compare(open_source(paths[2]), open_source(paths[1])))
+    for name, spec in exported.weights.specs.items():
+        assert spec.dtype == "F32"
+        assert (exported.read(name).view("<f4") == 3).all()
     # A folder that somebody put something into is never removed.
     (paths[0] / "model" / "mine.txt").write_text("mine", encoding="utf-8")
     assert verify(paths[0]).extra_files == ("model/mine.txt",)

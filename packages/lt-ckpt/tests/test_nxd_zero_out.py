@@ -44,7 +44,7 @@ def test_through_our_checkpoint_nxds_own_files_come_back(name, xser, tmp_path):
     [
         (NxdOptions(tp=1, pp=2), 3),
         (NxdOptions(tp=2, pp=1, qkv="coalesced"), 7),
-        (NxdOptions(tp=2), 127),  # more ranks than any tensor has rows: the last ones have padding alone
+        (NxdOptions(tp=2), 41),  # more ranks than most tensors have rows: the last ones have padding alone
         (NxdOptions(tp=2, pp=2, xser=True, tag="t"), 5),
     ],
     ids=str,

@@ -65,7 +65,7 @@ def build_tensor_slices(config: ModelConfig, nxd_options: NxdOptions, grid: Grid
     ]
     replicas: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[RankCoordinates]] = {}
     slices_by_key: dict[str, list[TensorSlice]] = {}
-    for coordinates, file in zip(coordinates_by_file, layout.files, strict=True):
+    for coordinates, file in zip(coordinates_by_file, layout, strict=True):
         for tensor in file.tensors:
             for region in tensor.regions:
                 name = EMBED if tied and region.name == HEAD else region.name
