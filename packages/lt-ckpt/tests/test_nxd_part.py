@@ -278,6 +278,7 @@ def test_a_rank_with_other_tensors_never_becomes_a_checkpoint(tmp_path, models):
         [s for s in good if s is not moment],
         [*good, replace(embed, name="model.surprise")],
         [*good, replace(embed, group="noise")],
+        [*good, embed],
         [rows if s is moment else s for s in good],
     ):
         tmp = begin_save(tmp_path / "run", step=1, world_size=1)

@@ -114,6 +114,7 @@ class NxdRankWriter:
         """Write this rank's files (see `lt_ckpt.save.RankFileWriter`)."""
         shards = list(shards)
         waiting = {(shard.group, shard.name): shard for shard in shards if prod(shard.shape)}
+        assert len(waiting) == sum(prod(shard.shape) > 0 for shard in shards), "a tensor is given twice"
         has_masters = any(shard.group == MASTER_WEIGHTS for shard in shards)
         tensors = {tensor.key: tensor for tensor in self.model_tensors()}
         records = _TensorRecordBuilder(self.config, folder, has_master_weights=has_masters)

@@ -130,7 +130,7 @@ def _read_shard(
     rows = {key: shard_rows(tensors[key].shape[0], dp, dp_rank) for key in keys}
     groups: dict[str, TensorGroup] = {}
     for kind, leaves in entries.items():
-        if sorted(leaves) != list(range(len(keys))):
+        if set(leaves) != set(range(len(keys))):
             raise CheckpointError(f"{path}: has {kind} for only some of its {len(keys)} tensors")
         specs: dict[str, TensorSpec] = {}
         locations: dict[str, tuple[StoredSlice, ...]] = {}
