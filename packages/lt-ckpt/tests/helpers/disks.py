@@ -12,7 +12,7 @@ class Disk:
     """A model of it, by inode, whoever wrote; descriptors stay open so that no inode is used again."""
 
     def __init__(self) -> None:
-        self.kept: dict[int, bytes | dict[str, tuple[int, bool]]] = {}
+        self.kept: dict[int, Any] = {}
 
     @staticmethod
     def state(path: Path) -> Any:
