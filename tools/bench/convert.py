@@ -29,6 +29,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -54,11 +55,13 @@ def make_model(folder: Path, config: ModelConfig, shard_bytes: int) -> int:
         files[-1][parameter.name] = spec
         bytes_left -= spec.n_bytes
     names = {}
+
+    def bits(key: str, specs: dict[str, TensorSpec]) -> np.ndarray:
+        return np.resize(noise[hash(key) % 4096 :], specs[key].n_bytes)
+
     for i, group in enumerate(files, start=1):
         name = f"model-{i:05d}-of-{len(files):05d}.safetensors"
-        write_safetensors(
-            folder / name, group, {"format": "pt"}, lambda key: np.resize(noise[hash(key) % 4096 :], group[key].n_bytes)
-        )
+        write_safetensors(folder / name, group, {"format": "pt"}, partial(bits, specs=group))
         names |= dict.fromkeys(group, name)
     total = sum(spec.n_bytes for group in files for spec in group.values())
     index = {"metadata": {"total_size": total}, "weight_map": names}
