@@ -33,7 +33,7 @@ def latest_checkpoint(run: Path) -> Checkpoint:
 def read_tensors(checkpoint: Checkpoint) -> dict[tuple[str, str], np.ndarray]:
     numpy_dtypes = {"F32": np.float32, "F64": np.float64}
     return {
-        (group, name): checkpoint.read(group, name).view(numpy_dtypes[checkpoint.dtype(group, name)])
+        (group, name): checkpoint.read(group, name).view(numpy_dtypes[checkpoint.specs(group)[name].dtype])
         for group in checkpoint.groups
         for name in checkpoint.names(group)
     }
