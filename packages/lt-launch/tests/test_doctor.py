@@ -54,9 +54,8 @@ def test_this_machine_can_be_looked_at(tmp_path: Path) -> None:
     found = look(str(tmp_path), "token")
     assert (found["folder"], found["writable"], found["sees_token"]) == (str(tmp_path), True, True)
     assert "lt-trainer" in found["packages"]
-    missing = look(str(tmp_path / "not" / "made"), "token")
-    assert (missing["folder"], missing["sees_token"]) == (str(tmp_path), False)
-    assert GOOD.keys() <= found.keys()
+    assert found.keys() == GOOD.keys() | {"sees_token"}
+    assert look(str(tmp_path / "not" / "made"), "token")["folder"] == str(tmp_path)
 
 
 NEURON = ["neuron0", "neuron1", "neuron2", "neuron10", "neuron_ctl"]

@@ -80,21 +80,15 @@ WORD = "\x1b]0;title\x07\x1b[31mred\x9b2J"
 """May be the name of somebody's file, which a shell has put there (`lt data stats *`)."""
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["launch", "status", "x", WORD],
-        ["launch", "status", f"--{WORD}"],
-        ["launch", "logs", "x", "--rank", WORD],
-        ["launch", "run", f"no{WORD}.toml"],
-        ["launch", WORD],
-        ["model", "show", "tiny-2m", WORD],
-        [WORD],
-        [f"-{WORD}"],
-    ],
+USAGE = (
+    "launch status x WORD,launch status --WORD,launch logs x --rank WORD,launch run noWORD.toml,launch WORD,"
+    "model show tiny-2m WORD,WORD,-WORD"
 )
-def test_usage_errors_change_no_terminal(words: list[str]) -> None:
-    outcome = run_command(main, *words)
+
+
+@pytest.mark.parametrize("text", USAGE.split(","))
+def test_usage_errors_change_no_terminal(text: str) -> None:
+    outcome = run_command(main, *(word.replace("WORD", WORD) for word in text.split()))
     assert outcome.code == 64
     assert "\x1b[31mred" not in outcome.err
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", COLOR.sub("", outcome.err)), outcome.err

@@ -47,10 +47,9 @@ def test_a_launch_is_held_by_one_process(made) -> None:
     assert lock_owner(launch.directory) == ""
     with acquire_lock(launch):
         assert lock_owner(launch.directory) == f"process {os.getpid()} on {socket.gethostname()}"
-        with pytest.raises(LaunchError, match="is being launched by process"), acquire_lock(launch):
-            pass
-        with pytest.raises(LaunchError, match="is being launched by process"):
-            made()
+        for hold in (lambda: acquire_lock(launch).__enter__(), made):
+            with pytest.raises(LaunchError, match="is being launched by process"):
+                hold()
     assert lock_owner(launch.directory) == ""
 
 

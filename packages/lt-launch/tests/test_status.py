@@ -12,7 +12,6 @@ from lt_launch.job import Job, Pipeline, Stage
 from lt_launch.launch_dir import acquire_lock, create
 from lt_launch.policy import Place, write_table
 from lt_launch.profile import Profile
-from lt_launch.progress import parse_progress, read_progress
 from lt_launch.spec import stage_spec
 from lt_launch.status import COLUMNS, show_status, status_rows
 from lt_launch.target import RenderedLaunch
@@ -54,25 +53,6 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def states() -> dict[str, str]:
     return {row["status"].stage: row["status"].state for row in status_rows("p")}
-
-
-def test_progress_of_a_run_directory_and_of_what_rank_0_has_written(launch) -> None:
-    """The newest line of training metrics counts; on two nodes of four devices the speed is that of all."""
-    lines = [
-        "step=10 loss=3.5 learning_rate=1e-3 tokens_per_sec=64 mfu=nan",
-        "step=250 loss=3.25 learning_rate=1e-3 tokens_per_sec=128 mfu=0.5",
-        "step=250 val_loss=9 val_tokens=3",
-        "# loss=1 of no step",
-    ]
-    found = read_progress(TRAIN, Path("runs/p/run")), parse_progress(lines, TRAIN)
-    for one, loss in zip(found, (3.5, 3.25), strict=True):
-        assert one is not None
-        assert (one.step, one.max_steps, one.loss, one.tokens_per_sec) == (250, STEPS, loss, 1024.0)
-        assert one.eta_s == 750 * BATCH * SEQ / 1024
-    assert found[1] is not None
-    assert found[1].mfu == 0.5
-    assert parse_progress(lines[2:], TRAIN) is None
-    assert read_progress(TRAIN, Path("runs/p")) is None
 
 
 def test_the_table(launch, capsys: pytest.CaptureFixture[str]) -> None:

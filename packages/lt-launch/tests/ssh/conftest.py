@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -58,11 +59,8 @@ class Machine:
         done = subprocess.run(["ip", "netns", "pids", self.net], capture_output=True, text=True, check=False)
         found = []
         for pid in done.stdout.split():
-            try:
-                if word in Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace"):
-                    found.append(int(pid))
-            except OSError:
-                continue
+            with suppress(OSError):
+                found += [int(pid)] if word.encode() in Path(f"/proc/{pid}/cmdline").read_bytes() else []
         return found
 
 
