@@ -141,10 +141,6 @@ def test_what_the_container_says_itself_cannot_be_set(opt_ml: Callable[..., Path
         resolve_recipe(read_contract(opt_ml(), {}), {"LT_SET_00": f"{name}=x"})
 
 
-def test_a_grace_time_beyond_the_services_is_refused(opt_ml: Callable[..., Path]) -> None:
-    assert "at most 115" in told(opt_ml(), {"LT_SET_00": "fault_tolerance.grace_period_s=120"})
-
-
 def test_another_tokenizer_is_refused_file_by_file(opt_ml: Callable[..., Path], data: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
@@ -158,8 +154,14 @@ def test_another_tokenizer_is_refused_file_by_file(opt_ml: Callable[..., Path], 
     assert reason.count("sha256") == 2
 
 
-def test_hosts_without_a_shared_folder_are_refused(opt_ml: Callable[..., Path]) -> None:
-    assert "2 hosts need one folder" in told(opt_ml(hosts=("algo-1", "algo-2")))
+def test_hosts_without_a_shared_folder_and_a_grace_time_beyond_the_services_are_refused(
+    opt_ml: Callable[..., Path],
+) -> None:
+    root = opt_ml(hosts=("algo-1", "algo-2"))
+    assert "2 hosts need one folder" in told(root)
+    (root / "input/config/resourceconfig.json").write_text('{"hosts": ["a"], "current_host": "a"}')
+    (root / "output" / "failure").unlink()
+    assert "at most 115" in told(root, {"LT_SET_00": "fault_tolerance.grace_period_s=120"})
 
 
 def test_processes_on_a_host(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lt_launch.job import ContainerImage, Job, Pipeline, Resources, Stage
+from lt_launch.job import Job, Pipeline, Resources, Stage
 from lt_launch.profile import Profile
 from lt_launch.slurm.commands import QueueJob, parse_queue
 from lt_launch.slurm.target import SlurmTarget
@@ -25,30 +25,13 @@ def script(job: dict[str, Any], slurm: dict[str, Any], stage: dict[str, Any]) ->
 
 
 NODE = {"gpus_per_node": 8, "cpus_per_proc": 12, "exclusive": True, "partition": "own", "constraint": "p5"}
-IMAGE = ContainerImage(image="/fsx/lt.sqsh", mounts=("/fsx:/fsx",), workdir="/w")
+SIZE = {"nodes": 4, "procs_per_node": 8, "grace_period_s": 300, "time_limit_s": 36 * 3600}
+OPTIONS = {"partition": "other", "exclude": ["n7", "n9"], "account": "team", "sbatch_args": ["--comment=x"]}
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "direct": (
-        {"nodes": 4, "procs_per_node": 8, "grace_period_s": 300, "time_limit_s": 36 * 3600}
-        | {"resources": Resources(**NODE)},
-        {"partition": "other", "exclude": ["n7", "n9"]},
-        {},
-    ),
-    "srun": (
-        {"nodes": 16, "procs_per_node": 32, "engine": "neuron", "time_limit_s": 90061},
-        {"partition": "trn1", "account": "team", "sbatch_args": ["--comment=x"]},
-        {},
-    ),
-    "enroot": (
-        {"nodes": 8, "procs_per_node": 8, "container": IMAGE},
-        {"container_runtime": "enroot", "auto_resume": "on"},
-        {},
-    ),
-    "array": (
-        {"name": "prepare", "resources": Resources(memory_gib=64)},
-        {},
-        {"array": 16, "array_limit": 4},
-    ),
+    "direct": ({**SIZE, "resources": Resources(**NODE)}, OPTIONS, {}),
+    "array": ({"name": "prepare", "resources": Resources(memory_gib=64)}, {}, {"array": 16, "array_limit": 4}),
 }
+"""Job, options and stage; containers and Trainium are in the examples (test_rendered_examples)."""
 
 
 @pytest.mark.parametrize("name", VARIANTS)
