@@ -118,22 +118,6 @@ def write_table(path: Path, values: Table) -> None:
     write_text(path, json.dumps(values, indent=1, ensure_ascii=False) + "\n")
 
 
-def read_lines(path: Path, since: int = 0) -> list[Table]:
-    """Read the objects of a JSON-lines file behind an offset; a torn line is left out."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(since)
-            rows = file.read().split(b"\n")[:-1]
-    except OSError:
-        return []
-    found = []
-    for row in rows:
-        with contextlib.suppress(ValueError):
-            values = json.loads(row)
-            found += [values] if isinstance(values, dict) else []
-    return found
-
-
 def run_dir_of(spec: Table) -> str:
     """Return the run directory of a stage that trains; "" of others."""
     return str(Path(spec.get("cwd") or ".") / spec["run_dir"]) if spec.get("run_dir") else ""
@@ -152,8 +136,16 @@ def completed(run_dir: str, since: int = 0) -> bool:
         run_dir: the run directory of lt-trainer.
         since: bytes of events.jsonl that an earlier attempt wrote; they prove nothing about this one.
     """
-    kinds = [row.get("event") for row in read_lines(Path(run_dir) / "events.jsonl", since)]
-    return [kind for kind in kinds if kind in ("start", "stop", "completed")][-1:] == ["completed"]
+    path, last = Path(run_dir) / "events.jsonl", ""
+    if not path.exists():
+        return False
+    with open(path, "rb") as file:
+        file.seek(since)
+        for line in file.read().split(b"\n")[:-1]:
+            with contextlib.suppress(ValueError, AttributeError):  # a torn line, or no object
+                kind = json.loads(line).get("event")
+                last = kind if kind in ("start", "stop", "completed") else last
+    return last == "completed"
 
 
 # --- when a stage is done

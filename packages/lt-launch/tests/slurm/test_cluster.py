@@ -227,9 +227,9 @@ def test_a_waiting_job_is_removed(cluster: Any, submit: Submit) -> None:
     cluster.run("scontrol", "update", "NodeName=n3", "State=DRAIN", "Reason=bad fan")
     try:
         made = submit(WAITS.replace("argv", "nodes = 3\nargv"))
-        id_ = made.job_ids["waits"]
         assert states(made) == {"waits": "pending"}
-        assert list(SlurmTarget().cancel(made)) == [f"waits: job {id_} was pending and is removed"]
+        words = f"waits: job {made.job_ids['waits']} was pending and is removed"
+        assert list(SlurmTarget().cancel(made)) == [words]
         assert states(made) == {"waits": "cancelled"}
     finally:
         cluster.run("scontrol", "update", "NodeName=n3", "State=RESUME")

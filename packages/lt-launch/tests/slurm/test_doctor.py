@@ -9,7 +9,7 @@ import pytest
 from lt_launch.job import Job, Pipeline, Resources, Stage
 from lt_launch.profile import Profile
 from lt_launch.slurm import doctor
-from lt_launch.slurm.doctor import check_auto_resume, findings
+from lt_launch.slurm.doctor import check_auto_resume
 from lt_launch.slurm.target import SlurmTarget
 from lt_launch.target import Finding
 
@@ -17,7 +17,7 @@ from lt_launch.target import Finding
 def look(made: Job, folder: Path, **slurm: Any) -> dict[str, Finding]:
     profile = Profile().with_values({f"slurm.{name}": value for name, value in slurm.items()}, "test")
     pipeline = Pipeline.from_job(made, out=str(folder / "run"))
-    return {finding.check: finding for finding in findings(SlurmTarget(), profile, pipeline)}
+    return {finding.check: finding for finding in SlurmTarget().doctor(profile, pipeline)}
 
 
 def job(**changes: Any) -> Job:

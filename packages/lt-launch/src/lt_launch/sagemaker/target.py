@@ -117,7 +117,7 @@ class SageMakerTarget(LaunchTarget):
         return [f"{name} was signaled to save and stop; it has 120 s"]
 
     def doctor(self, profile: Profile, pipeline: Pipeline) -> Iterator[Finding]:
-        """Check the request, and this user's rights to read and write in S3."""
+        """Check this user's rights to read and write in S3."""
         options, client = profile.options("sagemaker", SageMakerOptions), _client(profile)
         folders = {f"channel {name}": address for name, address in options.sources.items()}
         folders |= {"output": options.output_path, "checkpoints": options.checkpoint_s3_uri}

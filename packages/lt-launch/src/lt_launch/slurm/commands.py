@@ -27,7 +27,7 @@ STATES: Mapping[str, StageState] = {name: state for state, names in NAMES.items(
 """State of a stage by Slurm's name of it."""
 NO_CLUSTER_ERRORS = ("configuration source", "Unable to contact slurm controller", "process configuration file")
 """Error texts of Slurm's commands without a cluster."""
-QUEUE = ("squeue", "-h", "-r", "-o", "%F|%K|%T|%N|%r|%j")
+QUEUE = ("squeue", "-h", "-r", "-o", "%F|%K|%T|%r")
 """Command whose lines `parse_queue` reads: one for each job and element of an array."""
 
 
@@ -39,10 +39,8 @@ class QueueJob(NamedTuple):
     """Index in its array."""
     state: StageState
     """"failed" of a job that ended in a state without a name here."""
-    nodes: str
     reason: str
     """Reason of the queue, else Slurm's name of the state."""
-    name: str
 
     @property
     def label(self) -> str:
@@ -81,8 +79,7 @@ def parse_queue(text: str) -> list[QueueJob]:
     """Parse the jobs in the output of `QUEUE`."""
     jobs = []
     for line in text.splitlines():
-        id_, index, state, nodes, reason, name = line.split("|", 5)
+        id_, index, state, reason = line.split("|")
         number = int(index) if index.isdigit() else None
-        words = state if reason == "None" else reason
-        jobs.append(QueueJob(id_, number, STATES.get(state, "failed"), nodes, words, name))
+        jobs.append(QueueJob(id_, number, STATES.get(state, "failed"), state if reason == "None" else reason))
     return jobs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from lt_launch.errors import LaunchError
@@ -12,7 +12,7 @@ from lt_launch.job import Pipeline, Stage
 from lt_launch.profile import Profile
 from lt_launch.slurm.commands import run_slurm_command
 from lt_launch.slurm.options import SlurmOptions
-from lt_launch.target import Finding, LaunchTarget
+from lt_launch.target import Finding
 
 HYPERPOD_MARKER = Path("/opt/sagemaker_cluster")
 """Folder that the machines of a SageMaker HyperPod cluster have."""
@@ -20,8 +20,8 @@ LOCAL_FILE_SYSTEMS = ("ext2/ext3", "xfs", "btrfs", "tmpfs", "overlayfs", "zfs")
 """Node-local file systems, by the names of stat."""
 
 
-def findings(target: LaunchTarget, profile: Profile, pipeline: Pipeline) -> Iterator[Finding]:
-    """Check the controller and nodes, and that each stage can be scheduled with enough time to save."""
+def findings(profile: Profile, pipeline: Pipeline, scripts: Mapping[str, str]) -> Iterator[Finding]:
+    """Check the controller and nodes, and that each stage, by its script, can be scheduled with enough time to save."""
     try:
         answer = run_slurm_command("scontrol", "ping").strip()
     except LaunchError as exc:
@@ -40,7 +40,6 @@ def findings(target: LaunchTarget, profile: Profile, pipeline: Pipeline) -> Iter
     if kind in LOCAL_FILE_SYSTEMS:
         problem = f"{existing} is {kind}, a node-local file system"
     yield _finding("shared folder", problem, remedy, ok=f"{existing} is {kind}")
-    scripts = target.render(pipeline, profile).files
     for stage in pipeline.stages:
         text, failed = _output("sbatch", "--test-only", text=scripts[f"{stage.name}.sbatch"])
         remedy = "change resources, or slurm.partition and the like in the profile"

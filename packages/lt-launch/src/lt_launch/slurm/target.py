@@ -111,7 +111,7 @@ class SlurmTarget(LaunchTarget):
         """Check controller, partition, limits, shared folder, and that Slurm can schedule the run."""
         from lt_launch.slurm.doctor import findings
 
-        return findings(self, profile, pipeline)
+        return findings(profile, pipeline, self.render(pipeline, profile).files)
 
 
 def _query_jobs(ids: Iterable[str]) -> list[QueueJob]:
