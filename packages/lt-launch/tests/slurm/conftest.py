@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from lt_launch.launch_dir import load_launch
@@ -127,18 +128,15 @@ class Cluster:
         """SIGKILL to slurmd of a node and to everything that it runs, as if the machine lost its power."""
         self.daemons[f"slurmd-{node}"].kill()
         self.daemons[f"slurmd-{node}"].wait(60)
-        for pid in self._of_node(node):
-            if self.stat_of(pid)[0] not in "ZX":
-                os.kill(pid, signal.SIGKILL)
+        self._end_all_of(node)
 
-    def _of_node(self, node: str) -> list[int]:
-        """What runs on a node: tasks say so in their environment, and their parents are the node's step daemons."""
-        found = self.processes(f"SLURM_CONF={self.base}/slurm.conf", f"SLURMD_NODENAME={node}")
-        for pid in list(found):
-            while "slurmstepd" in self.stat_of(parent := self.stat_of(pid)[1])[2]:
-                found.append(parent)
-                pid = parent
-        return list(dict.fromkeys(found))
+    def _end_all_of(self, node: str) -> None:
+        """Kill the tasks of a node, which say so in their environment, and the step daemons that are their parents."""
+        for process in self.processes(SLURM_CONF=f"{self.base}/slurm.conf", SLURMD_NODENAME=node):
+            with suppress(psutil.NoSuchProcess):
+                daemons = [one for one in process.parents() if "slurmstepd" in one.name()]
+                for one in [*daemons, process]:
+                    one.kill()
 
     def states(self) -> dict[str, str]:
         rows = self.run("sinfo", "-h", "-N", "-p", "low", "-o", "%N %t", code=None).splitlines()
@@ -186,23 +184,12 @@ class Cluster:
         return self.wait_for(ended, f"the end of job {id_}", timeout_s)
 
     @staticmethod
-    def stat_of(pid: int) -> tuple[str, int, str]:
-        """State, parent and name of a process; "X", 0 and "" where there is none any more."""
-        try:
-            head, _, rest = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")
-        except OSError:
-            return "X", 0, ""
-        state, parent = rest.split()[:2]
-        return state, int(parent), head.partition("(")[2]
-
-    @staticmethod
-    def processes(*variables: str) -> list[int]:
-        """Processes that have these variables, as NAME=VALUE, in their environment."""
-        found: list[int] = []
-        for folder in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):
-                if {word.encode() for word in variables} <= set((folder / "environ").read_bytes().split(b"\0")):
-                    found.append(int(folder.name))
+    def processes(**variables: str) -> list[psutil.Process]:
+        """Processes that have these variables in their environment."""
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                found += [process] if variables.items() <= process.environ().items() else []
         return found
 
     @staticmethod
@@ -220,9 +207,7 @@ class Cluster:
         with suppress(subprocess.TimeoutExpired):
             subprocess.run(["scancel", "--user=root"], capture_output=True, check=False, timeout=20)
         for node in self.nodes:
-            for pid in self._of_node(node):
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            self._end_all_of(node)
         for daemon in self.daemons.values():
             daemon.kill()
             daemon.wait(60)

@@ -2,7 +2,6 @@
 
 import os
 import random
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from lt_data import Tokenizer, prepare
@@ -38,13 +38,13 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def processes(cluster: Any, out: Path) -> list[int]:
+def processes(cluster: Any, out: Path) -> list[psutil.Process]:
     """Processes that run the command of an element into a store; not what starts and watches it."""
-    found: list[int] = []
-    for pid in cluster.processes(f"LT_ARRAY_SIZE={ELEMENTS}"):
-        with suppress(OSError):
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            found += [pid] if words[1:3] == [b"-m", b"lt_data"] and str(out).encode() in words else []
+    found = []
+    for process in cluster.processes(LT_ARRAY_SIZE=str(ELEMENTS)):
+        with suppress(psutil.NoSuchProcess):
+            words = process.cmdline()
+            found += [process] if words[1:3] == ["-m", "lt_data"] and str(out) in words else []
     return found
 
 
@@ -77,7 +77,7 @@ def test_killed_elements_cost_units_alone(cluster: Any, submit: Callable[..., La
             time.sleep(rng.uniform(0.05, 0.4))
             victims = processes(cluster, out)
             if victims and killed < KILLS:
-                os.kill(rng.choice(victims), signal.SIGKILL)
+                rng.choice(victims).kill()
                 killed += 1
         states = {one.stage: one.state for one in SlurmTarget().status(made)}
         assert states == {f"prepare.{index}": "completed" for index in range(ELEMENTS)}

@@ -31,7 +31,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "direct": ({**SIZE, "resources": Resources(**NODE)}, OPTIONS, {}),
     "array": ({"name": "prepare", "resources": Resources(memory_gib=64)}, {}, {"array": 16, "array_limit": 4}),
 }
-"""Job, options and stage; containers and Trainium are in the examples (test_rendered_examples)."""
+"""Job, options and stage; containers and Trainium are in the examples (test_render)."""
 
 
 @pytest.mark.parametrize("name", VARIANTS)

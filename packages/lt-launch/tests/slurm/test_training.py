@@ -3,12 +3,12 @@
 import os
 import random
 import shutil
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from lt_launch.policy import Place
@@ -87,7 +87,7 @@ class Disturber:
         self.cluster.wait_for_end(other)
 
     def rank_killed(self) -> None:
-        os.kill(self.cluster.wait_for(lambda: self.pid(1), "a rank"), signal.SIGKILL)
+        self.cluster.wait_for(lambda: self.rank(1), "a rank").kill()
         self.requeued()
 
     def node_killed(self) -> None:
@@ -122,12 +122,12 @@ class Disturber:
         numbers = place.attempts()
         return place.attempt(numbers[-1]) if numbers else None
 
-    def pid(self, rank: int) -> int:
-        """The process of a rank of the newest attempt; 0 where there is none."""
-        for pid in self.cluster.processes(f"LT_NOTES={self.attempt()}/notes", f"RANK={rank}"):
-            if b"lt_trainer" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[1:4]:
-                return pid
-        return 0
+    def rank(self, rank: int) -> psutil.Process | None:
+        """The process of a rank of the newest attempt."""
+        for process in self.cluster.processes(LT_NOTES=f"{self.attempt()}/notes", RANK=str(rank)):
+            if "lt_trainer" in process.cmdline()[1:4]:
+                return process
+        return None
 
     def wait_for_step(self, step: int) -> None:
         """Wait until a running attempt is at that step."""
@@ -209,11 +209,11 @@ def test_a_rank_whose_step_daemon_is_killed_leaves_and_the_run_goes_on(cluster: 
     made = train("orphans", 100)
     disturber = Disturber(cluster, made)
     disturber.wait_for_step(10)
-    rank = disturber.pid(1)
-    daemon = cluster.stat_of(cluster.stat_of(rank)[1])[1]
-    assert "slurmstepd" in cluster.stat_of(daemon)[2]
-    os.kill(daemon, signal.SIGKILL)
-    cluster.wait_for(lambda: cluster.stat_of(rank)[0] in "ZX", "the end of the rank", 30)
+    rank = cluster.wait_for(lambda: disturber.rank(1), "a rank")
+    daemon = rank.parent().parent()
+    assert "slurmstepd" in daemon.name()
+    daemon.kill()
+    rank.wait(30)
     assert cluster.wait_for_end(disturber.id)["JobState"] == "COMPLETED", disturber.exits()
     assert sorted(losses(made)) == list(range(1, 101))
     assert disturber.exits()[-1]["kind"] == "done"
@@ -242,7 +242,7 @@ def test_a_step_that_begins_anew_on_a_replaced_node_goes_on_in_the_same_attempt(
     disturber = Disturber(cluster, made)
     disturber.wait_for_step(12)
     node = disturber.second_node()
-    os.kill(disturber.pid(1), signal.SIGKILL)
+    cluster.wait_for(lambda: disturber.rank(1), "a rank").kill()
     cluster.wait_for((tmp_path / "failed").exists, "the end of the step")
     cluster.daemons[f"slurmd-{node}"].kill()
     cluster.daemons[f"slurmd-{node}"].wait(60)
