@@ -32,44 +32,7 @@ from lt_test_helpers.stores import make_stores
 NEEDED = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "munged", "gcc")
 POLL_S = 0.1
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL")
-STUB = Path(__file__).with_name("spank_stub.c")
-CONFIGURATION = """
-ClusterName=ci
-SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={port}
-SlurmUser=root
-SlurmdUser=root
-AuthType=auth/munge
-AuthInfo=socket={base}/munge.socket
-CredType=cred/munge
-StateSaveLocation={base}/state
-SlurmdSpoolDir={base}/spool/%n
-SlurmctldPidFile={base}/run/ctld.pid
-SlurmdPidFile={base}/run/slurmd-%n.pid
-SlurmctldLogFile={base}/log/ctld.log
-SlurmdLogFile={base}/log/slurmd-%n.log
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_CPU
-SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0,sched_min_interval=0
-PriorityType=priority/multifactor
-PreemptType=preempt/partition_prio
-PreemptMode=REQUEUE
-SlurmdParameters=config_overrides
-ReturnToService=2
-KillWait=20
-MinJobAge=3600
-SlurmctldTimeout=10
-SlurmdTimeout=5
-MailProg=/bin/true
-PlugStackConfig={base}/plugstack.conf
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.2 Port={n1} CPUs=8 RealMemory=4000
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.3 Port={n2} CPUs=8 RealMemory=4000
-NodeName=n3 NodeHostname={host} NodeAddr=127.0.0.4 Port={n3} CPUs=8 RealMemory=4000
-PartitionName=low Nodes=n[1-3] Default=YES MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE
-PartitionName=high Nodes=n[1-3] MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
-"""
+HERE = Path(__file__).parent
 
 
 class Cluster:
@@ -85,12 +48,13 @@ class Cluster:
             (base / name).mkdir(parents=True)
         ports = _free_ports(4)
         values = {"host": socket.gethostname(), "base": base, "port": ports[0]}
-        text = CONFIGURATION.format(**values, **dict(zip(self.nodes, ports[1:], strict=True)))
+        text = (HERE / "data" / "slurm.conf").read_text()
+        text = text.format(**values, **dict(zip(self.nodes, ports[1:], strict=True)))
         (base / "slurm.conf").write_text(text)
         (base / "plugstack.conf").write_text(f"required {base}/stub.so\n")
         (base / "munge.key").write_bytes(os.urandom(1024))
         (base / "munge.key").chmod(0o600)
-        subprocess.run(["gcc", "-shared", "-fPIC", "-o", base / "stub.so", STUB], check=True)
+        subprocess.run(["gcc", "-shared", "-fPIC", "-o", base / "stub.so", HERE / "spank_stub.c"], check=True)
 
     def start(self) -> None:
         """Start everything and wait until all nodes are idle."""
@@ -282,7 +246,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str]
 @pytest.fixture
 def enroot(tmp_path: Path, fake: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch) -> Path:
     """Put the stand-in for enroot, and one for an EFA device, in the nodes' PATH; the folder of its records."""
-    fake("enroot", Path(__file__).with_name("enroot_stand_in.sh").read_text())
+    fake("enroot", (HERE / "enroot_stand_in.sh").read_text())
     fake("fi_info", "#!/bin/sh\nexit 0\n")
     monkeypatch.setenv("ENROOT_STAND_IN", str(tmp_path))
     return tmp_path
