@@ -163,12 +163,12 @@ def check(cluster: Any, train: Any, count: int, steps: int) -> None:
 
 
 def test_disturbances_leave_every_loss_as_it_was(cluster: Any, train: Any) -> None:
-    check(cluster, train, 2, 300)
+    check(cluster, train, 2, 120)
 
 
 @pytest.mark.slow
 def test_twenty_disturbances_leave_every_loss_as_it_was(cluster: Any, train: Any) -> None:
-    check(cluster, train, int(os.environ.get("LT_KILLS", "20")), 1200)
+    check(cluster, train, int(os.environ.get("LT_KILLS", "20")), 820)
 
 
 def test_training_is_saved_when_it_is_cancelled(cluster: Any, train: Any) -> None:
@@ -188,7 +188,7 @@ def test_training_is_saved_when_it_is_cancelled(cluster: Any, train: Any) -> Non
 @pytest.mark.slow
 def test_a_rank_whose_step_daemon_is_killed_leaves_and_the_run_goes_on(cluster: Any, train: Any) -> None:
     """Slurm no longer knows of it: by itself it would train on beside the next attempt."""
-    made = train("orphans", 300)
+    made = train("orphans", 150)
     disturber = Disturber(cluster, made)
     disturber.wait_for_step(10)
     rank = cluster.wait_for(lambda: disturber.rank(1), "a rank")
@@ -197,7 +197,7 @@ def test_a_rank_whose_step_daemon_is_killed_leaves_and_the_run_goes_on(cluster: 
     daemon.kill()
     rank.wait(30)
     assert cluster.wait_for_end(disturber.id)["JobState"] == "COMPLETED", disturber.exits()
-    assert sorted(losses(made)) == list(range(1, 301))
+    assert sorted(losses(made)) == list(range(1, 151))
     assert disturber.exits()[-1]["kind"] == "done"
 
 
@@ -217,10 +217,10 @@ def test_a_step_that_begins_anew_on_a_replaced_node_goes_on_in_the_same_attempt(
     cluster: Any, train: Any, tmp_path: Path, fake: Callable[[str, str], None]
 ) -> None:
     """The job is not requeued, and what was about to end the first step's survivors leaves the second alone."""
-    undisturbed = train("undisturbed", 200)
+    undisturbed = train("undisturbed", 100)
     assert cluster.wait_for_end(undisturbed.job_ids["train"])["JobState"] == "COMPLETED"
     fake("srun", AUTO_RESUME)
-    made = train("resumed", 200, more='auto_resume = "on"')
+    made = train("resumed", 100, more='auto_resume = "on"')
     disturber = Disturber(cluster, made)
     disturber.wait_for_step(12)
     node = disturber.second_node()
