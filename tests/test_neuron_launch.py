@@ -1,7 +1,7 @@
 """Trainium ranks of every launch target get a NeuronCore each, by a stand-in for torch-xla and the runtime.
 
-A node is a folder; the ranks end where they have loaded torch-xla. Slurm and ssh are tested in lt-launch, which has
-nodes for them.
+A node is a folder; the ranks end where they have loaded torch-xla. Slurm is tested in lt-launch, which has nodes for
+it; over ssh the commands are those of this machine.
 """
 
 import json
