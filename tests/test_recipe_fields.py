@@ -80,6 +80,11 @@ class Case:
 
 
 MUON = ("optimizer.name=muon",)
+YARN = (
+    *("model.rope_scaling.kind=yarn", "model.rope_scaling.factor=4", "model.rope_theta=100"),
+    "model.rope_scaling.original_max_position_embeddings=4096",
+)
+SLIDING = ('model.shape={"family": "mistral", "layers": [{"sliding": true}]}',)
 ROPE = ("model.rope_scaling.factor=4", "model.rope_scaling.original_max_position_embeddings=16")
 WSD = ("schedule.kind=wsd", "schedule.decay_steps=2")
 RAMP = ("batch.ramp.start=2", "batch.ramp.increment=2", "batch.ramp.steps=2")
@@ -102,6 +107,9 @@ CASES = [
     Case("model.n_heads", "8", "losses"),
     Case("model.n_kv_heads", "4", "losses"),
     Case("model.n_layers", "1", "losses"),
+    Case("model.head_dim", "32", "losses"),
+    Case("model.shape", '{"activation": "gelu"}', "losses"),
+    Case("model.sliding_window", "4", "losses", SLIDING, base_value="8"),
     Case("model.rope_theta", "100.0", "losses"),
     Case("model.norm_eps", "0.1", "losses"),
     Case("model.tie_word_embeddings", "true", "losses"),
@@ -109,6 +117,11 @@ CASES = [
     Case("model.rope_scaling.low_freq_factor", "2.0", "losses", ROPE),
     Case("model.rope_scaling.high_freq_factor", "8.0", "losses", ROPE),
     Case("model.rope_scaling.original_max_position_embeddings", "32", "losses", ROPE[:1], base_value="16"),
+    Case("model.rope_scaling.kind", "linear", "losses", ROPE),
+    Case("model.rope_scaling.beta_fast", "4.0", "losses", YARN),
+    Case("model.rope_scaling.beta_slow", "0.1", "losses", YARN),
+    Case("model.rope_scaling.truncate", "false", "losses", YARN),
+    Case("model.rope_scaling.magnitude", "2.0", "losses", YARN),
     Case("data.seq_len", "16", "losses tokens"),
     Case("data.packing", "concat", "losses tokens"),
     Case("data.prefetch", "0", "reading_threads"),

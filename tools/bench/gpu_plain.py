@@ -27,11 +27,11 @@ class PlainAttention(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, config.n_heads * config.head_dim, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, config.n_kv_heads * config.head_dim, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, config.n_kv_heads * config.head_dim, bias=False)
-        self.o_proj = nn.Linear(config.n_heads * config.head_dim, config.hidden_size, bias=False)
+        self.head_dim = config.head_width
+        self.q_proj = nn.Linear(config.hidden_size, config.n_heads * config.head_width, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, config.n_kv_heads * config.head_width, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, config.n_kv_heads * config.head_width, bias=False)
+        self.o_proj = nn.Linear(config.n_heads * config.head_width, config.hidden_size, bias=False)
 
     def forward(self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
         """Return the attention's output [B, T, D]."""
@@ -113,7 +113,7 @@ def rotate_half(x: Tensor) -> Tensor:
 
 def rope_tables(config: ModelConfig, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the cosines and sines [T, K] of all positions."""
-    exponents = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32) / config.head_dim
+    exponents = torch.arange(0, config.head_width, 2, device=device, dtype=torch.float32) / config.head_width
     angles = torch.outer(torch.arange(length, device=device, dtype=torch.float32), config.rope_theta**-exponents)
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos(), angles.sin()

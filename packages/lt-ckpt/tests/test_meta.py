@@ -44,7 +44,7 @@ def save(folder, config, n_files, *, embedding_dim=0, params=None, dtype=torch.b
         for name, tensor in tensors.items():
             whole, dim = meta_rows(name, tensor, config), tp_dims[name]
             made[dialect_key(name, "meta")] = whole if dim is None else whole.chunk(n_files, dim)[i].clone()
-        made["rope.freqs"] = torch.ones(config.head_dim // 2)
+        made["rope.freqs"] = torch.ones(config.head_width // 2)
         torch.save({**made, **(more or {})}, folder / f"consolidated.{i:02d}.pth")
     said = {
         "dim": config.hidden_size,

@@ -72,7 +72,7 @@ def test_cut_and_put_together_is_the_model_again(cut, head_order):
 def test_every_rank_has_what_its_layers_ask_for(cut, head_order):
     """Each tensor as NxD's layers take it, cut here with numpy from the whole ones and without the layout's rules."""
     config, options = cut[0], replace(cut[1], head_order=head_order)
-    arrays, tp, d = model(config), options.tp, config.head_dim
+    arrays, tp, d = model(config), options.tp, config.head_width
     made = stored(nxd_layout(config, options), arrays)
     heads, kv_heads = config.n_heads, config.n_kv_heads
     for path, held in made.items():

@@ -106,7 +106,7 @@ def test_a_document_that_comes_back_is_refused():
 
 def test_the_cpu_takes_documents_apart_by_default(gqa_config):
     model = Decoder(gqa_config)
-    assert BACKENDS["auto"].make_mask(_boundaries(ROWS), CPU, torch.float32) == [5, 1, 4, 2, 11, 1]
+    assert BACKENDS["auto"].make_mask(_boundaries(ROWS), CPU, torch.float32) == ([5, 1, 4, 2, 11, 1], 0)
     ids = torch.arange(24).view(2, 12)
     out = model(ids, doc_ids_BT=ROWS)
     reference = Decoder(gqa_config, attention="reference")
@@ -208,7 +208,10 @@ def test_a_compiled_block_is_compiled_once_for_boundaries_of_one_length(monkeypa
     compiled = CompileCounter()
     block = DecoderBlock(gqa_config, varlen_attention)
     block.forward = torch.compile(block.forward, fullgraph=True, backend=compiled)
-    x, rope = torch.randn(2, 12, gqa_config.hidden_size), rope_tables(gqa_config, torch.arange(12), torch.float32)
+    x, rope = (
+        torch.randn(2, 12, gqa_config.hidden_size),
+        rope_tables(gqa_config.rope(0), torch.arange(12), torch.float32),
+    )
     for n_documents in (1, 2, 3, 4):
         doc_ids = (torch.arange(12) * n_documents // 12).expand(2, -1)
         boundaries = _boundaries(doc_ids, padding=2 * (4 - n_documents))

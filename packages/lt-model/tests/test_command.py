@@ -89,7 +89,7 @@ def test_mistakes_are_one_line_and_exit_code_64(tmp_path):
     (tmp_path / "clear\x1b[2J.json").write_text("[]")
     for arguments, message in (
         (["show", "lama3-8b"], "error: preset 'lama3-8b': unknown; did you mean 'llama3-8b'"),
-        (["show", str(tmp_path)], "config.json: model_type = 'gpt2'; only 'llama' can be read"),
+        (["show", str(tmp_path)], "config.json: model_type = 'gpt2': unknown; the families are llama"),
         (["show", "tiny-2m", "--seq-len", "-1"], "seq_len = -1"),
         (["show", str(tmp_path / "clear\x1b[2J.json")], r"clear\x1b[2J.json: expected a JSON object"),
     ):

@@ -31,6 +31,15 @@ COUNTS = {
     "llama3-70b": 70_553_706_496,
     "llama3.2-1b": 1_235_814_400,
     "llama3.2-3b": 3_212_749_824,
+    "pythia-1b": 1_011_781_632,
+    "pythia-160m": 162_322_944,
+    "gemma3-1b": 999_885_952,
+    "smollm3-3b": 3_075_098_624,
+    "olmo2-7b": 7_298_617_344,
+    "olmo2-1b": 1_484_916_736,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-0.6b": 596_049_920,
 }
 
 
@@ -62,7 +71,7 @@ def test_presets_turn_positions_as_their_makers_do(name):
         limits = (scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_position_embeddings)
         assert limits == (1.0, 4.0, 8192)
     assert config.norm_eps == 1e-5
-    assert config.head_dim in (64, 128)
+    assert config.head_width in (64, 128)
 
 
 @pytest.mark.parametrize("name", ["litespark-default", "llama-1b", "llama3-8b", "llama3.2-1b", "llama3.2-3b"])
@@ -79,25 +88,25 @@ def test_whole_table_of_a_small_model():
     config = ModelConfig(vocab_size=10, hidden_size=8, intermediate_size=12, n_heads=4, n_kv_heads=2, n_layers=2)
     residual = 0.02 / math.sqrt(4)
     block = [
-        ("self_attn.q_proj", (8, 8), "q_proj", 0, True, 0.02),
-        ("self_attn.k_proj", (4, 8), "k_proj", 0, True, 0.02),
-        ("self_attn.v_proj", (4, 8), "v_proj", 0, True, 0.02),
-        ("self_attn.o_proj", (8, 8), "o_proj", 1, True, residual),
-        ("mlp.gate_proj", (12, 8), "gate_proj", 0, True, 0.02),
-        ("mlp.up_proj", (12, 8), "up_proj", 0, True, 0.02),
-        ("mlp.down_proj", (8, 12), "down_proj", 1, True, residual),
-        ("input_layernorm", (8,), "norm", None, False, 0.0),
-        ("post_attention_layernorm", (8,), "norm", None, False, 0.0),
+        ("self_attn.q_proj", (8, 8), "matrix", "q_proj", 0, True, 0.02, True),
+        ("self_attn.k_proj", (4, 8), "matrix", "k_proj", 0, True, 0.02, False),
+        ("self_attn.v_proj", (4, 8), "matrix", "v_proj", 0, True, 0.02, True),
+        ("self_attn.o_proj", (8, 8), "matrix", "o_proj", 1, True, residual, False),
+        ("mlp.gate_proj", (12, 8), "matrix", "gate_proj", 0, True, 0.02, True),
+        ("mlp.up_proj", (12, 8), "matrix", "up_proj", 0, True, 0.02, False),
+        ("mlp.down_proj", (8, 12), "matrix", "down_proj", 1, True, residual, True),
+        ("input_layernorm", (8,), "norm", "input_layernorm", None, False, "ones", False),
+        ("post_attention_layernorm", (8,), "norm", "post_attention_layernorm", None, False, "ones", False),
     ]
     expected = [
-        ("model.embed_tokens.weight", (10, 8), None, "embed", "embed_tokens", 0, False, 0.02),
+        ("model.embed_tokens.weight", (10, 8), None, "embed", "embedding", "embed_tokens", 0, False, 0.02, False),
         *(
             (f"model.layers.{layer}.{name}.weight", shape, layer, "block", *rest)
             for layer in (0, 1)
             for name, shape, *rest in block
         ),
-        ("model.norm.weight", (8,), None, "final", "norm", None, False, 0.0),
-        ("lm_head.weight", (10, 8), None, "final", "lm_head", 0, True, 0.02),
+        ("model.norm.weight", (8,), None, "final", "norm", "norm", None, False, "ones", False),
+        ("lm_head.weight", (10, 8), None, "final", "head", "lm_head", 0, True, 0.02, False),
     ]
     assert [dataclasses.astuple(parameter) for parameter in param_specs(config)] == expected
     tied = dataclasses.replace(config, tie_word_embeddings=True)
@@ -109,8 +118,8 @@ def test_presets_take_overrides_and_name_near_misses():
     assert preset("llama3-8b") == PRESETS["llama3-8b"]
     with pytest.raises(ModelError, match="preset 'lama3-8b': unknown; did you mean 'llama3-8b'"):
         preset("lama3-8b")
-    with pytest.raises(ModelError, match="preset 'tiny-2m': unknown field 'layers'"):
-        preset("tiny-2m", layers=3)
+    with pytest.raises(ModelError, match="preset 'tiny-2m': unknown field 'depth'"):
+        preset("tiny-2m", depth=3)
     with pytest.raises(ModelError, match="n_kv_heads = 4"):
         preset("tiny-2m", n_kv_heads=4)
 
@@ -136,7 +145,7 @@ def test_flops_match_what_torch_counts():
     ids = torch.zeros(n_rows, seq_len, dtype=torch.long)
     with FlopCounterMode(display=False) as counter:
         cross_entropy_sum(model(ids), ids).backward()
-    norms = sum(parameter.numel for parameter in param_specs(config) if parameter.kind == "norm")
+    norms = sum(parameter.numel for parameter in param_specs(config) if parameter.type == "norm")
     counted = counter.get_total_flops() / (n_rows * seq_len)
     by_formula = flops_per_token(config, seq_len, "full") - 6 * norms
     assert counted == by_formula

@@ -111,7 +111,7 @@ def test_rotary_angles_are_bit_equal_to_transformers(config):
     from lt_model.rope import inverse_frequencies
 
     theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig.from_dict(config_to_hf(config)))
-    assert torch.equal(inverse_frequencies(config), theirs.model.rotary_emb.inv_freq)
+    assert torch.equal(inverse_frequencies(config.rope(0)), theirs.model.rotary_emb.inv_freq)
 
 
 def test_bfloat16_is_close_to_fp32(gqa_config, make_model):

@@ -47,7 +47,11 @@ def open_engine(*sets: str) -> GpuEngine:
 
 def gradient(name: str, step: int) -> torch.Tensor:
     """Return the whole gradient of a step, float32, of the size of eps."""
-    return init_slice(SPECS[name], 100 + step) if SPECS[name].init_std else torch.full(SPECS[name].shape, 1e-3 * step)
+    return (
+        init_slice(SPECS[name], 100 + step)
+        if isinstance(SPECS[name].init, float)
+        else torch.full(SPECS[name].shape, 1e-3 * step)
+    )
 
 
 def given_updates(sets: tuple[str, ...]) -> list[StateSlice]:

@@ -117,7 +117,7 @@ def test_steps_are_those_of_the_formula(kind: type[OptimizerDriver], sets: tuple
     wanted = by_the_formula(start, gradients, options, 1e-2)
     for name, weight in weights.items():
         moved = np.linalg.norm(wanted[name] - start[name])
-        assert moved > 0 or (options.lr_scale.norm == 0 and SPECS[name].kind == "norm"), name
+        assert moved > 0 or (options.lr_scale.norm == 0 and SPECS[name].type == "norm"), name
         assert np.linalg.norm(weight.numpy() - wanted[name]) <= 1e-12 * moved, name
 
 

@@ -113,7 +113,7 @@ def test_copies_of_key_value_heads_take_memory_and_a_place_in_the_checkpoint(res
         *sets, "parallel.tp=32", "engine.neuron.qkv_linear=true", "engine.neuron.kv_size_multiplier=4"
     ).recipe
     config = PRESETS["llama3-8b"]
-    copies = 2 * config.n_layers * config.n_kv_heads * config.head_dim * config.hidden_size * 3
+    copies = 2 * config.n_layers * config.n_kv_heads * config.head_width * config.hidden_size * 3
     norms = sum(row.numel for row in param_specs(config) if row.tp_dim is None)
     weights = core_memory(many, config, dp=4, accumulation=256, stage=0)["weights"]
     assert weights == 2 * ((n_parameters(config) - norms + copies) / 32 + norms)

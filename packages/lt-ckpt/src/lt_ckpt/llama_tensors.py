@@ -15,8 +15,9 @@ from lt_ckpt.errors import CheckpointError
 from lt_ckpt.shards import Ints, split_rows
 from lt_ckpt.source import Source, TensorGroup, check_names
 from lt_ckpt.tensorfile import TensorSpec
-from lt_model import ModelConfig
+from lt_model import ModelConfig, ModelError
 from lt_model import param_specs as model_param_specs
+from lt_model.families import FAMILIES
 from lt_model.params import ParamSpec
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -31,6 +32,26 @@ BLOCK_BYTES = 4 * 2**20
 MAX_LAYERS = 100_000
 
 
+def check_named_as_ours(config: ModelConfig) -> None:
+    """Check that files of the model's family have our names and tensors.
+
+    Raises:
+        ModelError: The family has other names, or several of our tensors in one.
+    """
+    row = FAMILIES[config.family]
+    if row.renames or row.fused:
+        raise ModelError(f"family = {config.family!r}: its tensors have other names in files; lt ckpt has no map yet")
+
+
+def check_llama(config: ModelConfig, format: str) -> None:
+    """Check that a model is one of those that a format's names and layouts are for.
+
+    Raises:
+        ModelError: It has a feature that Llama 2 and 3 lack.
+    """
+    config.check_features(f"the format {format}")
+
+
 def param_specs(config: ModelConfig) -> tuple[ParamSpec, ...]:
     """Return the parameters of a model whose configuration is untrusted.
 
@@ -38,7 +59,7 @@ def param_specs(config: ModelConfig) -> tuple[ParamSpec, ...]:
         CheckpointError: Too many layers to list in memory.
     """
     if config.n_layers > MAX_LAYERS:
-        raise CheckpointError(f"the configuration has {config.n_layers} layers, which no Llama has; is it damaged?")
+        raise CheckpointError(f"the configuration has {config.n_layers} layers, which no model has; is it damaged?")
     return model_param_specs(config)
 
 

@@ -75,7 +75,7 @@ def with_architecture(config: Mapping[str, Any], model: ModelConfig) -> dict[str
     old, new = config_to_hf(config_from_hf(config)), config_to_hf(model)
     kept = {name: value for name, value in config.items() if name not in _ROPE}
     changed = {name: value for name, value in new.items() if value != old[name]}
-    return {**kept, **changed, **{name: new[name] for name in _ROPE}}
+    return {**kept, **changed, **{name: new[name] for name in _ROPE if name in new}}
 
 
 def find_differences(a: Source, b: Source) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Llama as data (shape, parameters, costs) and, with [torch], as a module.
+"""Decoders as data (shape, parameters, costs) and, with [torch], as a module.
 
 Importing the package imports nothing else: every name below is loaded from its module on first use (PEP 562). The names
 of `decoder`, `documents`, `loss`, `scoring`, `init` and `generation` need torch (`pip install 'lt-model[torch]'`).

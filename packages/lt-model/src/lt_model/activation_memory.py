@@ -4,14 +4,15 @@ The formulas follow the model's code and are compared with what torch saves in `
 for attention kernels of linear memory (flash, cuDNN, varlen and torch's CPU kernel) without torch.compile, which saves
 less: there they are an upper bound. No torch.
 
-Per token of a block, with D hidden_size, E = n_kv_heads * head_dim, I intermediate_size, H heads:
+Per token of a block of a Llama, with D hidden_size, E = n_kv_heads * head width, I intermediate_size, H heads:
 
 - "none" saves the two inputs of the norms and their outputs (4 D), queries, keys and values after rotation and the
   attention's output (2 D + 2 E), gate, up and their product (3 I), and in fp32 two norm factors and the H normalizers
-  of the softmax;
+  of the softmax; other families: each norm of the stream D more, norms of queries and keys their inputs, an activation
+  other than SwiGLU its output;
 - "full" saves the block's input (D) and recomputes the rest, one block at a time;
-- "selective" saves the input, the attention's output with its normalizers and every other matrix product
-  (`SELECTIVE_SAVED_PRODUCTS`), and recomputes the rest, one block at a time.
+- "selective" saves the input, the attention's output with its normalizers and every other matrix product (`is_saved`
+  in the parameter table), and recomputes the rest, one block at a time.
 
 Tensor parallelism of degree t divides the tensors between a column-wise and a row-wise product (queries, keys, values,
 attention output, gate, up, product); sequence parallelism divides the residual stream and the norms' factors too, while
@@ -25,11 +26,10 @@ from typing import Literal
 
 from lt_model.config import ModelConfig
 from lt_model.errors import ModelError
+from lt_model.params import NORM_NAMES, param_specs
 
 CheckpointingMode = Literal["none", "full", "selective"]
 CHECKPOINTING_MODES: tuple[CheckpointingMode, ...] = ("none", "full", "selective")
-SELECTIVE_SAVED_PRODUCTS = ("q_proj", "v_proj", "gate_proj", "down_proj")
-"""Matrix products whose outputs "selective" saves: every other one in the order of the block."""
 
 _FP32_BYTES = 4  # of the numbers that are fp32 in any compute dtype
 
@@ -61,34 +61,36 @@ def activation_bytes_per_token(
     if element_bytes < 1 or tp < 1:
         raise ModelError(f"element_bytes = {element_bytes} and tp = {tp}: must both be at least 1")
     width, inner = config.hidden_size * element_bytes, config.intermediate_size * element_bytes / tp
-    heads, kv = width / tp, config.n_kv_heads * config.head_dim * element_bytes / tp
+    heads = config.n_heads * config.head_width * element_bytes / tp
+    kv = config.n_kv_heads * config.head_width * element_bytes / tp
     stream = width / tp if sequence_parallel else width
-    factor = _FP32_BYTES / tp if sequence_parallel else _FP32_BYTES
+    factor = (_FP32_BYTES / tp if sequence_parallel else _FP32_BYTES) * (2 if config.norm == "layer" else 1)
     attention = {"attention output": heads, "softmax normalizers": config.n_heads * _FP32_BYTES / tp}
     if activation_checkpointing == "full":
         return {"input": stream}
     if activation_checkpointing == "selective":
         products = {
-            "q_proj": heads,
-            "k_proj": kv,
-            "v_proj": kv,
-            "o_proj": width,
-            "gate_proj": inner,
-            "up_proj": inner,
-            "down_proj": width,
+            row.kind: row.shape[0] * element_bytes / (tp if row.tp_dim == 0 else 1)
+            for row in param_specs(config)
+            if row.layer == 0 and row.is_saved
         }
-        return {"input": stream, **attention, **{name: products[name] for name in SELECTIVE_SAVED_PRODUCTS}}
+        return {"input": stream, **attention, **products}
+    names = ("first norm", "norm after attention", "second norm", "norm after the feed-forward layer")
+    norms = {
+        name: width + factor for name, is_there in zip(names, NORM_NAMES[config.norm_place], strict=True) if is_there
+    }
     return {
         "input": stream,
-        "first norm": width + factor,
+        **norms,
         "queries": heads,
         "keys": kv,
         "values": kv,
+        **({"norms of queries and keys": heads + kv} if config.qk_norm != "none" else {}),
         **attention,
-        "stream between": stream,
-        "second norm": width + factor,
-        "gate": inner,
+        **({} if config.parallel_residual else {"stream between": stream}),
+        **({"gate": inner} if config.gated else {}),
         "up": inner,
+        **({"activation": inner} if config.gated and config.activation != "silu" else {}),
         "product": inner,
     }
 
@@ -132,7 +134,8 @@ def non_block_bytes_per_token(config: ModelConfig, *, element_bytes: int = 2) ->
 
     For `element_bytes` see `activation_bytes_per_token`.
     """
-    tables = config.head_dim * element_bytes  # cosines and sines of half a head each
+    n_ropes = len({config.rope(index) for index in range(config.n_layers)} - {None})
+    tables = n_ropes * config.rotary_width * element_bytes  # cosines and sines of half a head each
     return 8 + tables + config.hidden_size * element_bytes + _FP32_BYTES
 
 

@@ -1,14 +1,15 @@
 """Attention backends by name; all compute masked softmax(q k^T / sqrt(K)) v.
 
-A position attends to itself and earlier positions, or only those of its own document. The backend's document mask (a
-dense bias, a block mask, cu_seqlens on the device) is built once per forward pass by `make_mask` and passed to every
-layer's `attend`. "reference" is the plain formula: the oracle that the others are tested against.
+A position attends to itself and earlier positions, or only those of its own document, or of those the last so many (a
+window). Scores may be capped. Both are features that a backend has or not, and a model needs or not. The backend's mask
+(a dense bias, a block mask, cu_seqlens on the device) is built once per forward pass and window by `make_mask` and
+passed to every layer's `attend`. "reference" is the plain formula: the oracle that the others are tested against.
 
 `BACKENDS` is their table. A backend that cannot run raises an error with the reason and the backends that can; there is
 no silent fallback. "auto" selects, in this order,
 
 - on the CPU: torch's fused attention where rows are one document each, else "split" (with
-  documents of 256 and 32 tokens 2.6 to 11 times as fast as a dense mask);
+  documents of 256 and 32 tokens 2.6 to 11 times as fast as a dense mask), whose cost is linear in a row with a window;
 - on CUDA, in bf16 or fp16: cuDNN before flash where rows are one document each; else "varlen" where torch has it; in
   other dtypes and without it "sdpa". This order follows published figures and is not measured here;
 - elsewhere: "sdpa".
@@ -20,16 +21,18 @@ key/value heads (G divides H), K head_dim.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lt_model.documents import (
     DocumentBoundaries,
+    SplitMask,
     VarlenMetadata,
     flash_attn_attention,
     split_attention,
@@ -39,7 +42,10 @@ from lt_model.documents import (
 )
 from lt_model.errors import ModelError
 from lt_model.flex import flex_mask, flex_mask_attention
-from lt_model.sdpa import document_bias, make_sdpa_attention, reference_attention, sdpa_attention
+from lt_model.sdpa import document_bias, make_sdpa_attention, reference_attention, sdpa_attention, window_bias
+
+if TYPE_CHECKING:
+    from lt_model.config import ModelConfig
 
 __all__ = [
     "BACKENDS",
@@ -53,8 +59,8 @@ __all__ = [
     "unavailable_reason",
 ]
 
-# (q_BTHK, k_BSGK, v_BSGK, mask) -> out_BTHK. A mask of None is causal.
-AttentionFn = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
+AttentionFn = Callable[..., Tensor]
+"""(q_BTHK, k_BSGK, v_BSGK, mask) -> out_BTHK. A mask of None is causal. With the feature, softcap is a keyword."""
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -66,60 +72,116 @@ class AttentionBackend:
         name: its name in recipes.
         summary: a line about it.
         attend: the function; its last argument is the result of `make_mask`.
-        mask_factory: (boundaries, device, dtype) -> what `attend` takes where a row has several documents.
+        mask_factory: (boundaries, device, dtype, window) -> what `attend` takes where a row has several documents, or
+            the model a window.
+        features: of "window" and "softcap", which it has.
         device_types: the device types it runs on; all when empty.
         dtypes: the dtypes of queries it supports; all when empty.
         required_module: module that must be importable, or None.
         install_hint: how to get the module.
+        always_masks: None does not mean causal to `attend`.
         supports_compile: False where torch.compile would recompile for every batch with documents.
     """
 
     name: str
     summary: str
     attend: AttentionFn
-    mask_factory: Callable[[DocumentBoundaries, torch.device, torch.dtype], Any]
+    mask_factory: Callable[[DocumentBoundaries, torch.device, torch.dtype, int], Any]
+    features: tuple[str, ...] = ("window",)
+    always_masks: bool = False
     device_types: tuple[str, ...] = ()
     dtypes: tuple[torch.dtype, ...] = ()
     required_module: str | None = None
     install_hint: str = ""
     supports_compile: bool = True
 
-    def make_mask(self, boundaries: DocumentBoundaries | None, device: torch.device, dtype: torch.dtype) -> Any:
-        """Return the mask for `attend`; None (causal) without `boundaries` or with one document per row.
+    def make_mask(
+        self,
+        boundaries: DocumentBoundaries | None,
+        device: torch.device,
+        dtype: torch.dtype,
+        window: int = 0,
+        shape: tuple[int, int, int] = (0, 0, 0),
+    ) -> Any:
+        """Return the mask for `attend`; None (causal) without window and documents, or with one document per row.
+
+        Args:
+            boundaries: document boundaries; one document per row when absent.
+            device: of the queries.
+            dtype: of the queries.
+            window: keys that a query sees, its own included; 0: all earlier ones.
+            shape: rows, queries and keys in a row, where `boundaries` are absent.
 
         Raises:
             ModelError: the backend cannot run on this device, in this dtype, or with these documents.
         """
         _check_available(self.name, device.type, dtype)
-        if boundaries is None or boundaries.is_one_per_row:
+        n_rows, n_tokens, n_keys = shape
+        if boundaries is None and n_tokens < n_keys:
+            return window_bias(n_tokens, n_keys, window, device, dtype) if 0 < window < n_keys else None
+        seq_len = n_tokens if boundaries is None else boundaries.seq_len
+        window = window if window < seq_len else 0
+        if not window and not self.always_masks and (boundaries is None or boundaries.is_one_per_row):
             return None
-        return self.mask_factory(boundaries, device, dtype)
+        return self.mask_factory(boundaries or DocumentBoundaries.one_per_row(n_rows, seq_len), device, dtype, window)
+
+    def for_model(self, config: ModelConfig) -> AttentionBackend:
+        """Return the backend with the features of a model.
+
+        Raises:
+            ModelError: it lacks one; names the backends that have it.
+        """
+        needs = {"window": "sliding_window", "softcap": "attention_softcap"}
+        for feature, field in needs.items():
+            value = getattr(config, field)
+            if value and feature not in self.features:
+                able = ", ".join(name for name, one in BACKENDS.items() if feature in one.features)
+                raise ModelError(
+                    f"attention = {self.name!r} has no {feature}, which {field} = {value} needs; take {able}"
+                )
+        if not config.attention_softcap:
+            return self
+        capped = partial(self.attend, softcap=config.attention_softcap)
+        factory = _auto_softcap_mask if self.name == "auto" else self.mask_factory
+        return replace(self, attend=capped, mask_factory=factory, always_masks=self.name in ("auto", "flex"))
 
 
-def _reject_documents(boundaries: DocumentBoundaries, device: torch.device, dtype: torch.dtype) -> None:
+def _reject_documents(boundaries: DocumentBoundaries, device: torch.device, dtype: torch.dtype, window: int) -> None:
     raise ModelError(
         "attention = 'flash' cannot keep the documents of a row apart: torch's flash kernel takes no mask; take "
         "'varlen', 'flex' or 'sdpa', or train without a document mask"
     )
 
 
+def _split_mask(boundaries: DocumentBoundaries, device: torch.device, dtype: torch.dtype, window: int) -> SplitMask:
+    return SplitMask(boundaries.lengths(), window)
+
+
 def _auto_mask(
-    boundaries: DocumentBoundaries, device: torch.device, dtype: torch.dtype
-) -> list[int] | VarlenMetadata | Tensor:
+    boundaries: DocumentBoundaries, device: torch.device, dtype: torch.dtype, window: int
+) -> SplitMask | VarlenMetadata | Tensor:
     if device.type == "cpu":
-        return boundaries.lengths()
+        return _split_mask(boundaries, device, dtype, window)
     if device.type == "cuda" and unavailable_reason("varlen", "cuda", dtype) is None:
-        return torch_varlen_metadata(boundaries, device)
-    return document_bias(boundaries, device, dtype)
+        return torch_varlen_metadata(boundaries, device, window)
+    return document_bias(boundaries, device, dtype, window)
+
+
+def _auto_softcap_mask(boundaries: DocumentBoundaries, device: torch.device, dtype: torch.dtype, window: int) -> Any:
+    if device.type == "cuda":
+        return flex_mask(boundaries, device, window)
+    return document_bias(boundaries, device, dtype, window)
 
 
 _auto_sdpa_attention = make_sdpa_attention("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
 
 
-def _auto_attend(
-    q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, mask: list[int] | VarlenMetadata | Tensor | None
-) -> Tensor:
-    if isinstance(mask, list):
+def _auto_attend(q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, mask: Any, softcap: float = 0.0) -> Tensor:
+    if softcap and (mask is None or isinstance(mask, Tensor)):
+        return reference_attention(q_BTHK, k_BSGK, v_BSGK, mask, softcap)
+    if softcap:
+        return flex_mask_attention(q_BTHK, k_BSGK, v_BSGK, mask, softcap)
+    if isinstance(mask, SplitMask):
         return split_attention(q_BTHK, k_BSGK, v_BSGK, mask)
     if isinstance(mask, VarlenMetadata):
         return varlen_attention(q_BTHK, k_BSGK, v_BSGK, mask)
@@ -133,10 +195,15 @@ _BACKEND_LIST = (
         summary="the fastest that can run, by device and documents",
         attend=_auto_attend,
         mask_factory=_auto_mask,
+        features=("window", "softcap"),
         supports_compile=False,
     ),
     AttentionBackend(
-        name="reference", summary="the formula, for tests", attend=reference_attention, mask_factory=document_bias
+        name="reference",
+        summary="the formula, for tests",
+        attend=reference_attention,
+        mask_factory=document_bias,
+        features=("window", "softcap"),
     ),
     AttentionBackend(
         name="sdpa",
@@ -157,6 +224,7 @@ _BACKEND_LIST = (
         summary="torch's fused attention with its flash kernel; one document per row",
         attend=make_sdpa_attention("FLASH_ATTENTION"),
         mask_factory=_reject_documents,
+        features=(),
         device_types=("cuda",),
         dtypes=_HALF_DTYPES,
     ),
@@ -164,14 +232,14 @@ _BACKEND_LIST = (
         name="split",
         summary="torch's fused attention, document by document",
         attend=split_attention,
-        mask_factory=lambda boundaries, *_: boundaries.lengths(),
+        mask_factory=_split_mask,
         supports_compile=False,
     ),
     AttentionBackend(
         name="varlen",
         summary="torch's kernel for documents of any length",
         attend=varlen_attention,
-        mask_factory=lambda boundaries, device, _: torch_varlen_metadata(boundaries, device),
+        mask_factory=lambda boundaries, device, _, window: torch_varlen_metadata(boundaries, device, window),
         device_types=("cuda",),
         dtypes=_HALF_DTYPES,
         required_module="torch.nn.attention.varlen",
@@ -181,7 +249,8 @@ _BACKEND_LIST = (
         name="flex",
         summary="torch's flex_attention, compiled, block mask of the documents",
         attend=flex_mask_attention,
-        mask_factory=lambda boundaries, device, _: flex_mask(boundaries, device),
+        mask_factory=lambda boundaries, device, _, window: flex_mask(boundaries, device, window),
+        features=("window", "softcap"),
         device_types=("cuda",),
         dtypes=(*_HALF_DTYPES, torch.float32),
     ),
@@ -189,7 +258,8 @@ _BACKEND_LIST = (
         name="flash-attn",
         summary="the package flash-attn",
         attend=flash_attn_attention,
-        mask_factory=lambda boundaries, device, _: varlen_metadata(boundaries, device),
+        mask_factory=lambda boundaries, device, _, window: varlen_metadata(boundaries, device, window),
+        features=("window", "softcap"),
         device_types=("cuda",),
         dtypes=_HALF_DTYPES,
         required_module="flash_attn",

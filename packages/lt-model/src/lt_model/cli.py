@@ -11,7 +11,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Llama shapes: sizes, parameters, FLOPs per token, memory.",
+    help="Model shapes: sizes, parameters, FLOPs per token, memory.",
 )
 
 _MAX_DEFAULT_SEQ_LEN = 4096

@@ -1,45 +1,112 @@
 """Shape of a decoder: a frozen dataclass, validated when it is made.
 
-`ModelConfig` holds what decides the architecture and nothing about training. `hf.py` reads and writes the config.json
-of `transformers`; `to_dict`/`from_dict` use our own field names (manifests, recipes).
+`ModelConfig` holds what decides the architecture and the initial weights, and nothing about training. What differs
+between families is a field; every default is Llama's. `family` names a row of `families.FAMILIES`, which `hf.py` needs
+to read and write the config.json of `transformers`; the decoder never reads it. What the family cannot express is
+refused here, so that every model can be exported. `to_dict`/`from_dict` use our own field names (manifests, recipes).
 """
 
 from __future__ import annotations
 
+import math
 import reprlib
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from collections.abc import Collection, Mapping
+from dataclasses import MISSING, asdict, dataclass, fields
+from typing import Any, Literal
 
 from lt_model.errors import ModelError
+from lt_model.families import FAMILIES
+
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "norm": ("rms", "rms_plus_one", "layer"),
+    "norm_place": ("pre", "post", "both"),
+    "qk_norm": ("none", "head", "full"),
+    "activation": ("silu", "gelu", "gelu_tanh"),
+    "init_residual": ("auto", "depth", "flat"),
+}
+"""Values of the fields that are one of a few words."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Parameters of the "llama3" scaling of low rotary frequencies (Llama 3.1; formula in `rope.py`).
+    """Change of the rotary frequencies for longer contexts; formulas in `rope.py`.
 
     Attributes:
-        factor: factor by which wavelengths beyond the low-frequency limit are stretched, > 0.
-        low_freq_factor: wavelengths longer than original / low_freq_factor are stretched fully.
-        high_freq_factor: wavelengths shorter than original / high_freq_factor are kept; > low_freq_factor.
-        original_max_position_embeddings: the context length (tokens) before stretching.
+        kind: "linear", "llama3" (Llama 3.1) or "yarn" (arXiv:2309.00071).
+        factor: factor by which long wavelengths (linear: all) are stretched, > 0.
+        low_freq_factor: llama3: wavelengths longer than original / low_freq_factor are stretched fully.
+        high_freq_factor: llama3: wavelengths shorter than original / high_freq_factor stay; > low_freq_factor.
+        original_max_position_embeddings: the context length (tokens) before stretching; not for linear.
+        beta_fast: yarn: wavelengths with more rotations in the original context stay.
+        beta_slow: yarn: those with fewer are stretched fully; < beta_fast.
+        truncate: yarn: whether the two limits are rounded outwards to whole pairs.
+        magnitude: yarn: factor of cosines and sines; 0: 0.1 ln(factor) + 1.
     """
 
+    kind: Literal["linear", "llama3", "yarn"] = "llama3"
     factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    magnitude: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("factor", "low_freq_factor", "high_freq_factor"):
+        if self.kind not in SCALING_FIELDS:
+            raise ModelError(f"rope_scaling.kind = {self.kind!r}: not one of {', '.join(SCALING_FIELDS)}")
+        for name in ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
             object.__setattr__(self, name, _positive_float(f"rope_scaling.{name}", getattr(self, name)))
+        object.__setattr__(self, "magnitude", _float("rope_scaling.magnitude", self.magnitude))
         check_size("rope_scaling.original_max_position_embeddings", self.original_max_position_embeddings)
-        if self.high_freq_factor <= self.low_freq_factor:
-            raise ModelError(
-                f"rope_scaling.high_freq_factor = {self.high_freq_factor} must be greater than "
-                f"rope_scaling.low_freq_factor = {self.low_freq_factor}"
-            )
+        for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+            if getattr(self, high) <= getattr(self, low):
+                raise ModelError(
+                    f"rope_scaling.{high} = {getattr(self, high)} must be greater than "
+                    f"rope_scaling.{low} = {getattr(self, low)}"
+                )
+        for field in fields(self):  # what the kind does not read has one value, so that equal models are equal
+            if field.name not in ("kind", "factor", *SCALING_FIELDS[self.kind]):
+                object.__setattr__(self, field.name, field.default)
+
+    @property
+    def amplitude(self) -> float:
+        """Factor of cosines and sines."""
+        if self.kind != "yarn" or self.magnitude:
+            return self.magnitude or 1.0
+        return 0.1 * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+
+SCALING_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "linear": (),
+    "llama3": ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("original_max_position_embeddings", "beta_fast", "beta_slow", "truncate", "magnitude"),
+}
+"""Fields of `RopeScaling` that a kind reads, besides the factor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerKind:
+    """What may differ between layers.
+
+    Attributes:
+        sliding: attention sees the last `sliding_window` positions only, with the angles of `sliding_rope_theta`.
+        rope: queries and keys are rotated by their positions.
+    """
+
+    sliding: bool = False
+    rope: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """Rotary positions of a layer: the first `width` numbers of each head are rotated."""
+
+    theta: float
+    width: int
+    scaling: RopeScaling | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,18 +116,42 @@ class ModelConfig:
     Attributes:
         vocab_size: number of token ids; no default, because the data decides it.
         hidden_size: width of the residual stream.
-        intermediate_size: width of the gated feed-forward layer.
-        n_heads: query heads; `hidden_size` is divided among them.
+        intermediate_size: width of the feed-forward layer.
+        n_heads: query heads.
         n_kv_heads: key/value heads; divides `n_heads` (equal: multi-head, 1: multi-query attention).
         n_layers: transformer blocks.
         max_position_embeddings: longest context (tokens) of the model.
         rope_theta: base of the rotary wavelengths.
-        rope_scaling: the llama3 scaling, or None.
-        norm_eps: epsilon inside the square root of RMSNorm.
+        rope_scaling: their change for longer contexts, or None.
+        norm_eps: epsilon inside the square root of the norms.
         tie_word_embeddings: True when the output head is the input embedding.
+        family: row of `families.FAMILIES`: how files spell this model.
+        head_dim: width of a head; 0: hidden_size / n_heads. `head_width` is the number.
+        layers: kinds of layers, repeated until `n_layers`.
+        sliding_window: positions that a sliding layer sees, its own included; 0: all earlier ones.
+        sliding_rope_theta: rotary base of sliding layers, without scaling; 0: they rotate as the others do.
+        rotary_fraction: share of each head that is rotated.
+        norm: RMSNorm, RMSNorm with the weight 1 + w, or LayerNorm with bias.
+        norm_place: norms before attention and feed-forward layer, after them, or both.
+        parallel_residual: both read the same residual stream, and their outputs are added together.
+        qkv_bias: queries, keys and values have a bias; likewise o_bias and mlp_bias.
+        o_bias: see there.
+        mlp_bias: see there.
+        qk_norm: norm of queries and keys before their rotation: none, of each head, or of all heads together.
+        activation: of the feed-forward layer.
+        gated: down(activation(gate) * up), else down(activation(up)).
+        embed_scale: factor of the embeddings; 0: sqrt(hidden_size).
+        residual_scale: factor of what each branch adds to the residual stream.
+        attention_scale: factor of the scores; 0: 1 / sqrt(head width).
+        logits_divisor: logits are divided by it.
+        attention_softcap: scores s become cap tanh(s / cap); 0: none.
+        logits_softcap: the same for logits.
+        init_std: standard deviation of initial weights.
+        init_residual: o_proj and down_proj start with init_std / sqrt(2 n_layers) ("depth") or init_std ("flat");
+            "auto": depth for norm_place "pre" alone, as under the others their scale is normalized away.
 
     Raises:
-        ModelError: a field of the wrong type or sign, or sizes that do not divide.
+        ModelError: a field of the wrong type or sign, sizes that do not divide, or what `family` cannot express.
     """
 
     vocab_size: int
@@ -74,25 +165,78 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-5
     tie_word_embeddings: bool = False
+    family: str = "llama"
+    head_dim: int = 0
+    layers: tuple[LayerKind, ...] = (LayerKind(),)
+    sliding_window: int = 0
+    sliding_rope_theta: float = 0.0
+    rotary_fraction: float = 1.0
+    norm: Literal["rms", "rms_plus_one", "layer"] = "rms"
+    norm_place: Literal["pre", "post", "both"] = "pre"
+    parallel_residual: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: Literal["none", "head", "full"] = "none"
+    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    gated: bool = True
+    embed_scale: float = 1.0
+    residual_scale: float = 1.0
+    attention_scale: float = 0.0
+    logits_divisor: float = 1.0
+    attention_softcap: float = 0.0
+    logits_softcap: float = 0.0
+    init_std: float = 0.02
+    init_residual: Literal["auto", "depth", "flat"] = "auto"
 
     def __post_init__(self) -> None:
         for name in _INT_FIELDS:
             check_size(name, getattr(self, name))
-        for name in ("rope_theta", "norm_eps"):
+        for name in ("head_dim", "sliding_window"):
+            if getattr(self, name) != 0 or isinstance(getattr(self, name), bool):
+                check_size(name, getattr(self, name))
+        for name in _POSITIVE_FIELDS:
             object.__setattr__(self, name, _positive_float(name, getattr(self, name)))
-        if not isinstance(self.tie_word_embeddings, bool):
-            raise ModelError(f"tie_word_embeddings = {self.tie_word_embeddings!r}: must be true or false")
+        for name in _FLOAT_FIELDS:
+            object.__setattr__(self, name, _float(name, getattr(self, name)))
+        for name in _BOOL_FIELDS:
+            if not isinstance(getattr(self, name), bool):
+                raise ModelError(f"{name} = {getattr(self, name)!r}: must be true or false")
+        for name, choices in {**CHOICES, "family": tuple(FAMILIES)}.items():
+            if getattr(self, name) not in choices:
+                raise ModelError(f"{name} = {getattr(self, name)!r}: not one of {', '.join(choices)}")
         if self.rope_scaling is not None and not isinstance(self.rope_scaling, RopeScaling):
             raise ModelError(f"rope_scaling = {self.rope_scaling!r}: must be a RopeScaling or None")
-        if self.hidden_size % self.n_heads:
+        self._check_heads()
+        self._check_layers()
+        self._check_family()
+
+    def _check_heads(self) -> None:
+        if self.head_dim == 0 and self.hidden_size % self.n_heads:
             raise ModelError(
                 f"hidden_size = {self.hidden_size} is not a multiple of n_heads = {self.n_heads}: "
                 "every head needs the same width; change one of them"
             )
-        if self.head_dim % 2:
+        if FAMILIES[self.family].has_own_head_dim:
+            object.__setattr__(self, "head_dim", self.head_width)
+        elif self.head_dim * self.n_heads == self.hidden_size:
+            object.__setattr__(self, "head_dim", 0)
+        elif self.head_dim and "head_dim" not in FAMILIES[self.family].keys:
             raise ModelError(
-                f"hidden_size / n_heads = {self.head_dim} is odd: rotary embeddings rotate pairs of numbers, "
+                f"head_dim = {self.head_dim}: family = {self.family!r} has hidden_size / n_heads; leave it out"
+            )
+        if self.attention_scale == self.head_width**-0.5:
+            object.__setattr__(self, "attention_scale", 0.0)
+        if self.head_width % 2:
+            name = "head_dim" if self.head_dim else "hidden_size / n_heads"
+            raise ModelError(
+                f"{name} = {self.head_width} is odd: rotary embeddings rotate pairs of numbers, "
                 "so the head width must be even"
+            )
+        if self.rotary_width % 2 or not 0 < self.rotary_width <= self.head_width:
+            raise ModelError(
+                f"rotary_fraction = {self.rotary_fraction}: {self.rotary_width} of a head's {self.head_width} numbers "
+                "would be rotated; it must be an even number of them"
             )
         if self.n_heads % self.n_kv_heads:
             raise ModelError(
@@ -100,14 +244,122 @@ class ModelConfig:
                 "every key/value head serves the same number of query heads"
             )
 
+    def _check_layers(self) -> None:
+        layers = tuple(self.layers) if isinstance(self.layers, tuple | list) else ()
+        if not layers or not all(isinstance(kind, LayerKind) for kind in layers):
+            raise ModelError(f"layers = {self.layers!r}: must be LayerKinds, at least one")
+        if len(layers) > self.n_layers:
+            raise ModelError(f"layers lists {len(layers)} layers, but n_layers = {self.n_layers}; change one of them")
+        kinds = [layers[index % len(layers)] for index in range(self.n_layers)]
+        if not any(kind.sliding for kind in kinds) and (self.sliding_window or self.sliding_rope_theta):
+            name = "sliding_window" if self.sliding_window else "sliding_rope_theta"
+            raise ModelError(f"{name} = {getattr(self, name)}: no layer of this model has a window; leave it out")
+        if not self.sliding_window and not self.sliding_rope_theta:
+            kinds = [LayerKind(rope=kind.rope) for kind in kinds]
+        period = next(n for n in range(1, self.n_layers + 1) if all(a == b for a, b in zip(kinds, kinds[n:])))  # noqa: B905
+        object.__setattr__(self, "layers", tuple(kinds[:period]))
+
+    def _check_family(self) -> None:
+        row = FAMILIES[self.family]
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in row.fixed:
+                wanted = row.fixed[field.name]
+            elif field.default is MISSING or field.name in (*_ANY_FAMILY, *row.keys, *row.other_fields):
+                continue
+            else:
+                wanted = field.default
+            if value != wanted:
+                raise ModelError(
+                    f"{field.name} = {value!r}: a model of family = {self.family!r} has {wanted!r}; change one of them"
+                )
+        for key in set(row.keys.values()):
+            names = [name for name, other in row.keys.items() if other == key]
+            if len({getattr(self, name) for name in names}) > 1:
+                raise ModelError(f"{' and '.join(names)} differ: family = {self.family!r} has one setting for them")
+        if "n_kv_heads" not in row.keys and self.n_kv_heads != self.n_heads:
+            raise ModelError(f"n_kv_heads = {self.n_kv_heads}: family = {self.family!r} has as many as n_heads")
+        slides = {kind.sliding for kind in self.layers}
+        if row.sliding in ("", "all") and (len(slides) > 1 or len({kind.rope for kind in self.layers}) > 1):
+            raise ModelError(f"layers = {self.layers!r}: the layers of family = {self.family!r} are all alike")
+        if row.sliding != "nope" and not all(kind.rope for kind in self.layers):
+            raise ModelError(f"layers = {self.layers!r}: all layers of family = {self.family!r} have rotary positions")
+        if row.sliding == "pattern" and True in slides and not self.sliding_window:
+            raise ModelError(f"sliding_window = 0: family = {self.family!r} cannot do without its window")
+        if (self.sliding_rope_theta > 0) != (row.has_two_ropes and True in slides):
+            raise ModelError(
+                f"sliding_rope_theta = {self.sliding_rope_theta}: family = {self.family!r} needs "
+                f"{'a number above 0' if row.has_two_ropes else '0'}"
+            )
+
     @property
-    def head_dim(self) -> int:
+    def head_width(self) -> int:
         """Width of one attention head."""
-        return self.hidden_size // self.n_heads
+        return self.head_dim or self.hidden_size // self.n_heads
+
+    @property
+    def rotary_width(self) -> int:
+        """Numbers of each head that are rotated."""
+        return int(self.head_width * self.rotary_fraction)
+
+    def layer(self, index: int) -> LayerKind:
+        """Return the kind of a layer."""
+        return self.layers[index % len(self.layers)]
+
+    def window(self, index: int) -> int:
+        """Return the positions that a layer sees, its own included; 0: all earlier ones."""
+        return self.sliding_window if self.layer(index).sliding else 0
+
+    def rope(self, index: int) -> Rope | None:
+        """Return the rotary positions of a layer, or None."""
+        kind = self.layer(index)
+        if not kind.rope:
+            return None
+        if kind.sliding and self.sliding_rope_theta:
+            return Rope(theta=self.sliding_rope_theta, width=self.rotary_width, scaling=None)
+        return Rope(theta=self.rope_theta, width=self.rotary_width, scaling=self.rope_scaling)
+
+    def features(self) -> dict[str, Any]:
+        """Return what an implementation of Llama 2 and 3 alone would compute wrongly: field to value."""
+        found = {name: getattr(self, name) for name in _FEATURES if getattr(self, name) != _default(name)}
+        if self.head_width * self.n_heads == self.hidden_size:
+            found.pop("head_dim", None)
+        if self.rope_scaling is not None and self.rope_scaling.kind != "llama3":
+            found["rope_scaling.kind"] = self.rope_scaling.kind
+        if not all(kind.rope for kind in self.layers):
+            found["layers"] = "some without rotary positions"
+        return found
+
+    def check_features(self, implementation: str, lacks: Collection[str] | None = None) -> None:
+        """Check that an implementation has all features of this model.
+
+        Args:
+            implementation: its name, for the message.
+            lacks: fields of `features` that it does not read; None: all.
+
+        Raises:
+            ModelError: it lacks one; names the field, its value and the family.
+        """
+        for name, value in self.features().items():
+            if lacks is None or name in lacks:
+                raise ModelError(
+                    f"{name} = {value!r} of family = {self.family!r} is not supported by {implementation} yet"
+                )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values under our own field names (JSON-ready); `from_dict` reads them back."""
-        return asdict(self)
+        """Return plain values under our own field names (JSON-ready); `from_dict` reads them back.
+
+        Fields that Llama 2 and 3 do not need are left out where they have their default.
+        """
+        found = asdict(self).items()
+        values = {name: value for name, value in found if name in _LLAMA or getattr(self, name) != _default(name)}
+        if self.layers != _default("layers"):
+            values["layers"] = list(values["layers"])
+        if self.rope_scaling is not None:
+            kind = self.rope_scaling.kind
+            names = ("factor", *SCALING_FIELDS[kind], *(("kind",) if kind != "llama3" else ()))
+            values["rope_scaling"] = {name: values["rope_scaling"][name] for name in names}
+        return values
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str = "model config") -> ModelConfig:
@@ -122,23 +374,37 @@ class ModelConfig:
         """
         known = dict(_check_keys(cls, values, source))
         try:
-            scaling = known.get("rope_scaling")
+            scaling, layers = known.get("rope_scaling"), known.get("layers")
             if isinstance(scaling, Mapping):
                 known["rope_scaling"] = RopeScaling(**_check_keys(RopeScaling, scaling, f"{source}: rope_scaling"))
+            if isinstance(layers, list | tuple):
+                known["layers"] = tuple(
+                    LayerKind(**_check_keys(LayerKind, kind, f"{source}: layers"))
+                    if isinstance(kind, Mapping)
+                    else kind
+                    for kind in layers
+                )
             return cls(**known)
         except ModelError as error:
             raise ModelError(f"{source}: {error}") from error
 
 
-_INT_FIELDS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "n_heads",
-    "n_kv_heads",
-    "n_layers",
-    "max_position_embeddings",
+_LLAMA = tuple(field.name for field in fields(ModelConfig))[:11]
+_INT_FIELDS = _LLAMA[:7]
+_POSITIVE_FIELDS = ("rope_theta", "norm_eps", "rotary_fraction", "residual_scale", "logits_divisor", "init_std")
+_FLOAT_FIELDS = ("sliding_rope_theta", "embed_scale", "attention_scale", "attention_softcap", "logits_softcap")
+_BOOL_FIELDS = ("tie_word_embeddings", "parallel_residual", "qkv_bias", "o_bias", "mlp_bias", "gated")
+_ANY_FAMILY = (*_LLAMA, "family", "head_dim", "layers", "init_std", "init_residual")
+"""Fields that every family can express, or that `_check_family` checks by rules of their own."""
+_FEATURES = tuple(
+    field.name
+    for field in fields(ModelConfig)
+    if field.name not in (*_LLAMA, "family", "layers", "init_std", "init_residual")
 )
+
+
+def _default(name: str) -> Any:
+    return ModelConfig.__dataclass_fields__[name].default
 
 
 _MAX_SIZE = 2**31 - 1
@@ -161,10 +427,12 @@ def _positive_float(name: str, value: object) -> float:
     return float(value)
 
 
+def _float(name: str, value: object) -> float:
+    return 0.0 if value == 0 and not isinstance(value, bool) else _positive_float(name, value)
+
+
 def _check_keys(cls: type, values: Mapping[str, Any], source: str) -> Mapping[str, Any]:
     """Return `values`; raise ModelError unless its keys are fields of `cls` with all required ones."""
-    from dataclasses import MISSING
-
     names = {field.name for field in fields(cls)}
     required = {field.name for field in fields(cls) if field.default is MISSING}
     if unknown := sorted(set(values) - names):

@@ -1,10 +1,11 @@
-"""Parameters, FLOPs per token in two conventions and memory by part of a Llama, in closed form.
+"""Parameters, FLOPs per token in two conventions and memory by part of a decoder, in closed form.
 
 A training step reads each weight of a matrix product once forward (2 FLOPs per weight and token) and twice backward,
 hence 6 FLOPs per parameter and token. Attention scores and their product with the values add 12 * n_layers * D * T
-per token with D = n_heads * head_dim and T = seq_len ("full": PaLM, appendix B, arXiv:2204.02311; also nanoGPT,
-Megatron), or half of it when only the causal triangle is counted ("causal"). These are model FLOPs, as in MFU;
-recomputed ones, which HFU adds, are counted apart.
+per token with D = n_heads * head width and T = seq_len ("full": PaLM, appendix B, arXiv:2204.02311; also nanoGPT,
+Megatron), or half of it when only the causal triangle is counted ("causal"). In a layer with a window w < T, a token
+sees w keys ("full") or w - w^2 / 2T ("causal") in place of T or T / 2. These are model FLOPs, as in MFU; recomputed
+ones, which HFU adds, are counted apart.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from lt_model.activation_memory import SELECTIVE_SAVED_PRODUCTS, CheckpointingMode
+from lt_model.activation_memory import CheckpointingMode
 from lt_model.config import ModelConfig, check_size
 from lt_model.errors import ModelError
-from lt_model.params import param_specs
+from lt_model.params import NORM_NAMES, param_specs
 
 FlopsConvention = Literal["full", "causal"]
 FLOPS_CONVENTIONS: tuple[FlopsConvention, ...] = ("full", "causal")
@@ -57,8 +58,10 @@ def attention_flops_per_token(config: ModelConfig, length: int, convention: Flop
         length: tokens of the row, or of the document where a mask keeps documents apart.
         convention: see `flops_per_token`.
     """
-    attention = 12 * config.n_layers * config.n_heads * config.head_dim * length
-    return attention if convention == "full" else attention // 2
+    windows = [min(config.window(index) or length, length) for index in range(config.n_layers)]
+    if convention == "full":
+        return 12 * config.n_heads * config.head_width * sum(windows)
+    return 12 * config.n_heads * config.head_width * sum(w * (2 * length - w) for w in windows) // (2 * length)
 
 
 def recomputed_flops_per_token(config: ModelConfig, seq_len: int, activation_checkpointing: CheckpointingMode) -> int:
@@ -76,10 +79,13 @@ def recomputed_flops_per_token(config: ModelConfig, seq_len: int, activation_che
     if activation_checkpointing == "none":
         return 0
     is_full = activation_checkpointing == "full"
-    kept = ("norm", "down_proj") if is_full else ("norm", *SELECTIVE_SAVED_PRODUCTS)
-    products = sum(row.numel for row in param_specs(config) if row.layer is not None and row.kind not in kept)
-    attention = 4 * config.n_layers * config.n_heads * config.head_dim * seq_len
-    return 2 * products + (attention if is_full else 0)
+    ends_with_product = not NORM_NAMES[config.norm_place][-1]
+    products = sum(
+        row.numel
+        for row in param_specs(config)
+        if row.type == "matrix" and not (ends_with_product and row.kind == "down_proj" if is_full else row.is_saved)
+    )
+    return 2 * products + (attention_flops_per_token(config, seq_len) // 3 if is_full else 0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,17 +1,19 @@
-"""Llama decoder as plain torch modules; parameter names are those of transformers' LlamaForCausalLM.
+"""Decoder of every family as plain torch modules; each branch reads a field of `ModelConfig`.
 
-Pre-norm blocks (RMSNorm, rotary grouped-query attention, SwiGLU) between an embedding and a head. This is the
-architecture alone: parallelism, precision policy and recomputation are applied from outside. RMSNorm, rotary angles and
-the loss are computed in fp32, or in float64 when the weights are float64.
+Blocks of norms, rotary grouped-query attention and a feed-forward layer between an embedding and a head; parameter
+names are those of transformers' LlamaForCausalLM. This is the architecture alone: parallelism, precision policy and
+recomputation are applied from outside. Norms, rotary angles and the loss are computed in fp32, or in float64 when the
+weights are float64.
 
 Cost: `lt_model.costs` counts FLOPs and bytes.
 
-Shapes: B batch, T tokens, D hidden_size, H query heads, G key/value heads, K head_dim, V vocabulary.
+Shapes: B batch, T tokens, D hidden_size, H query heads, G key/value heads, K head width, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,9 +25,16 @@ from lt_model.config import ModelConfig
 from lt_model.documents import DocumentBoundaries
 from lt_model.errors import ModelError
 from lt_model.loss import LossParts, linear_loss_parts
-from lt_model.norm import RMSNorm
+from lt_model.norm import make_norm
+from lt_model.params import NORM_NAMES
 from lt_model.rope import apply_rope, rope_tables
 from lt_model.swiglu import swiglu
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
 
 
 class KVCache:
@@ -51,57 +60,95 @@ class KVCache:
 
 
 class Attention(nn.Module):
-    """Grouped-query self-attention with rotary positions."""
+    """Grouped-query self-attention."""
 
     def __init__(self, config: ModelConfig, attend: AttentionFn) -> None:
         super().__init__()
-        kv_width = config.n_kv_heads * config.head_dim
-        self.head_dim = config.head_dim
+        width = config.head_width
+        q_width, kv_width = config.n_heads * width, config.n_kv_heads * width
+        self.head_dim = width
         self.attend = attend
-        self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=False)
-        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.qk_norm = config.qk_norm
+        self.query_scale = config.attention_scale * width**0.5 if config.attention_scale else 1.0
+        self.q_proj = nn.Linear(config.hidden_size, q_width, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(q_width, config.hidden_size, bias=config.o_bias)
+        if config.qk_norm != "none":
+            is_full = config.qk_norm == "full"
+            self.q_norm = make_norm(config.norm, q_width if is_full else width, config.norm_eps)
+            self.k_norm = make_norm(config.norm, kv_width if is_full else width, config.norm_eps)
 
-    def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], mask: Any, cache: KVCache | None = None) -> Tensor:
+    def forward(
+        self, x_BTD: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Any, cache: KVCache | None = None
+    ) -> Tensor:
         """Return the attention output [B, T, D]; head counts follow the projections, so they may be sharded."""
         heads = (*x_BTD.shape[:2], -1, self.head_dim)
-        q_BTHK = apply_rope(self.q_proj(x_BTD).view(heads), rope)
-        k_BTGK = apply_rope(self.k_proj(x_BTD).view(heads), rope)
-        v_BTGK = self.v_proj(x_BTD).view(heads)
+        q, k, v_BTGK = self.q_proj(x_BTD), self.k_proj(x_BTD), self.v_proj(x_BTD).view(heads)
+        if self.qk_norm == "full":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q_BTHK, k_BTGK = q.view(heads), k.view(heads)
+        if self.qk_norm == "head":
+            q_BTHK, k_BTGK = self.q_norm(q_BTHK), self.k_norm(k_BTGK)
+        if rope is not None:
+            q_BTHK, k_BTGK = apply_rope(q_BTHK, rope), apply_rope(k_BTGK, rope)
+        if self.query_scale != 1:
+            q_BTHK = q_BTHK * self.query_scale
         if cache is not None:
             k_BTGK, v_BTGK = cache.update(k_BTGK, v_BTGK)
         return self.o_proj(self.attend(q_BTHK, k_BTGK, v_BTGK, mask).flatten(2))
 
 
 class MLP(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x)) (arXiv:2002.05202)."""
+    """Feed-forward layer: down(activation(gate(x)) * up(x)), or down(activation(up(x))) without a gate."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.activation = config.activation
+        if config.gated:
+            self.gate_proj = nn.Linear(hidden, inner, bias=bias)
+        self.up_proj = nn.Linear(hidden, inner, bias=bias)
+        self.down_proj = nn.Linear(inner, hidden, bias=bias)
+        self.is_gated = config.gated
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Return the feed-forward output [B, T, D]."""
-        return self.down_proj(swiglu(self.gate_proj(x_BTD), self.up_proj(x_BTD)))
+        if not self.is_gated:
+            return self.down_proj(ACTIVATIONS[self.activation](self.up_proj(x_BTD)))
+        gate, up = self.gate_proj(x_BTD), self.up_proj(x_BTD)
+        return self.down_proj(
+            swiglu(gate, up) if self.activation == "silu" else ACTIVATIONS[self.activation](gate) * up
+        )
 
 
 class DecoderBlock(nn.Module):
-    """One decoder layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+    """One decoder layer: x + attention(x), then x + mlp(x), with up to four norms (`NORM_NAMES`)."""
 
     def __init__(self, config: ModelConfig, attend: AttentionFn) -> None:
         super().__init__()
         self.self_attn = Attention(config, attend)
         self.mlp = MLP(config)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.norm_names = NORM_NAMES[config.norm_place]
+        for name in filter(None, self.norm_names):
+            setattr(self, name, make_norm(config.norm, config.hidden_size, config.norm_eps))
+        self.is_parallel, self.residual_scale = config.parallel_residual, config.residual_scale
 
-    def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], mask: Any, cache: KVCache | None = None) -> Tensor:
+    def forward(
+        self, x_BTD: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Any, cache: KVCache | None = None
+    ) -> Tensor:
         """Return the residual stream after this layer, [B, T, D]."""
-        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), rope, mask, cache)
-        return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
+        added_BTD = self._norm(1, self.self_attn(self._norm(0, x_BTD), rope, mask, cache))
+        middle_BTD = self._add(x_BTD, added_BTD)
+        added_BTD = self._norm(3, self.mlp(self._norm(2, x_BTD if self.is_parallel else middle_BTD)))
+        return self._add(middle_BTD, added_BTD)
+
+    def _norm(self, place: int, x_BTD: Tensor) -> Tensor:
+        name = self.norm_names[place]
+        return getattr(self, name)(x_BTD) if name else x_BTD
+
+    def _add(self, x_BTD: Tensor, added_BTD: Tensor) -> Tensor:
+        return x_BTD + (added_BTD if self.residual_scale == 1 else added_BTD * self.residual_scale)
 
 
 def vocab_parallel_embedding(input_ids: Tensor, weight_VD: Tensor, vocab_start_index: int) -> Tensor:
@@ -130,11 +177,11 @@ class DecoderLayers(nn.Module):
         super().__init__()
         self.embed_tokens = _new_embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderBlock(config, attend) for _ in range(config.n_layers))
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.norm = make_norm(config.norm, config.hidden_size, config.norm_eps)
 
 
 class Decoder(nn.Module):
-    """Llama language model. Weights are torch's defaults until `init_model` or a checkpoint sets them.
+    """Language model. Weights are torch's defaults until `init_model` or a checkpoint sets them.
 
     Args:
         config: the shape.
@@ -148,7 +195,12 @@ class Decoder(nn.Module):
         pad_vocab_to_multiple_of: as given.
         model: embedding, `layers` (an `nn.ModuleList` of `DecoderBlock`) and last norm.
         lm_head: the output head; tied to the embedding when the config says so.
+        layers: the range of its layers; a pipeline stage has some of the model's.
+        blocks: their blocks, in order.
     """
+
+    layers: range
+    blocks: list[DecoderBlock]
 
     def __init__(self, config: ModelConfig, *, attention: str = "auto", pad_vocab_to_multiple_of: int = 1) -> None:
         super().__init__()
@@ -158,11 +210,12 @@ class Decoder(nn.Module):
             )
         self.config = config
         self.pad_vocab_to_multiple_of = pad_vocab_to_multiple_of
-        self._attention_backend = attention_backend(attention)
+        self._attention_backend = attention_backend(attention).for_model(config)
         self.model = DecoderLayers(config, self._attention_backend.attend)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
+        self.layers, self.blocks = range(config.n_layers), list(self.model.layers)  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(
         self,
@@ -198,36 +251,64 @@ class Decoder(nn.Module):
         boundaries = None if doc_ids_BT is None else DocumentBoundaries.from_doc_ids(doc_ids_BT)
         hidden_BTD = self.hidden_states(input_ids_BT, position_ids_BT=position_ids_BT, boundaries=boundaries)
         if labels_BT is None:
-            return self.lm_head(hidden_BTD)
+            return self.logits(hidden_BTD)
         parts = linear_loss_parts(
-            hidden_BTD, self.lm_head.weight, labels_BT, z_loss=z_loss, pad_to_multiple_of=self.pad_vocab_to_multiple_of
+            hidden_BTD,
+            self.lm_head.weight,
+            labels_BT,
+            z_loss=z_loss,
+            pad_to_multiple_of=self.pad_vocab_to_multiple_of,
+            softcap=self.config.logits_softcap,
         )
         return parts if return_parts else parts.total
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits [..., V] of `hidden_states` [..., D]."""
+        logits, cap = self.lm_head(hidden), self.config.logits_softcap
+        return cap * torch.tanh(logits / cap) if cap else logits
+
     def hidden_states(
         self,
-        input_ids_BT: Tensor,
+        inputs: Tensor,
         *,
         position_ids_BT: Tensor | None = None,
         boundaries: DocumentBoundaries | None = None,
         caches: Sequence[KVCache] | None = None,
     ) -> Tensor:
-        """Return the final norm's output [B, T, D], the input of the head.
+        """Return what the head reads, [B, T, D]: the last norm's output, with the scale of the logits.
+
+        Pipeline stages, generation and scores run this function too. A stage without the embedding takes and a stage
+        without the last norm returns the residual stream.
 
         Args:
-            input_ids_BT: as in `forward`.
+            inputs: token ids as in `forward`, or x_BTD of the stage before.
             position_ids_BT: as in `forward`; when absent, positions continue after the cached ones.
             boundaries: document boundaries; one document per row when absent. Not together with caches.
             caches: one `KVCache` per layer; the tokens attend to all cached ones and are appended.
         """
         assert caches is None or boundaries is None, "a cache holds one document"
-        assert boundaries is None or (boundaries.n_rows, boundaries.seq_len) == input_ids_BT.shape
-        x_BTD = self.model.embed_tokens(input_ids_BT)
+        assert boundaries is None or (boundaries.n_rows, boundaries.seq_len) == inputs.shape[:2]
+        config, embed, norm = self.config, self.model.embed_tokens, self.model.norm
+        x_BTD = inputs if embed is None else embed(inputs)
+        if embed is not None and config.embed_scale != 1:
+            scale = config.embed_scale or config.hidden_size**0.5
+            x_BTD = x_BTD * torch.tensor(scale, dtype=x_BTD.dtype)  # rounded as in transformers
+        first = caches[0].n_tokens if caches else 0
         if position_ids_BT is None:
-            first = caches[0].n_tokens if caches else 0
-            position_ids_BT = torch.arange(first, first + input_ids_BT.shape[1], device=input_ids_BT.device)
-        rope = rope_tables(self.config, position_ids_BT, x_BTD.dtype)
-        mask = self._attention_backend.make_mask(boundaries, x_BTD.device, x_BTD.dtype)
-        for index, layer in enumerate(self.model.layers):
-            x_BTD = layer(x_BTD, rope, mask, caches[index]) if caches else layer(x_BTD, rope, mask)
-        return self.model.norm(x_BTD)
+            position_ids_BT = torch.arange(first, first + inputs.shape[1], device=inputs.device)
+        ropes = {
+            rope: rope_tables(rope, position_ids_BT, x_BTD.dtype) for rope in map(config.rope, self.layers) if rope
+        }
+        shape = (inputs.shape[0], inputs.shape[1], first + inputs.shape[1])
+        masks = {
+            window: self._attention_backend.make_mask(boundaries, x_BTD.device, x_BTD.dtype, window, shape)
+            for window in dict.fromkeys(map(config.window, self.layers))
+        }
+        for index, block in zip(self.layers, self.blocks, strict=True):
+            rope, mask = config.rope(index), masks[config.window(index)]
+            tables = None if rope is None else ropes[rope]
+            x_BTD = block(x_BTD, tables, mask, caches[index]) if caches else block(x_BTD, tables, mask)
+        if norm is None:
+            return x_BTD
+        x_BTD = norm(x_BTD)
+        return x_BTD if config.logits_divisor == 1 else x_BTD / config.logits_divisor

@@ -42,7 +42,7 @@ def describe_model(config: ModelConfig, *, seq_len: int, micro_batch_size: int =
     memory = estimate_memory(config, micro_batch_size=micro_batch_size, seq_len=seq_len)
     return {
         "config": config.to_dict(),
-        "head_dim": config.head_dim,
+        "head_dim": config.head_width,
         "parameters": n_parameters(config),
         "compute_parameters": n_compute_parameters(config),
         "seq_len": seq_len,
@@ -64,7 +64,7 @@ def format_description(config: ModelConfig, *, seq_len: int, micro_batch_size: i
 def _iter_lines(config: ModelConfig, facts: dict[str, Any]) -> Iterator[str]:
     for name, value in facts["config"].items():
         yield f"{name:<24} {value}"
-    yield f"{'head_dim':<24} {config.head_dim}"
+    yield f"{'head_dim':<24} {config.head_width}"
     yield ""
     yield from _iter_shape_lines(param_specs(config), config.n_layers)
     yield ""

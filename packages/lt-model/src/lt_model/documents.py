@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lt_model.errors import ModelError
-from lt_model.sdpa import sdpa_attention
+from lt_model.sdpa import sdpa_attention, window_bias
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +62,11 @@ class DocumentBoundaries:
         cu_seqlens = torch.cat((starts, starts.new_tensor([ids_BT.numel()]))).to(torch.int32)
         return cls(cu_seqlens, *ids_BT.shape)
 
+    @classmethod
+    def one_per_row(cls, n_rows: int, seq_len: int) -> DocumentBoundaries:
+        """Return the boundaries of rows of one document each."""
+        return cls(torch.arange(n_rows + 1, dtype=torch.int32) * seq_len, n_rows, seq_len)
+
     @property
     def is_one_per_row(self) -> bool:
         """True if every row is one document: the B-th boundary is then the end."""
@@ -92,29 +97,62 @@ class VarlenMetadata(NamedTuple):
     kernel_options: dict[str, Any]
 
 
-def varlen_metadata(boundaries: DocumentBoundaries, device: torch.device) -> VarlenMetadata:
+class SplitMask(NamedTuple):
+    """Arguments of `split_attention`: the lengths of documents, and the keys that a query sees (0: all earlier)."""
+
+    lengths: list[int]
+    window: int
+
+
+def varlen_metadata(boundaries: DocumentBoundaries, device: torch.device, window: int = 0) -> VarlenMetadata:
     """Return the arguments for `flash_attn_attention`."""
-    return VarlenMetadata(copy_to_device(boundaries.cu_seqlens, device), boundaries.seq_len, {})
+    options = {"window_size": (window - 1, 0)} if window else {}
+    return VarlenMetadata(copy_to_device(boundaries.cu_seqlens, device), boundaries.seq_len, options)
 
 
-def torch_varlen_metadata(boundaries: DocumentBoundaries, device: torch.device) -> VarlenMetadata:
-    """Return the arguments for `varlen_attention`, with the option names of the installed torch."""
+def torch_varlen_metadata(boundaries: DocumentBoundaries, device: torch.device, window: int = 0) -> VarlenMetadata:
+    """Return the arguments for `varlen_attention`, with the option names of the installed torch.
+
+    Raises:
+        ModelError: a window, which the kernel of torch 2.10 does not have.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
     known = inspect.signature(varlen_attn).parameters
+    if window and "window_size" not in known:
+        raise ModelError(
+            f"attention = 'varlen': torch {torch.__version__} has no windows; take 'flex' or a newer torch"
+        )
     options: dict[str, Any] = {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}
+    if window:
+        options = {"window_size": (window - 1, 0)}
     if "enable_gqa" in known:
         options["enable_gqa"] = True
     return varlen_metadata(boundaries, device)._replace(kernel_options=options)
 
 
-def split_attention(q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, lengths: list[int] | None) -> Tensor:
-    """Attend within each document by a separate call; `lengths` are those of `DocumentBoundaries`."""
-    if lengths is None:
+def split_attention(q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, mask: SplitMask | None) -> Tensor:
+    """Attend within each document by a separate call, of longer ones than a window by a call for so many queries."""
+    if mask is None:
         return sdpa_attention(q_BTHK, k_BSGK, v_BSGK, None)
-    parts = (x.flatten(0, 1)[None].split(lengths, dim=1) for x in (q_BTHK, k_BSGK, v_BSGK))
-    outs = [sdpa_attention(q, k, v, None) for q, k, v in zip(*parts, strict=True)]
+    parts = (x.flatten(0, 1)[None].split(mask.lengths, dim=1) for x in (q_BTHK, k_BSGK, v_BSGK))
+    outs = [_attend_window(q, k, v, mask.window) for q, k, v in zip(*parts, strict=True)]
     return torch.cat(outs, dim=1).view(q_BTHK.shape)
+
+
+def _attend_window(q_1THK: Tensor, k_1TGK: Tensor, v_1TGK: Tensor, window: int) -> Tensor:
+    """Attend in a document; each block of `window` queries sees itself and the block before: linear in T."""
+    n_tokens = q_1THK.shape[1]
+    if not window or n_tokens <= window:
+        return sdpa_attention(q_1THK, k_1TGK, v_1TGK, None)
+    bias = window_bias(window, 2 * window, window, q_1THK.device, q_1THK.dtype)
+    outs = [sdpa_attention(q_1THK[:, :window], k_1TGK[:, :window], v_1TGK[:, :window], None)]
+    for first in range(window, n_tokens, window):
+        keys = slice(first - window, first + window)
+        n_queries = min(window, n_tokens - first)
+        block_bias = bias[:n_queries, : window + n_queries]
+        outs.append(sdpa_attention(q_1THK[:, first : first + window], k_1TGK[:, keys], v_1TGK[:, keys], block_bias))
+    return torch.cat(outs, dim=1)
 
 
 def varlen_attention(q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, metadata: VarlenMetadata | None) -> Tensor:
@@ -133,15 +171,19 @@ def varlen_attention(q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, metadata: V
     return out.view(q_BTHK.shape)
 
 
-def flash_attn_attention(q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, metadata: VarlenMetadata | None) -> Tensor:
+def flash_attn_attention(
+    q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, metadata: VarlenMetadata | None, softcap: float = 0.0
+) -> Tensor:
     """Attend through flash-attn 2.1 or later, whose causal mask is aligned to the last key, as ours."""
     from flash_attn import flash_attn_func, flash_attn_varlen_func  # pyright: ignore[reportMissingImports] - optional
 
+    cap = {"softcap": softcap} if softcap else {}
     if metadata is None:
-        return flash_attn_func(q_BTHK, k_BSGK, v_BSGK, causal=True)
-    cu_seqlens, max_seqlen, _ = metadata
+        return flash_attn_func(q_BTHK, k_BSGK, v_BSGK, causal=True, **cap)
+    cu_seqlens, max_seqlen, options = metadata
     q, k, v = (x.flatten(0, 1) for x in (q_BTHK, k_BSGK, v_BSGK))
-    out = flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, causal=True)
+    bounds = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    out = flash_attn_varlen_func(q, k, v, *bounds, causal=True, **options, **cap)
     return out.view(q_BTHK.shape)
 
 

@@ -20,30 +20,38 @@ if TYPE_CHECKING:
     from lt_model.documents import DocumentBoundaries
 
 
-def flex_mask(boundaries: DocumentBoundaries, device: torch.device) -> Any:
-    """Return the BlockMask that is causal within each document."""
+def flex_mask(boundaries: DocumentBoundaries, device: torch.device, window: int = 0) -> Any:
+    """Return the BlockMask that is causal within each document, and of the last `window` keys if that is not 0."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     documents_BT = boundaries.document_indices(device)
 
     def seen(row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (query >= key) & (documents_BT[row, query] == documents_BT[row, key])
+        is_seen = (query >= key) & (documents_BT[row, query] == documents_BT[row, key])
+        return is_seen & (query - key < window) if window else is_seen
 
     n_rows, n_tokens = documents_BT.shape
     return create_block_mask(seen, n_rows, None, n_tokens, n_tokens, device=str(device))
 
 
-def flex_mask_attention(q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, mask: Any) -> Tensor:
+def flex_mask_attention(q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, mask: Any, softcap: float = 0.0) -> Tensor:
     """Attend through compiled flex_attention with the block mask."""
     if mask is None:
         return sdpa_attention(q_BTHK, k_BSGK, v_BSGK, None)
-    return call_flex(_flex_kernel(), q_BTHK, k_BSGK, v_BSGK, mask)
+    return call_flex(_flex_kernel(), q_BTHK, k_BSGK, v_BSGK, mask, softcap)
 
 
-def call_flex(kernel: Callable[..., Any], q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, mask: Any) -> Tensor:
+def call_flex(
+    kernel: Callable[..., Any], q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, mask: Any, softcap: float = 0.0
+) -> Tensor:
     """Call flex_attention, compiled or eager, with heads and tokens in its order."""
+
+    def cap(score: Tensor, *_: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
     q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BSGK, v_BSGK))
-    return kernel(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
+    is_gqa = q.shape[1] != k.shape[1]
+    return kernel(q, k, v, score_mod=cap if softcap else None, block_mask=mask, enable_gqa=is_gqa).transpose(1, 2)
 
 
 def _flex_kernel() -> Callable[..., Any]:

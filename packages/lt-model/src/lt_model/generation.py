@@ -108,7 +108,7 @@ def generate_batch(
         while not all(has_ended):
             last_BD = model.hidden_states(pending, caches=caches)[:, -1]
             sampled = [row for row, prompt in enumerate(prompts) if position >= len(prompt) and not has_ended[row]]
-            logits_BV = model.lm_head(last_BD[sampled]).to("cpu", torch.float64)
+            logits_BV = model.logits(last_BD[sampled]).to("cpu", torch.float64)
             for row, logits_V in zip(sampled, logits_BV, strict=True):
                 new_ids[row].append(_sample_token(logits_V, temperature, top_k, top_p, samplers[row]))
                 has_ended[row] = len(new_ids[row]) == max_new_tokens or is_finished(row, new_ids[row])

@@ -1,55 +1,35 @@
-"""Conversion of `ModelConfig` to and from the config.json of `transformers.LlamaForCausalLM`.
+"""Conversion of `ModelConfig` to and from the config.json of `transformers`, by the rows of `families.FAMILIES`.
 
-Up to 4.x, transformers keeps rotary settings in `rope_theta` and `rope_scaling`; from 5.0 on, in one `rope_parameters`.
-`config_to_hf` writes both spellings with equal values, so every version from 4.48 on reads the same model;
-`config_from_hf` reads either and rejects a file in which they disagree. Any setting that would change the output and
-that our Llama does not support (biases, dropout, other rotary rules, quantized weights, ...) is an error: a model is
-never loaded approximately.
+Up to 4.x, transformers keeps rotary settings in `rope_theta` and `rope_scaling` (or names of the family's own); from
+5.0 on, in one `rope_parameters`. `config_to_hf` writes both spellings with equal values, so every version that has the
+family reads the same model; `config_from_hf` reads either and rejects a file in which they disagree. Any setting that
+would change the output and that the decoder does not have (other rotary rules, quantized weights, ...) is an error: a
+model is never loaded approximately.
 """
 
 from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lt_model.config import ModelConfig, RopeScaling
+from lt_model.config import SCALING_FIELDS, LayerKind, ModelConfig, RopeScaling, check_size
 from lt_model.errors import ModelError
+from lt_model.families import COMMON_DEFAULTS, COMMON_REQUIRED, DROPOUTS, FAMILIES, Family
 
 MAX_CONFIG_BYTES = 2**24
-# Our field name -> transformers' name, for fields with the same meaning.
-HF_NAMES = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "intermediate_size": "intermediate_size",
-    "n_heads": "num_attention_heads",
-    "n_kv_heads": "num_key_value_heads",
-    "n_layers": "num_hidden_layers",
-    "max_position_embeddings": "max_position_embeddings",
-    "norm_eps": "rms_norm_eps",
-    "tie_word_embeddings": "tie_word_embeddings",
-}
-# Defaults of transformers' LlamaConfig for absent keys. Sizes have none here: a file without them describes no model.
-HF_DEFAULTS: Mapping[str, Any] = {
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-}
-HF_DEFAULT_THETA = 10000.0
-# Settings that must have this value (or be absent or null) for the model to be ours.
-HF_REQUIRED_VALUES: Mapping[str, Any] = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "attention_dropout": 0,
-    "partial_rotary_factor": 1,
-    "quantization_config": None,
-}
 DTYPES = ("float32", "float64", "float16", "bfloat16")
+ACTIVATIONS: Mapping[str, str] = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
+"""Our name to transformers'."""
+NULLABLE = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
+"""Keys whose null says "none"; of the others it says that the default holds."""
+SCALING_KEYS: Mapping[str, str] = {"magnitude": "attention_factor"}
+"""Field of `RopeScaling` to key, where they differ."""
 
 
 def config_to_hf(
@@ -59,7 +39,7 @@ def config_to_hf(
     eos_token_id: int | list[int] | None = None,
     dtype: str = "float32",
 ) -> dict[str, Any]:
-    """Return the config.json of the equivalent `LlamaForCausalLM`.
+    """Return the config.json of the equivalent model of transformers.
 
     Args:
         config: the model.
@@ -76,66 +56,58 @@ def config_to_hf(
     for name, token_id in (("bos_token_id", bos_token_id), *(("eos_token_id", i) for i in eos_ids)):
         if token_id is not None and not 0 <= token_id < config.vocab_size:
             raise ModelError(f"{name} = {token_id}: outside the vocabulary of {config.vocab_size} ids")
-    scaling = None if config.rope_scaling is None else {"rope_type": "llama3", **_scaling_to_dict(config.rope_scaling)}
+    row = FAMILIES[config.family]
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        **{theirs: getattr(config, ours) for ours, theirs in HF_NAMES.items()},
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "mlp_bias": False,
-        "pretraining_tp": 1,
-        "initializer_range": 0.02,
+        "architectures": [row.architecture],
+        "model_type": config.family,
+        **{key: _to_key(config, name, key) for name, key in row.keys.items()},
+        **row.required,
+        **{key: 0.0 for key in DROPOUTS if key == "attention_dropout"},
         "use_cache": True,
         "bos_token_id": bos_token_id,
         "eos_token_id": eos_token_id,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": scaling,
-        "rope_parameters": {**(scaling or {"rope_type": "default"}), "rope_theta": config.rope_theta},
+        **_write_layers(config, row),
+        **_write_rope(config, row),
         "torch_dtype": dtype,
     }
 
 
 def config_from_hf(values: Mapping[str, Any], source: str = "") -> ModelConfig:
-    """Read a config.json of `LlamaForCausalLM`, of transformers 4 or 5.
+    """Read a config.json of one of the families, of transformers 4 or 5.
 
     Args:
         values: the parsed file.
         source: its path, for error messages.
 
     Raises:
-        ModelError: not a Llama, a missing size, or a setting that our Llama does not support.
+        ModelError: an unknown family, a missing size, or a setting that the decoder does not have.
     """
-    where = source or "config.json"
-    if values.get("model_type") != "llama":
-        raise ModelError(f"{where}: model_type = {values.get('model_type')!r}; only 'llama' can be read")
-    for name, wanted in HF_REQUIRED_VALUES.items():
+    where, family = source or "config.json", values.get("model_type")
+    if not isinstance(family, str) or family not in FAMILIES:
+        raise ModelError(f"{where}: model_type = {family!r}: unknown; the families are {', '.join(FAMILIES)}")
+    row = FAMILIES[family]
+    partial = {} if row.partial_key else {"partial_rotary_factor": 1}
+    for name, wanted in {**COMMON_REQUIRED, **row.required, **partial}.items():
         found = values.get(name)
         if found is not None and found != wanted:
-            raise ModelError(f"{where}: {name} = {found!r} is not supported (only {wanted!r})")
-    found = {theirs: values[theirs] for theirs in HF_NAMES.values() if values.get(theirs) is not None}
-    found = {**HF_DEFAULTS, **found}
-    found.setdefault("num_key_value_heads", values.get("num_attention_heads"))
-    if missing := [name for name in HF_NAMES.values() if found.get(name) is None]:
+            raise ModelError(f"{where}: {name} = {found!r} of {family} is not supported (only {wanted!r})")
+    given = {**COMMON_DEFAULTS, **row.defaults, **{key: value for key, value in values.items() if value is not None}}
+    given |= {key: None for key in NULLABLE if key in values and values[key] is None}
+    given.setdefault("num_key_value_heads", given.get("num_attention_heads"))
+    if missing := [key for key in row.keys.values() if key not in given and key != "head_dim"]:
         raise ModelError(f"{where}: {missing[0]} is missing")
-    theta, scaling = _read_rope(values, where, found["max_position_embeddings"])
     try:
-        config = ModelConfig(
-            **{ours: found[theirs] for ours, theirs in HF_NAMES.items()},
-            rope_theta=theta,
-            rope_scaling=None if scaling is None else RopeScaling(**scaling),
-        )
+        found = {name: _from_key(given.get(key), key) for name, key in row.keys.items()}
+        if "n_kv_heads" not in row.keys:
+            found["n_kv_heads"] = found["n_heads"]
+        found |= _read_rope(values, row, where, found["max_position_embeddings"])
+        found |= _read_layers(given, row, check_size("n_layers", found["n_layers"]))
+        if not any(kind.sliding for kind in found["layers"]):
+            found |= {"sliding_window": 0, "sliding_rope_theta": 0.0}
+        return ModelConfig(**{**row.fixed, **found}, family=family)
     except ModelError as error:
-        raise ModelError(f"{where}: {error}") from error
-    head_dim = values.get("head_dim")
-    if head_dim is not None and head_dim != config.head_dim:
-        raise ModelError(
-            f"{where}: head_dim = {head_dim} is not supported (only hidden_size / num_attention_heads = "
-            f"{config.head_dim})"
-        )
-    return config
+        text = str(error)
+        raise ModelError(text if text.startswith(where) else f"{where}: {text}") from error
 
 
 def read_config(path: str | Path) -> ModelConfig:
@@ -166,62 +138,196 @@ def _read_text(file: Path) -> str:
         return opened.read(MAX_CONFIG_BYTES).decode()
 
 
-_SCALING_NAMES = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+def check_trainable(values: Mapping[str, Any], source: str = "") -> None:
+    """Check that training would not need what only training does: dropout.
+
+    Raises:
+        ModelError: a dropout above 0; names the key and the remedy.
+    """
+    for key in DROPOUTS:
+        if values.get(key):
+            raise ModelError(
+                f"{source or 'config.json'}: {key} = {values[key]!r}: lt trains without dropout; give a copy of the "
+                f"file with {key} = 0 as model.init_config or model.config"
+            )
 
 
-def _scaling_to_dict(scaling: RopeScaling) -> dict[str, Any]:
-    return {name: getattr(scaling, name) for name in _SCALING_NAMES}
+def _from_key(value: Any, key: str) -> Any:
+    if key in ("hidden_act", "hidden_activation"):
+        names = {theirs: ours for ours, theirs in ACTIVATIONS.items()}
+        if value not in names:
+            raise ModelError(f"{key} = {value!r} is not supported (only {', '.join(names)})")
+        return names[value]
+    if key == "query_pre_attn_scalar":
+        if not isinstance(value, int | float) or not value > 0:
+            raise ModelError(f"{key} = {value!r}: must be a number above 0")
+        return value**-0.5
+    return 0 if value is None else value
 
 
-def _read_rope(values: Mapping[str, Any], where: str, max_positions: object) -> tuple[Any, dict[str, Any] | None]:
-    """Return theta and the llama3 scaling values (or None) from the old spelling, the new one, or both."""
-    spellings: dict[str, tuple[Any, dict[str, Any] | None]] = {}
-    new = values.get("rope_parameters")
-    old_theta = values.get("rope_theta")
+def _to_key(config: ModelConfig, name: str, key: str) -> Any:
+    value = getattr(config, name)
+    if name == "activation":
+        return ACTIVATIONS[value]
+    if name == "head_dim":
+        return config.head_width
+    if name == "attention_scale":
+        scale = value or config.head_width**-0.5
+        if key != "query_pre_attn_scalar":
+            return scale
+        return round(scale**-2) if round(scale**-2) ** -0.5 == scale else scale**-2
+    return value or None if key in NULLABLE else value
+
+
+def _read_layers(given: Mapping[str, Any], row: Family, n_layers: int) -> dict[str, Any]:
+    """Return the kinds of layers and their window."""
+    if not row.sliding:
+        return {"layers": (LayerKind(),)}
+    window = given["sliding_window"] or 0
+    if row.sliding in ("last", "nope") and not given["use_sliding_window"]:
+        window = 0
+    period = given.get("sliding_window_pattern") or given.get("_sliding_window_pattern") or row.period
+    interval, ropes = given.get("no_rope_layer_interval") or row.period, [True] * n_layers
+    if row.sliding == "nope":
+        ropes = given.get("no_rope_layers") or [(index + 1) % interval != 0 for index in range(n_layers)]
+    slides = {
+        "all": lambda index: window > 0,
+        "last": lambda index: window > 0 and index >= given["max_window_layers"],
+        "pattern": lambda index: (index + 1) % period != 0,
+        "nope": lambda index: window > 0 and not ropes[index],
+    }[row.sliding]
+    names = ("full_attention", "sliding_attention")
+    types = given.get("layer_types") if row.sliding != "all" else None
+    types = types or [names[slides(index)] for index in range(n_layers)]
+    for key, values in (("layer_types", types), ("no_rope_layers", ropes)):
+        if len(values) != n_layers or (key == "layer_types" and not set(values) <= set(names)):
+            raise ModelError(f"{key} = {values!r}: must be {n_layers} of {' and '.join(names)}, one for each layer")
+    kinds = tuple(
+        LayerKind(sliding=kind == "sliding_attention", rope=bool(rope)) for kind, rope in zip(types, ropes, strict=True)
+    )
+    return {"layers": kinds, "sliding_window": window}
+
+
+def _write_layers(config: ModelConfig, row: Family) -> dict[str, Any]:
+    if not row.sliding:
+        return {}
+    written: dict[str, Any] = {"sliding_window": config.sliding_window or None}
+    if row.sliding == "all":
+        return written
+    kinds = [config.layer(index) for index in range(config.n_layers)]
+    written["layer_types"] = ["sliding_attention" if kind.sliding else "full_attention" for kind in kinds]
+    if row.sliding == "pattern":
+        period = _period([not kind.sliding for kind in kinds])
+        return written | ({"sliding_window_pattern": period} if period else {})
+    written["use_sliding_window"] = config.sliding_window > 0
+    if row.sliding == "last":
+        written["max_window_layers"] = next((i for i, kind in enumerate(kinds) if kind.sliding), config.n_layers)
+    else:
+        written["no_rope_layers"] = [int(kind.rope) for kind in kinds]
+        written["no_rope_layer_interval"] = _period([not kind.rope for kind in kinds]) or row.period
+    return written
+
+
+def _period(marks: list[bool]) -> int:
+    """Return n if each n-th layer is marked and no other, else 0."""
+    n = next((index + 1 for index, mark in enumerate(marks) if mark), len(marks) + 1)
+    return n if all(mark == ((index + 1) % n == 0) for index, mark in enumerate(marks)) else 0
+
+
+def _read_rope(values: Mapping[str, Any], row: Family, where: str, max_positions: object) -> dict[str, Any]:
+    """Return the rotary fields from the old spelling, the new one, or both."""
+    given = {key: value for key, value in values.items() if value is not None}
+    defaults = {**COMMON_DEFAULTS, **row.defaults}
+    old_theta, partial = given.get(row.theta_key), row.partial_key or "partial_rotary_factor"
+    spellings: dict[str, dict[str, Any]] = {}
+    new = given.get("rope_parameters")
     if new:
-        theta = _check_rope_mapping(new, f"{where}: rope_parameters").get("rope_theta")
-        default = HF_DEFAULT_THETA if old_theta is None else old_theta
-        spellings["rope_parameters"] = (
-            default if theta is None else theta,
-            _read_scaling(new, f"{where}: rope_parameters", max_positions),
-        )
-    if old_theta is not None or values.get("rope_scaling"):
-        scaling = _read_scaling(values.get("rope_scaling") or {}, f"{where}: rope_scaling", max_positions)
-        if not values.get("rope_scaling") and new and "rope_scaling" not in values:
-            scaling = spellings["rope_parameters"][1]  # without a rope_scaling there is nothing to disagree with
-        theta = HF_DEFAULT_THETA if old_theta is None else old_theta
-        spellings["rope_theta and rope_scaling"] = (theta, scaling)
-    if not spellings:
-        return HF_DEFAULT_THETA, None
+        place = f"{where}: rope_parameters"
+        new = _check_mapping(new, place)
+        is_nested = isinstance(new.get("full_attention"), Mapping) or isinstance(new.get("sliding_attention"), Mapping)
+        if is_nested and not row.has_two_ropes:
+            raise ModelError(f"{place} differ between layers, which this family has not")
+        full = _check_mapping(new.get("full_attention") or {}, place) if is_nested else new
+        spellings["rope_parameters"] = {
+            "rope_theta": full.get("rope_theta", defaults["rope_theta"] if old_theta is None else old_theta),
+            "rope_scaling": _read_scaling(full, place, max_positions),
+            "rotary_fraction": full.get("partial_rotary_factor", given.get(partial, defaults.get(partial, 1.0))),
+        }
+        if row.has_two_ropes:
+            local = _check_mapping(new.get("sliding_attention") or {}, place) if is_nested else {}
+            if _read_scaling(local, f"{place}: sliding_attention", max_positions):
+                raise ModelError(f"{place}: sliding_attention is scaled, which is not supported")
+            base = given.get("rope_local_base_freq", defaults.get("rope_local_base_freq", defaults["rope_theta"]))
+            spellings["rope_parameters"]["sliding_rope_theta"] = local.get("rope_theta", base)
+    olds = (row.theta_key, "rope_scaling", partial, *(("rope_local_base_freq",) if row.has_two_ropes else ()))
+    if not new or any(key in given for key in olds):
+        theta = defaults["rope_theta"] if old_theta is None else old_theta
+        old: dict[str, Any] = {
+            "rope_theta": theta,
+            "rope_scaling": _read_scaling(given.get("rope_scaling", {}), f"{where}: rope_scaling", max_positions),
+            "rotary_fraction": given.get("rope_scaling", {}).get(
+                "partial_rotary_factor", given.get(partial, defaults.get(partial, 1.0))
+            ),
+        }
+        if row.has_two_ropes:
+            old["sliding_rope_theta"] = given.get("rope_local_base_freq", defaults.get("rope_local_base_freq", theta))
+        if new:  # what the old spelling leaves out cannot disagree
+            silent = {"rope_theta": row.theta_key, "rope_scaling": "rope_scaling", "rotary_fraction": partial}
+            silent["sliding_rope_theta"] = "rope_local_base_freq"
+            old |= {name: found for name, found in spellings["rope_parameters"].items() if silent[name] not in values}
+        spellings["rope_theta and rope_scaling"] = old
     found = list(spellings.values())
     if any(one != found[0] for one in found):
         raise ModelError(
             f"{where}: rope_parameters ({found[0]}) and rope_theta with rope_scaling ({found[1]}) disagree; "
             "delete the wrong spelling"
         )
+    if not row.partial_key and found[0]["rotary_fraction"] != 1:
+        raise ModelError(f"{where}: partial_rotary_factor = {found[0]['rotary_fraction']!r} is not supported (only 1)")
     return found[0]
 
 
-def _read_scaling(rope: object, where: str, max_positions: object) -> dict[str, Any] | None:
-    rope = _check_rope_mapping(rope, where)
+def _write_rope(config: ModelConfig, row: Family) -> dict[str, Any]:
+    scaling, partial = None, {}
+    if config.rope_scaling is not None:
+        names = ("factor", *SCALING_FIELDS[config.rope_scaling.kind])
+        fields = {SCALING_KEYS.get(name, name): getattr(config.rope_scaling, name) for name in names}
+        scaling = {"rope_type": config.rope_scaling.kind, **{k: v for k, v in fields.items() if v or k == "truncate"}}
+    if row.partial_key:
+        partial = {"partial_rotary_factor": config.rotary_fraction}
+    new = {**(scaling or {"rope_type": "default"}), "rope_theta": config.rope_theta, **partial}
+    old = {row.theta_key: config.rope_theta, "rope_scaling": scaling}
+    if row.partial_key:
+        old[row.partial_key] = config.rotary_fraction
+    if not row.has_two_ropes:
+        return {**old, "rope_parameters": new}
+    local = config.sliding_rope_theta or config.rope_theta
+    both = {"full_attention": new, "sliding_attention": {"rope_type": "default", "rope_theta": local}}
+    return {**old, "rope_local_base_freq": local, "rope_parameters": both}
+
+
+def _read_scaling(rope: object, where: str, max_positions: object) -> RopeScaling | None:
+    rope = _check_mapping(rope, where)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
-    if kind != "llama3":
-        raise ModelError(f"{where}: rope_type = {kind!r} is not supported (only 'default' and 'llama3')")
-    # transformers defaults to the model's max_position_embeddings.
-    scaling = {"original_max_position_embeddings": max_positions}
-    scaling |= {name: rope[name] for name in _SCALING_NAMES if rope.get(name) is not None}
-    if missing := [name for name in _SCALING_NAMES if name not in scaling]:
+    if kind not in SCALING_FIELDS:
+        raise ModelError(f"{where}: rope_type = {kind!r} is not supported (only default, {', '.join(SCALING_FIELDS)})")
+    required = ("factor", "low_freq_factor", "high_freq_factor") if kind == "llama3" else ("factor",)
+    if missing := [name for name in required if rope.get(name) is None]:
         raise ModelError(f"{where}: {missing[0]} is missing")
-    return scaling
+    # transformers defaults to the model's max_position_embeddings.
+    fields: dict[str, Any] = {"original_max_position_embeddings": max_positions} if kind != "linear" else {}
+    for name in ("factor", *SCALING_FIELDS[kind]):
+        if rope.get(SCALING_KEYS.get(name, name)) is not None:
+            fields[name] = rope[SCALING_KEYS.get(name, name)]
+    if kind == "yarn" and "magnitude" not in fields and rope.get("mscale") and rope.get("mscale_all_dim"):
+        one, other = (1.0 + 0.1 * rope[key] * math.log(rope["factor"]) for key in ("mscale", "mscale_all_dim"))
+        fields["magnitude"] = one / other if rope["factor"] > 1 else 1.0
+    return RopeScaling(kind=kind, **fields)
 
 
-def _check_rope_mapping(value: object, where: str) -> Mapping[str, Any]:
+def _check_mapping(value: object, where: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise ModelError(f"{where} = {value!r}: must be a table")
-    if value.get("partial_rotary_factor", 1) != 1:
-        raise ModelError(
-            f"{where}: partial_rotary_factor = {value['partial_rotary_factor']!r} is not supported (only 1)"
-        )
     return value

@@ -71,12 +71,12 @@ def init_slice(
         assert 0 <= start <= start + extent <= size, (
             f"slice {offset} + {shape} leaves {param_spec.name} {param_spec.shape}"
         )
-    if param_spec.init_std == 0:
-        return torch.ones(shape, dtype=dtype, device=device)
+    if isinstance(param_spec.init, str):
+        return torch.full(shape, float(param_spec.init == "ones"), dtype=dtype, device=device)
     out = torch.empty(shape, dtype=dtype, device=device)
     if out.is_meta or not out.numel():
         return out
-    key, scale = parameter_key(seed, param_spec.name), param_spec.init_std / math.sqrt(VARIANCE)
+    key, scale = parameter_key(seed, param_spec.name), param_spec.init / math.sqrt(VARIANCE)
     rows = out.view(out.shape[0], -1)
     inner = _linear_indices(offset[1:], shape[1:], param_spec.shape[1:], device)
     row_size = math.prod(param_spec.shape[1:])

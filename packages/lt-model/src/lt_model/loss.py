@@ -216,6 +216,7 @@ def linear_loss_parts(
     all_reduce_softmax: AllReduceSoftmax | None = None,
     chunk_tokens: int = 0,
     compile: bool = False,
+    softcap: float = 0.0,
 ) -> LossParts:
     """Return the loss of `linear_cross_entropy_sum` with its parts, at the same cost.
 
@@ -230,7 +231,8 @@ def linear_loss_parts(
         all_reduce_softmax: reduction over the ranks with the other rows; None if the weight has all. `hidden` and
             `labels` are the same on all ranks, and the gradient of `hidden` is this rank's partial sum.
         chunk_tokens: tokens whose logits exist at a time; 0: 256 on a CPU, else as many as 2^27 logits are.
-        compile: compile what lies between the matrix products (`compiled_loss`).
+        compile: compile what lies between the matrix products (`compiled_loss`); not with a softcap.
+        softcap: logits z become softcap * tanh(z / softcap); 0: they stay.
 
     Raises:
         ModelError: see there, or a negative `chunk_tokens`.
@@ -252,7 +254,8 @@ def linear_loss_parts(
         all_reduce_softmax,
         needs_grad,
         chunk_tokens or default_chunk_tokens(hidden, weight_VD),
-        compile,
+        compile and not softcap,
+        softcap,
     )
     return LossParts(*parts)
 
@@ -272,6 +275,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needs_grad: bool,
         chunk_tokens: int,
         compile: bool,
+        softcap: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         wide = _upcast_dtype(hidden_ND.dtype)
         counted_N = own_N = labels_N != IGNORE_INDEX
@@ -297,13 +301,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
             counted_C1, own_C1 = counted_N1[chunk], own_N1[chunk]
             product_CW, padded_CW = (buffer[: hidden_CD.shape[0]] for buffer in (buffer_CW, wide_buffer_CW))
             torch.mm(hidden_CD, weight_WD.T, out=product_CW)
-            exp_CV = None
+            exp_CV = slope_CV = None
             if compile:
                 top_C1, sum_C1, at_target_C1 = compiled(softmax_terms)(product_CW, targets_C1, own_C1, vocab_size)
             else:
                 if product_CW.dtype != wide:
                     padded_CW.copy_(product_CW)
                 logits_CV = padded_CW[:, :vocab_size]
+                slope_CV = _cap_logits(logits_CV, softcap)
                 at_target_C1 = logits_CV.gather(1, targets_C1) * own_C1
                 top_C1 = logits_CV.amax(dim=1, keepdim=True)
                 exp_CV = logits_CV.sub_(top_C1).exp_()
@@ -321,7 +326,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if exp_CV is None:
                     compiled(write_logits_grad)(product_CW, own_top_C1, factor_C1, targets_C1, own_C1, vocab_size)
                 else:
-                    exp_CV.mul_(factor_C1).scatter_add_(1, targets_C1, -own_C1)
+                    _write_logits_grad(exp_CV, factor_C1, targets_C1, own_C1, slope_CV)
                     padded_CW[:, vocab_size:] = 0
                     if product_CW.dtype != wide:
                         product_CW.copy_(padded_CW)
@@ -339,7 +344,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any, upstream: Tensor, *_: Tensor
     ) -> tuple[Tensor | None, ...]:
         grad_hidden_ND, grad_weight_VD = ctx.saved_tensors
-        return _scale_grad(grad_hidden_ND, upstream), _scale_grad(grad_weight_VD, upstream), *(None,) * 9
+        return _scale_grad(grad_hidden_ND, upstream), _scale_grad(grad_weight_VD, upstream), *(None,) * 10
+
+
+def _cap_logits(logits: Tensor, softcap: float) -> Tensor | None:
+    """Replace logits z by softcap * tanh(z / softcap); return the derivative, or None where there is no cap."""
+    if not softcap:
+        return None
+    slope = 1 - logits.div_(softcap).tanh_().square()
+    logits.mul_(softcap)
+    return slope
+
+
+def _write_logits_grad(exp: Tensor, factor: Tensor, targets: Tensor, own: Tensor, slope: Tensor | None) -> None:
+    """Overwrite exp(logit - largest) with the loss's gradient: exp * factor - one-hot of the label, times the slope."""
+    exp.mul_(factor).scatter_add_(1, targets, -own)
+    if slope is not None:
+        exp.mul_(slope)
 
 
 def _check_arguments(*, z_loss: float, pad_to_multiple_of: int, vocab_size: int | None, n_columns: int) -> None:

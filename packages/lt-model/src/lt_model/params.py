@@ -1,12 +1,13 @@
-"""Parameter table: every tensor of a Llama as data, in model order, without torch.
+"""Parameter table: every tensor of a decoder as data, in model order, without torch.
 
-Sharding, optimizers, initialization and checkpoint conversion read this table. Names are those of `transformers`'
-`LlamaForCausalLM.state_dict()`, and equal `Decoder.named_parameters()` in name, shape and order.
-Cost: 9 small objects per layer.
+Sharding, optimizers, initialization, recomputation, costs and checkpoint conversion read this table, never a name or a
+number of dimensions. Names are those of `transformers`' `LlamaForCausalLM.state_dict()`, and equal
+`Decoder.named_parameters()` in name, shape and order; `families` has other families' names in files.
+Cost: 9 small objects per layer of a Llama.
 
-Initial weights follow GPT-2: normal with standard deviation 0.02, and 0.02 / sqrt(2 * n_layers) for the two
-projections that write into the residual stream (o_proj, down_proj), so that its variance does not grow with depth.
-Norm weights are ones.
+Initial weights follow GPT-2: normal with standard deviation `init_std`, and init_std / sqrt(2 * n_layers) for the two
+projections that write into the residual stream (o_proj, down_proj), so that its variance does not grow with depth;
+not where a norm follows them. Norm weights are ones (zeros where they are 1 + w), biases zeros.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from typing import Literal
 
 from lt_model.config import ModelConfig
 
-INIT_STD = 0.02
 ParamRole = Literal["embed", "block", "final"]
+ParamType = Literal["matrix", "embedding", "head", "norm", "bias"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,27 +32,43 @@ class ParamSpec:
         shape: its full (unsharded) shape; linear weights are [out, in].
         layer: index of its block, or None outside the blocks.
         role: "embed" (input embedding), "block", or "final" (last norm and head); the unit of pipeline stages.
-        kind: module name within its role: "embed_tokens", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj",
-            "up_proj", "down_proj", "norm", "lm_head".
+        type: what it is: "matrix" (of a product in a block), "embedding", "head", "norm" or "bias".
+        kind: module name: "embed_tokens", "q_proj", "down_proj", "input_layernorm", "lm_head" and so on.
         tp_dim: the dimension that tensor parallelism splits: 0 (vocabulary rows or output features), 1 (input
             features), or None when every rank has all of it.
-        decay: whether weight decay applies (not to norms and the input embedding).
-        init_std: standard deviation of the initial values; 0: ones.
+        decay: whether weight decay applies (to matrices and the head).
+        init: initial values: the standard deviation of normal ones, or "ones" or "zeros".
+        is_saved: whether "selective" recomputation saves the output of its product: every other one of a block.
     """
 
     name: str
     shape: tuple[int, ...]
     layer: int | None
     role: ParamRole
+    type: ParamType
     kind: str
     tp_dim: int | None
     decay: bool
-    init_std: float
+    init: float | Literal["ones", "zeros"]
+    is_saved: bool = False
 
     @property
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+
+NORM_NAMES: dict[str, tuple[str, str, str, str]] = {
+    "pre": ("input_layernorm", "", "post_attention_layernorm", ""),
+    "post": ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
+    "both": (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+}
+"""`norm_place` to the norms before and after attention, before and after the feed-forward layer; "": none."""
 
 
 def param_specs(config: ModelConfig) -> tuple[ParamSpec, ...]:
@@ -60,61 +77,76 @@ def param_specs(config: ModelConfig) -> tuple[ParamSpec, ...]:
 
 
 def _iter_param_specs(config: ModelConfig) -> Iterator[ParamSpec]:
-    hidden, vocab = config.hidden_size, config.vocab_size
-    yield _matrix_spec("model.embed_tokens", (vocab, hidden), None, "embed", 0, decay=False)
+    vocab = (config.vocab_size, config.hidden_size)
+    std = config.init_std
+    yield _spec("model.embed_tokens.weight", vocab, None, "embedding", tp_dim=0, init=std)
     for layer in range(config.n_layers):
         yield from _block_specs(config, layer)
-    yield _norm_spec("model.norm", hidden, None, "final")
+    yield from _norm_specs(config, "model.norm", config.hidden_size, None)
     if not config.tie_word_embeddings:
-        yield _matrix_spec("lm_head", (vocab, hidden), None, "final", 0)
+        yield _spec("lm_head.weight", vocab, None, "head", tp_dim=0, init=std)
 
 
 def _block_specs(config: ModelConfig, layer: int) -> Iterator[ParamSpec]:
     hidden, inner = config.hidden_size, config.intermediate_size
-    kv_width = config.n_kv_heads * config.head_dim
-    residual_std = INIT_STD / math.sqrt(2 * config.n_layers)
+    q_width, kv_width = config.n_heads * config.head_width, config.n_kv_heads * config.head_width
+    is_deep = config.init_residual == "depth" or (config.init_residual == "auto" and config.norm_place == "pre")
+    residual_std = config.init_std / math.sqrt(2 * config.n_layers) if is_deep else config.init_std
+    products = [
+        ("self_attn.q_proj", (q_width, hidden), 0, config.qkv_bias),
+        ("self_attn.k_proj", (kv_width, hidden), 0, config.qkv_bias),
+        ("self_attn.v_proj", (kv_width, hidden), 0, config.qkv_bias),
+        ("self_attn.o_proj", (hidden, q_width), 1, config.o_bias),
+        *([("mlp.gate_proj", (inner, hidden), 0, config.mlp_bias)] if config.gated else []),
+        ("mlp.up_proj", (inner, hidden), 0, config.mlp_bias),
+        ("mlp.down_proj", (hidden, inner), 1, config.mlp_bias),
+    ]
     prefix = f"model.layers.{layer}"
-    yield _matrix_spec(f"{prefix}.self_attn.q_proj", (hidden, hidden), layer, "block", 0)
-    yield _matrix_spec(f"{prefix}.self_attn.k_proj", (kv_width, hidden), layer, "block", 0)
-    yield _matrix_spec(f"{prefix}.self_attn.v_proj", (kv_width, hidden), layer, "block", 0)
-    yield _matrix_spec(f"{prefix}.self_attn.o_proj", (hidden, hidden), layer, "block", 1, std=residual_std)
-    yield _matrix_spec(f"{prefix}.mlp.gate_proj", (inner, hidden), layer, "block", 0)
-    yield _matrix_spec(f"{prefix}.mlp.up_proj", (inner, hidden), layer, "block", 0)
-    yield _matrix_spec(f"{prefix}.mlp.down_proj", (hidden, inner), layer, "block", 1, std=residual_std)
-    yield _norm_spec(f"{prefix}.input_layernorm", hidden, layer, "block")
-    yield _norm_spec(f"{prefix}.post_attention_layernorm", hidden, layer, "block")
+    for index, (name, shape, tp_dim, has_bias) in enumerate(products):
+        std = residual_std if tp_dim == 1 else config.init_std
+        weight = f"{prefix}.{name}.weight"
+        yield _spec(weight, shape, layer, "matrix", tp_dim=tp_dim, init=std, is_saved=index % 2 == 0)
+        if has_bias:  # of a row-parallel product whole on every rank, and added once, after the sum
+            yield _spec(f"{prefix}.{name}.bias", shape[:1], layer, "bias", tp_dim=None if tp_dim else 0, init="zeros")
+        if name == "self_attn.o_proj" and config.qk_norm == "head":
+            yield from _norm_specs(config, f"{prefix}.self_attn.q_norm", config.head_width, layer)
+            yield from _norm_specs(config, f"{prefix}.self_attn.k_norm", config.head_width, layer)
+        elif name == "self_attn.o_proj" and config.qk_norm == "full":
+            yield from _norm_specs(config, f"{prefix}.self_attn.q_norm", q_width, layer, 0)
+            yield from _norm_specs(config, f"{prefix}.self_attn.k_norm", kv_width, layer, 0)
+    for name in filter(None, NORM_NAMES[config.norm_place]):
+        yield from _norm_specs(config, f"{prefix}.{name}", hidden, layer)
 
 
-def _matrix_spec(
-    module: str,
-    shape: tuple[int, int],
+def _norm_specs(
+    config: ModelConfig, module: str, width: int, layer: int | None, tp_dim: int | None = None
+) -> Iterator[ParamSpec]:
+    init: Literal["ones", "zeros"] = "zeros" if config.norm == "rms_plus_one" else "ones"
+    yield _spec(f"{module}.weight", (width,), layer, "norm", tp_dim=tp_dim, init=init)
+    if config.norm == "layer":
+        yield _spec(f"{module}.bias", (width,), layer, "bias", tp_dim=tp_dim, init="zeros")
+
+
+def _spec(
+    name: str,
+    shape: tuple[int, ...],
     layer: int | None,
-    role: ParamRole,
-    tp_dim: int,
+    type_: ParamType,
     *,
-    std: float = INIT_STD,
-    decay: bool = True,
+    tp_dim: int | None,
+    init: float | Literal["ones", "zeros"],
+    is_saved: bool = False,
 ) -> ParamSpec:
+    role: ParamRole = "block" if layer is not None else "embed" if type_ == "embedding" else "final"
     return ParamSpec(
-        name=f"{module}.weight",
+        name=name,
         shape=shape,
         layer=layer,
         role=role,
-        kind=module.rpartition(".")[2],
+        type=type_,
+        kind=name.split(".")[-2],
         tp_dim=tp_dim,
-        decay=decay,
-        init_std=std,
-    )
-
-
-def _norm_spec(module: str, width: int, layer: int | None, role: ParamRole) -> ParamSpec:
-    return ParamSpec(
-        name=f"{module}.weight",
-        shape=(width,),
-        layer=layer,
-        role=role,
-        kind="norm",
-        tp_dim=None,
-        decay=False,
-        init_std=0.0,
+        decay=type_ in ("matrix", "head"),
+        init=init,
+        is_saved=is_saved,
     )

@@ -1,12 +1,18 @@
 """Rotary position embeddings: angles of positions, and the rotation of queries and keys.
 
-Pair i of a head (numbers i and i + head_dim/2, as in transformers) is rotated by position * theta^(-2i/head_dim)
-(RoFormer, arXiv:2104.09864). The "llama3" scaling divides the frequencies of wavelengths beyond
-original/low_freq_factor by `factor`, keeps those below original/high_freq_factor, and interpolates linearly in between
-(Llama 3.1, arXiv:2407.21783). Angles are computed in fp32 with the operations of transformers, in its order, or in
-float64 on request.
+Of the first W numbers of a head (all of them but in partial rotation), pair i (numbers i and i + W/2, as in
+transformers) is rotated by position * theta^(-2i/W) (RoFormer, arXiv:2104.09864). Scaling changes these frequencies:
 
-Shapes: B batch, T tokens, H heads, K head_dim, P = K/2 pairs.
+- "linear" divides all by `factor`;
+- "llama3" divides those of wavelengths beyond original/low_freq_factor, keeps those below original/high_freq_factor,
+  and interpolates linearly in between (Llama 3.1, arXiv:2407.21783);
+- "yarn" keeps pairs that turn more than beta_fast times in the original context, divides those that turn fewer than
+  beta_slow times, interpolates linearly in the pair's index in between, and multiplies cosines and sines by a magnitude
+  (arXiv:2309.00071).
+
+Angles are computed in fp32 with the operations of transformers, in its order, or in float64 on request.
+
+Shapes: B batch, T tokens, H heads, K head width, P = W/2 pairs.
 """
 
 from __future__ import annotations
@@ -16,16 +22,21 @@ import math
 import torch
 from torch import Tensor
 
-from lt_model.config import ModelConfig
+from lt_model.config import Rope, RopeScaling
 
 
-def inverse_frequencies(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Tensor:
+def inverse_frequencies(rope: Rope, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the angle per position of each pair, [P] on the CPU (radians per token)."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64, device="cpu").to(dtype) / config.head_dim
-    frequencies = 1.0 / config.rope_theta**exponents
-    scaling = config.rope_scaling
+    exponents = torch.arange(0, rope.width, 2, dtype=torch.int64, device="cpu").to(dtype) / rope.width
+    frequencies = 1.0 / rope.theta**exponents
+    scaling = rope.scaling
     if scaling is None:
         return frequencies
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    if scaling.kind == "yarn":
+        kept = _yarn_kept(rope, scaling, dtype)
+        return frequencies / scaling.factor * (1 - kept) + frequencies * kept
     original = scaling.original_max_position_embeddings
     wavelengths = 2 * math.pi / frequencies
     long = wavelengths > original / scaling.low_freq_factor
@@ -35,7 +46,22 @@ def inverse_frequencies(config: ModelConfig, dtype: torch.dtype = torch.float32)
     return torch.where(long, frequencies / scaling.factor, torch.where(short, frequencies, between))
 
 
-def rope_tables(config: ModelConfig, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _yarn_kept(rope: Rope, scaling: RopeScaling, dtype: torch.dtype) -> Tensor:
+    """Return the share of each pair's own frequency, [P]: 1 for short wavelengths, 0 for long ones."""
+
+    def pair_of(rotations: float) -> float:
+        ratio = scaling.original_max_position_embeddings / (rotations * 2 * math.pi)
+        return rope.width * math.log(ratio) / (2 * math.log(rope.theta))
+
+    low, high = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.width - 1)
+    high += 0.001 * (low == high)  # as in transformers
+    return 1 - ((torch.arange(rope.width // 2, dtype=dtype, device="cpu") - low) / (high - low)).clamp(0, 1)
+
+
+def rope_tables(rope: Rope, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the cosines and sines of positions [..., T] for `apply_rope`, each [..., T, 1, P].
 
     They are computed on the positions' device in fp32 (float64 when `dtype` is float64) and rounded to `dtype`.
@@ -43,13 +69,19 @@ def rope_tables(config: ModelConfig, position_ids: Tensor, dtype: torch.dtype) -
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     # The frequencies are computed on the CPU so that all devices use the same angles; a copy this small does not wait
     # for the device.
-    frequencies = inverse_frequencies(config, wide).to(position_ids.device, non_blocking=True)
+    frequencies = inverse_frequencies(rope, wide).to(position_ids.device, non_blocking=True)
     angles = (position_ids.to(wide)[..., None] * frequencies)[..., None, :]
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    cos, sin = angles.cos(), angles.sin()
+    if rope.scaling is not None and rope.scaling.amplitude != 1:
+        cos, sin = cos * rope.scaling.amplitude, sin * rope.scaling.amplitude
+    return cos.to(dtype), sin.to(dtype)
 
 
 def apply_rope(x_BTHK: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate queries or keys by the angles of their positions; same shape and dtype as `x_BTHK`."""
     cos, sin = tables
+    width = 2 * cos.shape[-1]
+    if width < x_BTHK.shape[-1]:
+        return torch.cat((apply_rope(x_BTHK[..., :width], tables), x_BTHK[..., width:]), dim=-1)
     a, b = x_BTHK.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)

@@ -48,6 +48,7 @@ def linear_label_scores(
     vocab_start_index: int = 0,
     all_reduce_softmax: AllReduceSoftmax | None = None,
     chunk_tokens: int = 0,
+    softcap: float = 0.0,
 ) -> LabelScores:
     """Return the scores of `labels` under the logits `hidden @ weight_VD.T`, equal on all ranks.
 
@@ -59,6 +60,7 @@ def linear_label_scores(
         vocab_start_index: token id of the weight's first row, if the head is vocabulary-parallel.
         all_reduce_softmax: reduction over the ranks with the other rows; None if the weight has all.
         chunk_tokens: tokens whose logits exist at a time; 0: as in `linear_loss_parts`.
+        softcap: as in `linear_loss_parts`.
     """
     hidden_ND, labels_N = hidden.flatten(0, -2), labels.flatten().long()
     wide, n_rows = torch.promote_types(hidden.dtype, torch.float32), weight_VD.shape[0]
@@ -74,6 +76,8 @@ def linear_label_scores(
         if all_reduce_softmax is not None:
             is_own_C1 = (columns_C1 >= 0) & (columns_C1 < n_rows)
         logits_CV = (hidden_ND[chunk] @ weight_WD.T)[:, :n_rows].to(wide)
+        if softcap:
+            logits_CV = softcap * torch.tanh(logits_CV / softcap)
         # A label outside an unsharded vocabulary makes `gather` raise.
         at_label_C1 = logits_CV.gather(1, columns_C1.masked_fill(~is_own_C1, 0)) * is_own_C1
         top_C1 = logits_CV.amax(dim=1, keepdim=True)

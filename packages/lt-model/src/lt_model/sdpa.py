@@ -17,22 +17,33 @@ if TYPE_CHECKING:
     from lt_model.documents import DocumentBoundaries
 
 
-def document_bias(boundaries: DocumentBoundaries, device: torch.device, dtype: torch.dtype) -> Tensor:
+def document_bias(boundaries: DocumentBoundaries, device: torch.device, dtype: torch.dtype, window: int = 0) -> Tensor:
     """Return the additive mask of causal attention within documents, [B, 1, T, T] on `device`.
 
-    It is 0 for visible keys and -inf elsewhere. Cost: B * T * T elements, once per forward pass.
+    It is 0 for visible keys, with a window the last so many, and -inf elsewhere. Cost: B * T * T elements, once per
+    forward pass and window.
     """
     documents_BT = boundaries.document_indices(device)
-    same_BTT = documents_BT[:, :, None] == documents_BT[:, None, :]
-    return _mask_to_bias(same_BTT.tril_()[:, None], dtype)
+    same_BTT = (documents_BT[:, :, None] == documents_BT[:, None, :]).tril_()
+    return _mask_to_bias((same_BTT.triu_(1 - window) if window else same_BTT)[:, None], dtype)
 
 
-def reference_attention(q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, bias: Tensor | None) -> Tensor:
+def window_bias(n_tokens: int, n_keys: int, window: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return the additive mask [T, S] of T queries that are the last of S tokens and see `window` of them each."""
+    seen = torch.ones(n_tokens, n_keys, dtype=torch.bool, device=device).tril_(n_keys - n_tokens)
+    return _mask_to_bias(seen.triu_(n_keys - n_tokens + 1 - window), dtype)
+
+
+def reference_attention(
+    q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, bias: Tensor | None, softcap: float = 0.0
+) -> Tensor:
     """Attend by the formula; softmax in fp32 or wider. Memory: B * H * T * S scores."""
     repeats = q_BTHK.shape[2] // k_BSGK.shape[2]
     k_BSHK, v_BSHK = (x.repeat_interleave(repeats, dim=2) for x in (k_BSGK, v_BSGK))
     scores = torch.einsum("bthk,bshk->bhts", q_BTHK, k_BSHK) * q_BTHK.shape[3] ** -0.5
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
     scores = scores + (_causal_bias(q_BTHK, k_BSGK) if bias is None else bias)
     return torch.einsum("bhts,bshk->bthk", scores.softmax(dim=-1).to(v_BSHK.dtype), v_BSHK)
 

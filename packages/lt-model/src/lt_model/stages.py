@@ -22,7 +22,7 @@ def stage_layers(config: ModelConfig, n_stages: int) -> list[range]:
         n_stages: stages of all ranks.
     """
     assert config.n_layers >= n_stages
-    block = sum(spec.numel for spec in param_specs(config) if spec.layer == 0)
+    block = sum(spec.numel for spec in param_specs(config) if spec.layer is not None) / config.n_layers
     head = config.vocab_size * config.hidden_size / block
     per_stage = (config.n_layers + head) / n_stages
     last = max(1, min(round(per_stage - head), config.n_layers - (n_stages - 1)))

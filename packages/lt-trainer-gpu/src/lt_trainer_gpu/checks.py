@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lt_trainer.config.recipe import check_features, model_config
 from lt_trainer.errors import RecipeError
 from lt_trainer_gpu.options import GpuOptions
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from lt_trainer.config.sections import Recipe
     from lt_trainer.engine import World
 
+AXES_LACK: Mapping[str, frozenset[str]] = {"parallel.cp": frozenset({"sliding_window", "attention_softcap"})}
+"""Degree of parallelism to the features of a model that it does not have yet."""
 CONTEXT_PARALLEL_ATTENTION = ("auto", "varlen", "sdpa", "split", "reference")
 """Attention backends that take the keys of all context-parallel ranks."""
 COMPILE_TORCH_VERSIONS: tuple[tuple[int, int], ...] = ((2, 11), (2, 14), (2, 15))
@@ -72,6 +75,11 @@ def check_recipe(recipe: Recipe, world: World) -> None:
     recipe.parallel.data_parallel_size(world.size)  # first: too few ranks break other rules, too
     _refuse_broken(recipe, _recipe_rules(recipe, world))
     recipe.accumulation_steps(world.size)
+    model = model_config(recipe, recipe.model.vocab_size or 1)
+    for field, lacks in AXES_LACK.items():
+        degree = _value_of(recipe, field)
+        if degree != 1:
+            check_features(model, f"{field} = {degree}", lacks)
 
 
 def check_device(recipe: Recipe, facts: DeviceFacts) -> None:
@@ -199,9 +207,10 @@ def _fp8_rules(recipe: Recipe, options: GpuOptions) -> Iterator[Rule]:
         f"none of the {model.n_layers} blocks would compute in float8",
         "lower engine.gpu.fp8_skipped_blocks, or set engine.gpu.fp8 to off",
     )
+    head_width = model.head_dim or model.hidden_size // model.n_heads
     sizes = [
         ("model.hidden_size parallel.tp", model.hidden_size // tp, "features"),
-        ("model.n_kv_heads parallel.tp", model.n_kv_heads * (model.hidden_size // model.n_heads) // tp, "features"),
+        ("model.n_kv_heads parallel.tp", model.n_kv_heads * head_width // tp, "features"),
         ("model.intermediate_size parallel.tp", model.intermediate_size // tp, "features"),
         ("data.seq_len parallel.cp", recipe.data.seq_len // cp, "tokens"),
     ]

@@ -64,12 +64,22 @@ def reduce_from_tp(x_BTD: Tensor, tp_group: TensorParallelGroup) -> Tensor:
     )
 
 
+def sum_grad(weight: Tensor, tp_group: TensorParallelGroup) -> Tensor:
+    """Apply identity forward, all-reduce backward to a replicated weight of which each rank uses a part."""
+    return _CopyToTp.apply(weight, tp_group)
+
+
+def sum_over_ranks(x: Tensor, tp_group: TensorParallelGroup) -> Tensor:
+    """Apply all-reduce forward and backward, whatever the sequence parallelism."""
+    return _ReduceFromTp.apply(_CopyToTp.apply(x, tp_group), tp_group)
+
+
 def reduce_grad_in_backward(weight: Tensor, tp_group: TensorParallelGroup) -> Tensor:
     """Apply identity forward, all-reduce backward to a replicated weight if SP is on.
 
     Without sequence parallelism every rank already computes the full gradient, and `weight` is returned as is.
     """
-    return _CopyToTp.apply(weight, tp_group) if tp_group.sequence_parallel else weight
+    return sum_grad(weight, tp_group) if tp_group.sequence_parallel else weight
 
 
 def all_reduce_softmax_terms(

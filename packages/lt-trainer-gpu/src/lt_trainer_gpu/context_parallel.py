@@ -181,7 +181,7 @@ def _attend_varlen(q_LHK: Tensor, k_PGK: Tensor, v_PGK: Tensor, mask: VarlenMask
     return out
 
 
-def _dense_mask(boundaries: DocumentBoundaries, device: torch.device, dtype: torch.dtype) -> DenseMask:
+def _dense_mask(boundaries: DocumentBoundaries, device: torch.device, dtype: torch.dtype, window: int) -> DenseMask:
     segments = _as_segments(boundaries)
     first_BT, last_BT = (copy_to_device(x, device)[:, :, None] for x in segments.visible_keys())
     key_S = torch.arange(segments.seq_len * segments.cp, device=device)
@@ -191,13 +191,13 @@ def _dense_mask(boundaries: DocumentBoundaries, device: torch.device, dtype: tor
     return DenseMask(copy_to_device(order, device), bias)
 
 
-def _split_mask(boundaries: DocumentBoundaries, device: torch.device, dtype: torch.dtype) -> SplitMask:
+def _split_mask(boundaries: DocumentBoundaries, device: torch.device, dtype: torch.dtype, window: int) -> SplitMask:
     segments = _as_segments(boundaries)
     lengths = segments.cu_seqlens.diff().tolist(), segments.cu_seqlens_k.diff().tolist()
     return SplitMask(copy_to_device(segments.key_index(), device), *lengths)
 
 
-def _varlen_mask(boundaries: DocumentBoundaries, device: torch.device, dtype: torch.dtype) -> VarlenMask:
+def _varlen_mask(boundaries: DocumentBoundaries, device: torch.device, dtype: torch.dtype, window: int) -> VarlenMask:
     segments = _as_segments(boundaries)
     queries = torch_varlen_metadata(segments, device)
     return VarlenMask(
@@ -211,13 +211,13 @@ def _varlen_mask(boundaries: DocumentBoundaries, device: torch.device, dtype: to
 
 
 def _auto_mask(
-    boundaries: DocumentBoundaries, device: torch.device, dtype: torch.dtype
+    boundaries: DocumentBoundaries, device: torch.device, dtype: torch.dtype, window: int
 ) -> DenseMask | SplitMask | VarlenMask:
     if device.type == "cpu":
-        return _split_mask(boundaries, device, dtype)
+        return _split_mask(boundaries, device, dtype, window)
     if device.type == "cuda" and unavailable_reason("varlen", "cuda", dtype) is None:
-        return _varlen_mask(boundaries, device, dtype)
-    return _dense_mask(boundaries, device, dtype)
+        return _varlen_mask(boundaries, device, dtype, window)
+    return _dense_mask(boundaries, device, dtype, window)
 
 
 def _as_segments(boundaries: DocumentBoundaries) -> QuerySegments:
@@ -225,7 +225,7 @@ def _as_segments(boundaries: DocumentBoundaries) -> QuerySegments:
     return boundaries
 
 
-_MaskFactory = Callable[[DocumentBoundaries, torch.device, torch.dtype], Any]
+_MaskFactory = Callable[[DocumentBoundaries, torch.device, torch.dtype, int], Any]
 _MASK_FACTORIES: dict[str, _MaskFactory] = {
     "auto": _auto_mask,
     "reference": _dense_mask,

@@ -32,14 +32,15 @@ Shapes: M tokens, K inputs and N outputs of a layer.
 
 from __future__ import annotations
 
-import re
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from lt_model import param_specs
 from lt_model.decoder import Decoder
 from lt_trainer_gpu.checks import parse_torch_version
+from lt_trainer_gpu.tensor_parallel import row_parallel_bias
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SMALLEST_AMAX = 1e-12
@@ -48,7 +49,6 @@ EXPONENT_BITS = 0x7F800000
 """Exponent of a float32; the number with these bits alone is the next lower power of two."""
 CPU_TAKES_ROW_SCALES = parse_torch_version(torch.__version__) >= (2, 12)
 """Whether `torch._scaled_mm` takes scales by row on a CPU; torch 2.11 takes them on GPUs only."""
-BLOCK_NAME = re.compile(r"model\.layers\.(\d+)\.")
 
 Scaling = Literal["tensorwise", "rowwise"]
 
@@ -129,17 +129,19 @@ class _Fp8Linear(torch.autograd.Function):
 
 
 class TensorwiseLinear(nn.Linear):
-    """Linear layer without bias whose operands have one scale each."""
+    """Linear layer whose operands have one scale each; a bias is added in the compute dtype."""
 
     scaling: Scaling = "tensorwise"
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return input @ weight^T."""
-        return _Fp8Linear.apply(input.flatten(0, -2), self.weight, self.scaling).unflatten(0, input.shape[:-1])
+        """Return input @ weight^T + bias."""
+        product = _Fp8Linear.apply(input.flatten(0, -2), self.weight, self.scaling).unflatten(0, input.shape[:-1])
+        bias = row_parallel_bias(self)
+        return product if bias is None else product + bias
 
 
 class RowwiseLinear(TensorwiseLinear):
-    """Linear layer without bias whose operands have a scale by row."""
+    """Linear layer whose operands have a scale by row; a bias is added in the compute dtype."""
 
     scaling: Scaling = "rowwise"
 
@@ -148,7 +150,7 @@ LINEAR_CLASSES: dict[str, type[TensorwiseLinear]] = {"tensorwise": TensorwiseLin
 
 
 def apply_fp8(model: Decoder, scaling: Scaling, skipped_blocks: int) -> int:
-    """Change the linear layers of blocks to float8, in place; return their number.
+    """Change the matrix products of blocks (by the parameter table) to float8, in place; return their number.
 
     Args:
         model: the model, or a stage of it with the blocks' numbers in their names.
@@ -156,10 +158,10 @@ def apply_fp8(model: Decoder, scaling: Scaling, skipped_blocks: int) -> int:
         skipped_blocks: blocks that keep the compute dtype, at either end of the whole model.
     """
     inner = range(skipped_blocks, model.config.n_layers - skipped_blocks)
+    products = {spec.name for spec in param_specs(model.config) if spec.type == "matrix" and spec.layer in inner}
     count = 0
     for name, module in model.named_modules():
-        match = BLOCK_NAME.match(name)
-        if match is not None and int(match[1]) in inner and type(module) is nn.Linear:
+        if f"{name}.weight" in products and isinstance(module, nn.Linear):
             module.__class__ = LINEAR_CLASSES[scaling]
             count += 1
     return count

@@ -1,4 +1,4 @@
-"""Consecutive layers of a Llama with the training loss: a pipeline stage, or the whole model.
+"""Consecutive layers of a decoder with the training loss: a pipeline stage, or the whole model.
 
 The first stage has the embedding, the last one the norm and the head, which computes the loss, or the scores of labels,
 itself (`LossHead`): FSDP can then gather its weight just before and free it just after. Modules keep their names, so a
@@ -17,23 +17,23 @@ import torch
 from torch import Tensor, nn
 
 from lt_model import ModelConfig, ParamSpec, param_specs
-from lt_model.decoder import Decoder, DecoderBlock
+from lt_model.decoder import Decoder
 from lt_model.documents import DocumentBoundaries
 from lt_model.loss import LossParts, linear_loss_parts
-from lt_model.rope import rope_tables
 from lt_model.scoring import LabelScores, linear_label_scores
 from lt_trainer_gpu.collectives import TensorParallelGroup, all_reduce_softmax_terms, copy_to_tp
 from lt_trainer_gpu.fsdp_sync import FsdpSync
 
 
 class LossHead(nn.Linear):
-    """Output head whose forward pass is the loss, or scores; made from a Llama's head by `build_stage`."""
+    """Output head whose forward pass is the loss, or scores; made from a decoder's head by `build_stage`."""
 
     tp_group: TensorParallelGroup | None
     vocab_start_index: int
     pad_vocab_to_multiple_of: int
     chunk_tokens: int
     compile_loss: bool
+    softcap: float
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, hidden_BTD: Tensor, labels_BT: Tensor, z_loss: float | None
@@ -46,6 +46,7 @@ class LossHead(nn.Linear):
             "pad_to_multiple_of": self.pad_vocab_to_multiple_of,
             "vocab_start_index": self.vocab_start_index,
             "chunk_tokens": self.chunk_tokens,
+            "softcap": self.softcap,
         }
         if self.tp_group is not None:
             hidden_BTD = copy_to_tp(hidden_BTD, self.tp_group)
@@ -58,19 +59,15 @@ class LossHead(nn.Linear):
 
 
 class DecoderStage(Decoder):
-    """Consecutive layers of a Llama; made by `build_stage`.
+    """Consecutive layers of a decoder; made by `build_stage`.
 
     Attributes:
-        layers: the range of its layers.
         is_first: it has the embedding.
         is_last: it has the norm, the head and the loss.
-        blocks: its decoder blocks, in order.
         fsdp_sync: its communication schedule, where it is sharded or replicated.
     """
 
     fsdp_sync: FsdpSync | None = None
-    layers: range
-    blocks: list[DecoderBlock]
     is_first: bool
     is_last: bool
 
@@ -91,12 +88,8 @@ class DecoderStage(Decoder):
             labels_BT: the token after each position, -100 where none is to be learned; for the last stage.
             z_loss: coefficient of logsumexp(logits)^2 in the loss; None for the scores of the labels instead.
         """
-        x_BTD = self.model.embed_tokens(inputs) if self.is_first else inputs
-        rope = rope_tables(self.config, position_ids_BT, x_BTD.dtype)
-        mask = self._attention_backend.make_mask(boundaries, x_BTD.device, x_BTD.dtype)
-        for block in self.blocks:
-            x_BTD = block(x_BTD, rope, mask)
-        return self.lm_head(self.model.norm(x_BTD), labels_BT, z_loss) if self.is_last else x_BTD
+        x_BTD = self.hidden_states(inputs, position_ids_BT=position_ids_BT, boundaries=boundaries)
+        return self.lm_head(x_BTD, labels_BT, z_loss) if self.is_last else x_BTD
 
     def tie_weights(self) -> None:
         """Make the head's weight the embedding's where both are in this stage and the model is tied."""
@@ -124,6 +117,7 @@ def build_stage(
     assert isinstance(head, LossHead)
     head.tp_group, head.vocab_start_index, head.compile_loss = None, 0, False
     head.pad_vocab_to_multiple_of, head.chunk_tokens = pad_vocab_to_multiple_of, loss_chunk_tokens
+    head.softcap = config.logits_softcap
     blocks = {index: stage.model.layers[index] for index in layers}
     stage.blocks = list(blocks.values())  # pyright: ignore[reportAttributeAccessIssue]
     stage.model.layers = nn.ModuleDict({str(index): block for index, block in blocks.items()})  # pyright: ignore[reportAttributeAccessIssue]

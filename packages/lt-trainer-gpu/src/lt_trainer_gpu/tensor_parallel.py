@@ -2,8 +2,9 @@
 
 The parameter table names the sharded dimension. Column-parallel weights (dimension 0: queries, keys, values, gate, up)
 yield this rank's heads or inner features; row-parallel weights (dimension 1: o, down) take them and yield a partial sum
-of the layer's output. Embedding and head are sharded along the vocabulary, in shards that may differ by a row. Norms
-are replicated.
+of the layer's output, to which each adds its share of a bias. Embedding and head are sharded along the vocabulary, in
+shards that may differ by a row. Norms are replicated, but for a norm of all queries or keys together, whose weight is
+sharded and whose mean of squares is over the ranks.
 
 Parameters become smaller plain tensors, not DTensors: FSDP shards each rank's shard as it shards a model, and
 `mesh_layout` maps the shard to the unsharded tensor. Modules change their class to one that differs only in `forward`,
@@ -18,11 +19,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from lt_model import param_specs
 from lt_model.decoder import MLP, Attention, KVCache, vocab_parallel_embedding
-from lt_model.norm import RMSNorm, rms_norm
-from lt_trainer_gpu.collectives import TensorParallelGroup, copy_to_tp, reduce_from_tp, reduce_grad_in_backward
+from lt_model.norm import RMSNorm, rms_norm_plus_one
+from lt_trainer_gpu.collectives import (
+    TensorParallelGroup,
+    copy_to_tp,
+    reduce_from_tp,
+    reduce_grad_in_backward,
+    sum_grad,
+    sum_over_ranks,
+)
 from lt_trainer_gpu.mesh_layout import MeshLayout
 from lt_trainer_gpu.model import DecoderStage, LossHead, stage_param_specs
 
@@ -32,7 +41,9 @@ class TensorParallelAttention(Attention):
 
     tp_group: TensorParallelGroup
 
-    def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], mask: Any, cache: KVCache | None = None) -> Tensor:
+    def forward(
+        self, x_BTD: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Any, cache: KVCache | None = None
+    ) -> Tensor:
         """Return the output of all heads, summed over ranks."""
         return reduce_from_tp(super().forward(copy_to_tp(x_BTD, self.tp_group), rope, mask, cache), self.tp_group)
 
@@ -54,7 +65,56 @@ class TensorParallelRMSNorm(RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normalized x."""
-        return rms_norm(x, reduce_grad_in_backward(self.weight, self.tp_group), self.eps)
+        return self.normalize(x, reduce_grad_in_backward(self.weight, self.tp_group), self.eps)
+
+
+class TensorParallelLayerNorm(nn.LayerNorm):
+    """LayerNorm over all positions (SP: this rank's) with the full gradients of weight and bias."""
+
+    tp_group: TensorParallelGroup
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the normalized input."""
+        weight, bias = (reduce_grad_in_backward(one, self.tp_group) for one in (self.weight, self.bias))
+        return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
+
+
+class HeadNorm(TensorParallelRMSNorm):
+    """RMSNorm of each of this rank's heads by one weight, of whose gradient it has a part."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the normalized x."""
+        return self.normalize(x, sum_grad(self.weight, self.tp_group), self.eps)
+
+
+class SplitNorm(TensorParallelRMSNorm):
+    """RMSNorm over the heads of all ranks; x and weight are this rank's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the normalized x."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        squares = sum_over_ranks(wide.square().sum(dim=-1, keepdim=True), self.tp_group)
+        scale = (squares / (x.shape[-1] * self.tp_group.size) + self.eps).rsqrt()
+        weight = self.weight.to(wide.dtype)
+        return (wide * scale * (1 + weight if self.normalize is rms_norm_plus_one else weight)).to(x.dtype)
+
+
+class RowParallelLinear(nn.Linear):
+    """Linear layer whose output is summed over ranks afterwards: each adds its share of the bias."""
+
+    tp_group: TensorParallelGroup
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return this rank's part of input @ weight^T + bias."""
+        return F.linear(input, self.weight, row_parallel_bias(self))
+
+
+def row_parallel_bias(linear: nn.Linear) -> Tensor | None:
+    """Return the bias to add to the output of a linear layer; of a row-parallel one a share of it."""
+    tp_group: TensorParallelGroup | None = getattr(linear, "tp_group", None)
+    if linear.bias is None or tp_group is None:
+        return linear.bias
+    return sum_grad(linear.bias, tp_group) / tp_group.size
 
 
 class VocabParallelEmbedding(nn.Embedding):
@@ -74,13 +134,19 @@ _TENSOR_PARALLEL_CLASSES: dict[type, type] = {
     Attention: TensorParallelAttention,
     MLP: TensorParallelMLP,
     RMSNorm: TensorParallelRMSNorm,
+    nn.LayerNorm: TensorParallelLayerNorm,
     nn.Embedding: VocabParallelEmbedding,
 }
 
 
 def apply_tensor_parallel(model: DecoderStage, mesh_layout: MeshLayout, tp_group: TensorParallelGroup) -> None:
     """Replace the parameters of `model` (on the meta device) by this rank's shards, in place."""
+    classes: dict[str, type] = {}
     for name, parameter in stage_param_specs(model).items():
+        if parameter.kind in ("q_norm", "k_norm"):
+            classes[name.rpartition(".")[0]] = HeadNorm if parameter.tp_dim is None else SplitNorm
+        elif parameter.tp_dim == 1:
+            classes[name.rpartition(".")[0]] = RowParallelLinear
         if parameter.tp_dim is None:
             continue
         first, length = mesh_layout.tp_shard_range(parameter)
@@ -91,7 +157,7 @@ def apply_tensor_parallel(model: DecoderStage, mesh_layout: MeshLayout, tp_group
         full = getattr(module, attribute)
         assert full.is_meta, "values are set after sharding"
         setattr(module, attribute, nn.Parameter(torch.empty(shape, dtype=full.dtype, device="meta")))
-        if parameter.kind == "embed_tokens":
+        if parameter.type == "embedding":
             module.vocab_start_index = first  # pyright: ignore[reportArgumentType]
     if model.is_last:  # a tied head has no row of its own in the table
         head = model.lm_head
@@ -99,8 +165,8 @@ def apply_tensor_parallel(model: DecoderStage, mesh_layout: MeshLayout, tp_group
         head.vocab_start_index, _ = mesh_layout.tp_shard_range(param_specs(model.config)[0])
         head.tp_group = tp_group
     model.tie_weights()
-    for module in model.modules():
-        kind = _TENSOR_PARALLEL_CLASSES.get(type(module))
+    for name, module in model.named_modules():
+        kind = classes.get(name) or _TENSOR_PARALLEL_CLASSES.get(type(module))
         if kind is not None:
             module.__class__ = kind
             module.tp_group = tp_group  # pyright: ignore[reportArgumentType]

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from lt_trainer.config.recipe import engine_options
+from lt_trainer.config.recipe import check_features, engine_options
 from lt_trainer.config.sections import Recipe
 from lt_trainer.errors import RecipeError
 from lt_trainer.optimizers import optimizer_spec
@@ -50,8 +50,9 @@ def check_model(recipe: Recipe, model: "ModelConfig") -> None:
     """Raise unless the vocabulary can be sharded; its size is known only once the data is open.
 
     Raises:
-        RecipeError: vocab_size is not a multiple of tp.
+        RecipeError: vocab_size is not a multiple of tp, or the model has a feature that Llama 2 and 3 lack.
     """
+    check_features(model, "the engine neuron")
     if model.vocab_size % recipe.parallel.tp:
         raise RecipeError(
             "must be a multiple of the tensor parallel degree",

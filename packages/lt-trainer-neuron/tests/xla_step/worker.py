@@ -116,7 +116,7 @@ def run(sets: list[str], broken: int, seq_len: int, *, told: bool) -> dict[str, 
 def turned(stage: NxdPipelineStage, config: ModelConfig) -> float:
     """How far the cosines and sines that the layers are given are from those of float64, at most."""
     positions = torch.arange(config.max_position_embeddings)[None]
-    exact = rope_tables(config, positions, torch.float64)
+    exact = rope_tables(config.rope(0), positions, torch.float64)
     made = stage.lookup_rope(positions.to(stage.lm_head.weight.device))
     return max(float((a - b.cpu().double()).abs().max()) for a, b in zip(exact, made, strict=True))
 

@@ -83,12 +83,12 @@ class RecipeError(TrainerError):
 
 
 @contextmanager
-def as_recipe_error(address: str) -> Iterator[None]:
-    """Translate errors of lt-ckpt and lt-model into RecipeErrors of `model.init_from`."""
+def as_recipe_error(address: str, field: str = "model.init_from") -> Iterator[None]:
+    """Translate errors of lt-ckpt and lt-model into RecipeErrors of the field with that address."""
     from lt_ckpt import CheckpointError
     from lt_model import ModelError
 
     try:
         yield
     except (CheckpointError, ModelError) as exc:
-        raise RecipeError(str(exc), values={"model.init_from": address}) from exc
+        raise RecipeError(str(exc), values={field: address}) from exc

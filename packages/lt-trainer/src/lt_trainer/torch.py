@@ -264,7 +264,7 @@ def init_parameters(shards: Mapping[str, LocalShard], config: ModelConfig, seed:
 
 def weight_decay_names(config: ModelConfig, *, include_embeddings: bool = False) -> set[str]:
     """Return the parameters with weight decay: matrices, and optionally the input embedding."""
-    return {row.name for row in param_specs(config) if row.decay or (include_embeddings and row.role == "embed")}
+    return {row.name for row in param_specs(config) if row.decay or (include_embeddings and row.type == "embedding")}
 
 
 def cpu_multiplies_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:

@@ -15,7 +15,7 @@ from lt_ckpt.conversion import Target
 from lt_ckpt.hf.folder import CONFIG, INDEX_FILE, SINGLE_FILE, read_stored_arrays
 from lt_ckpt.laid_out_files import lay_out_safetensors, write_layout
 from lt_ckpt.layout import whole_file
-from lt_ckpt.llama_tensors import HEAD, IGNORED_BUFFERS, add_tied_head, stored_shapes, target_specs
+from lt_ckpt.llama_tensors import HEAD, IGNORED_BUFFERS, add_tied_head, check_named_as_ours, stored_shapes, target_specs
 from lt_ckpt.model_files import model_files
 from lt_ckpt.source import Source, build_tensor_group, check_names, group_of_arrays
 from lt_ckpt.tensorfile import TensorSpec, file_order
@@ -33,6 +33,7 @@ def open_hf(path: str | os.PathLike[str], *, config: Mapping[str, Any]) -> Sourc
     """
     folder = Path(path)
     model = config_from_hf(dict(config), source=f"{folder}: {CONFIG}")
+    check_named_as_ours(model)
     stored = {
         file: {name: array for name, array in arrays.items() if not IGNORED_BUFFERS.search(name)}
         for file, arrays in read_stored_arrays(folder).items()
@@ -54,6 +55,7 @@ def hf_target(source: Source, *, dtype: str | None = None, max_shard_bytes: int 
         max_shard_bytes: Maximum bytes of tensors per file.
     """
     model = source.model
+    check_named_as_ours(model)
     shapes = stored_shapes(model, not model.tie_word_embeddings)
     specs = target_specs(source, shapes, dtype)
     shards = _split_into_shards({name: specs[name] for name in file_order(specs)}, max_shard_bytes)

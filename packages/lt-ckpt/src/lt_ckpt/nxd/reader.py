@@ -211,13 +211,13 @@ def _infer_kv_size_multiplier(config: ModelConfig, nxd_files: NxdFiles, file: Ra
     shape = file.group.specs[key].shape if key in file.group.specs else ()
     rows = nxd_files.tp * shape[0] if shape else 0
     if qkv == "gqa_fused":
-        rows = (rows - config.n_heads * config.head_dim) // 2
-    repeats, rest = divmod(rows, config.n_kv_heads * config.head_dim)
+        rows = (rows - config.n_heads * config.head_width) // 2
+    repeats, rest = divmod(rows, config.n_kv_heads * config.head_width)
     if repeats < 1 or rest:
         raise CheckpointError(
             f"{nxd_files.root / file.file}: {key} has shape {list(shape)}, which is not a whole number of repetitions "
-            f"of {config.n_kv_heads} kv heads of width {config.head_dim} on {nxd_files.tp} ranks; is the configuration "
-            "the right one?"
+            f"of {config.n_kv_heads} kv heads of width {config.head_width} on {nxd_files.tp} ranks; is the "
+            "configuration the right one?"
         )
     return repeats
 

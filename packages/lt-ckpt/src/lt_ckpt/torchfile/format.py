@@ -12,7 +12,15 @@ from typing import Any
 from lt_ckpt.conversion import Target
 from lt_ckpt.laid_out_files import Place, write_layout
 from lt_ckpt.layout import FileLayout, whole_file
-from lt_ckpt.llama_tensors import HEAD, IGNORED_BUFFERS, add_tied_head, stored_shapes, target_specs, tensor_shapes
+from lt_ckpt.llama_tensors import (
+    HEAD,
+    IGNORED_BUFFERS,
+    add_tied_head,
+    check_named_as_ours,
+    stored_shapes,
+    target_specs,
+    tensor_shapes,
+)
 from lt_ckpt.source import Source, build_tensor_group, group_of_arrays
 from lt_ckpt.tensorfile import TensorSpec
 from lt_ckpt.torchfile.file import load_pt, read_state_dict, write_pt
@@ -32,6 +40,7 @@ def open_pt(path: str | os.PathLike[str], *, config: Mapping[str, Any]) -> Sourc
     """
     file = Path(path)
     model = config_from_hf(dict(config), source=f"{file}: config")
+    check_named_as_ours(model)
     arrays = {name: array for name, array in read_state_dict(file).items() if not IGNORED_BUFFERS.search(name)}
     shapes = stored_shapes(model, HEAD in arrays)
     layout = (whole_file(file.name, shapes),)
@@ -49,6 +58,7 @@ def pt_target(source: Source, name: str, *, dtype: str | None = None) -> Target:
         dtype: Safetensors code to cast to; None: as stored.
     """
     model = source.model
+    check_named_as_ours(model)
     specs = target_specs(source, tensor_shapes(model), dtype)
     return Target(
         specs=specs,

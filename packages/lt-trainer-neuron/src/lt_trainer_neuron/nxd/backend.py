@@ -150,7 +150,7 @@ class NxdBackend:
         self.device = _describe_device(device, world)
         self.stopwatch: Stopwatch = Stopwatch()
         recomputes_attention = options.selective_checkpointing and not options.flash_attention
-        attention = 4 * config.n_layers * config.n_heads * config.head_dim * recipe.data.seq_len
+        attention = 4 * config.n_layers * config.n_heads * config.head_width * recipe.data.seq_len
         self.recomputed_flops_per_token = float(attention) if recomputes_attention else 0.0
 
     def _local_weights(self, recipe: Recipe, options: NeuronOptions, layers: LayerFactory) -> dict[str, LocalWeight]:

@@ -58,8 +58,8 @@ class NxdAttention(nn.Module):
         recompute: RecomputeFn | None,
     ) -> None:
         super().__init__()
-        width, kv_out = config.hidden_size, config.n_kv_heads * config.head_dim
-        self._head_dim, self._core_attention = config.head_dim, core_attention
+        width, kv_out = config.hidden_size, config.n_kv_heads * config.head_width
+        self._head_dim, self._core_attention = config.head_width, core_attention
         self._recompute, self._sequence_first = recompute, layer_factory.sequence_parallel
         if nxd_options.is_gqa:
             self.qkv_proj = layer_factory.qkv(
@@ -226,7 +226,7 @@ class NxdPipelineStage(nn.Module):
         """Return cosines and sines of the positions, [B, T, 1, P]; the first call builds the tables."""
         if self._rope_tables is None:
             count = max(self._config.max_position_embeddings, position_ids_BT.shape[1])
-            tables = rope_tables(self._config, torch.arange(count, device="cpu"), self._dtype)
+            tables = rope_tables(self._config.rope(0), torch.arange(count, device="cpu"), self._dtype)
             self._rope_tables = tuple(table.flatten(1).to(position_ids_BT.device) for table in tables)
         cos, sin = (nn.functional.embedding(position_ids_BT, table)[:, :, None] for table in self._rope_tables)
         return cos, sin

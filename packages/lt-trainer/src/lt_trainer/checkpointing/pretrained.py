@@ -37,8 +37,10 @@ from lt_trainer.resilience.rank_sync import run_on_all_ranks, run_with_keepalive
 HUB_PREFIX = "hf://"
 BLOCK_BYTES = 2**24
 KEEPALIVE_S = 5.0
-OVERRIDABLE_FIELDS = ("rope_theta", "rope_scaling", "max_position_embeddings")
-"""Fields that a recipe may change, for example to train a longer context."""
+OVERRIDABLE_FIELDS = ("rope_theta", "rope_scaling", "sliding_window", "max_position_embeddings")
+"""Fields that a recipe may change, for example to train a longer context: rope in the layers with full attention, the
+window in those that have one. Without a window no layer is listed as sliding."""
+NOT_IN_WEIGHTS = ("init_std", "init_residual")
 VOCAB_PARAMETERS = ("model.embed_tokens.weight", "lm_head.weight")
 
 
@@ -65,8 +67,8 @@ class PretrainedWeights:
         """Return a sentence for the log."""
         info, old, new = self.source.format_info, self.source_model.to_dict(), self.model.to_dict()
         place = f"{info['hub']} at commit {info['revision']}" if info.get("revision") else str(self.source.path)
-        names = [name for name in ("vocab_size", *OVERRIDABLE_FIELDS) if old[name] != new[name]]
-        changes = [f"{name} {old[name]} -> {new[name]}" for name in names]
+        names = [name for name in ("vocab_size", *OVERRIDABLE_FIELDS) if old.get(name) != new.get(name)]
+        changes = [f"{name} {old.get(name, 0)} -> {new.get(name, 0)}" for name in names]
         start = f"starting from the weights of {place} ({self.source.format})"
         return "; ".join([start, *changes, *self.source.fallbacks])
 
@@ -203,14 +205,16 @@ def open_pretrained(
 def _check_architecture(options: ModelOptions, source_model: ModelConfig, model: ModelConfig) -> None:
     """Raise RecipeError if the recipe describes another architecture than the pretrained model's."""
     expected, actual = source_model.to_dict(), model.to_dict()
-    skipped = (*OVERRIDABLE_FIELDS, "vocab_size") if options.resize_vocab else OVERRIDABLE_FIELDS
-    names = [name for name in actual if name not in skipped and actual[name] != expected[name]]
+    skipped = {*OVERRIDABLE_FIELDS, *NOT_IN_WEIGHTS, *(("vocab_size",) if options.resize_vocab else ())}
+    skipped |= {"layers"} if model.sliding_window != source_model.sliding_window else set()
+    both = dict.fromkeys((*actual, *expected))
+    names = [name for name in both if name not in skipped and actual.get(name) != expected.get(name)]
     if names:
-        has = ", ".join(f"{name} = {expected[name]!r}" for name in names)
+        has = ", ".join(f"{name} = {expected.get(name)!r}" for name in names)
         also = "; model.resize_vocab resizes the vocabulary" if "vocab_size" in names else ""
         raise RecipeError(
             f"the model of model.init_from = {options.init_from!r} has {has}",
-            values={f"model.{name}": actual[name] for name in names},
+            values={f"model.{name}": actual.get(name) for name in names},
             remedy=f"remove these fields to use the model's{also}",
         )
 

@@ -1,6 +1,7 @@
-"""The section `[model]`: Llama architecture and initial weights."""
+"""The section `[model]`: architecture and initial weights."""
 
-from typing import TYPE_CHECKING, Any
+import json
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import model_validator
 
@@ -12,14 +13,19 @@ if TYPE_CHECKING:
 
 
 class RopeScalingOptions(Section, table="model.rope_scaling"):
-    """`[model.rope_scaling]`: Llama-3.1 scaling of rotary wavelengths; a factor of 1 means none."""
+    """`[model.rope_scaling]`: scaling of rotary wavelengths; a factor of 1 means none."""
 
-    needs = (("low_freq_factor high_freq_factor original_max_position_embeddings", "factor"),)
+    needs = (("low_freq_factor high_freq_factor original_max_position_embeddings beta_fast beta_slow", "factor"),)
 
+    kind: Literal["linear", "llama3", "yarn"] = option("llama3", "rule of scaling, as in transformers")
     factor: float = option(1.0, "factor by which long wavelengths are scaled; 1 = none", ge=1)
     low_freq_factor: float = option(1.0, "wavelengths above original context / this are scaled fully", gt=0)
     high_freq_factor: float = option(4.0, "wavelengths below original context / this are not scaled", gt=0)
     original_max_position_embeddings: int = option(8192, "context length before scaling", unit="tokens", ge=1)
+    beta_fast: float = option(32.0, "yarn: turns in that context above which a wavelength is not scaled", gt=0)
+    beta_slow: float = option(1.0, "yarn: turns below which it is scaled fully", gt=0)
+    truncate: bool = option(True, "yarn: round both limits to whole pairs")
+    magnitude: float = option(0.0, "yarn: factor of cosines and sines; 0 = by its rule", ge=0)
 
     def check(self) -> None:
         """Check the order of the factors."""
@@ -28,22 +34,26 @@ class RopeScalingOptions(Section, table="model.rope_scaling"):
 
 
 class ModelOptions(Section, table="model"):
-    """Llama architecture and initial weights; missing fields take the values of `preset`."""
+    """Architecture and initial weights; missing fields take the values of `preset`, `config` or `init_from`."""
 
     needs = (("init_config allow_tokenizer_mismatch resize_vocab", "init_from"),)
 
     preset: str = option("", "preset (see `lt model list`); fields that are given override it")
+    config: str = option("", "config.json, a folder with one, or hf://org/name@revision; with random weights")
     vocab_size: int = option(0, "ids, as many as the data's; 0 = the data's", hyperparameter="VOCAB_SIZE", ge=0)
     hidden_size: int = option(768, "width of the residual stream", hyperparameter="HIDDEN_SIZE", ge=1)
     intermediate_size: int = option(2072, "width of feed-forward blocks", hyperparameter="INTERMEDIATE_SIZE", ge=1)
     n_heads: int = option(12, "attention heads", hyperparameter="N_HEADS", ge=1)
     n_kv_heads: int = option(12, "key and value heads", hyperparameter="N_KV_HEADS", ge=1)
     n_layers: int = option(12, "transformer blocks", hyperparameter="N_LAYERS", ge=1)
+    head_dim: int = option(0, "width of a head; 0 = hidden_size / n_heads", ge=0)
     max_position_embeddings: int = option(0, "maximum context length; 0 = data.seq_len", unit="tokens", ge=0)
     rope_theta: float = option(10000.0, "base of the rotary wavelengths", gt=0)
-    norm_eps: float = option(1e-5, "epsilon of the RMS norms", gt=0)
+    sliding_window: int = option(0, "tokens that sliding layers see; 0 = all", unit="tokens", ge=0)
+    norm_eps: float = option(1e-5, "epsilon of the norms", gt=0)
     tie_word_embeddings: bool = option(False, "share the matrix of input embedding and output head")
     rope_scaling: RopeScalingOptions = RopeScalingOptions()
+    shape: str = option("", "JSON of all else that a preset, config or init_from says of the architecture")
     init_from: str = option("", "pretrained model in any format of `lt ckpt`, or hf://org/name@revision")
     init_config: str = option("", "config.json of init_from, if its format has none")
     allow_tokenizer_mismatch: bool = option(False, "allow data whose token ids differ from those of init_from")
@@ -58,18 +68,22 @@ class ModelOptions(Section, table="model"):
 
     def check(self) -> None:
         """Check the sizes of the heads."""
-        if self.hidden_size % (2 * self.n_heads):
+        if not self.head_dim and self.hidden_size % (2 * self.n_heads):
             remedy = f"use a multiple of {2 * self.n_heads}, or another number of heads"
             raise self.wrong("hidden_size n_heads", "the head size must be an even number", remedy)
         if self.n_heads % self.n_kv_heads:
             raise self.wrong("n_heads n_kv_heads", "n_heads must be a multiple of n_kv_heads")
-        if self.preset and self.init_from:
-            raise self.wrong("preset init_from", "the pretrained model has its own architecture", "remove one of them")
+        for one, other in (("preset", "init_from"), ("config", "init_from"), ("preset", "config")):
+            if getattr(self, one) and getattr(self, other):
+                raise self.wrong(f"{one} {other}", "each has an architecture of its own", "remove one of them")
 
 
 def architecture_values(config: "ModelConfig") -> dict[str, Any]:
     """Return the fields of `[model]` that describe `config`, by name within the section."""
-    return flatten({name: value for name, value in config.to_dict().items() if value is not None})
+    values = {"head_dim": config.head_dim, "sliding_window": config.sliding_window, "shape": ""}
+    values |= {name: value for name, value in config.to_dict().items() if value is not None}
+    shape = {name: values.pop(name) for name in sorted(values.keys() - ModelOptions.model_fields.keys())}
+    return flatten(values | ({"shape": json.dumps(shape)} if shape else {}))
 
 
 def preset_values(name: str) -> dict[str, Any]:

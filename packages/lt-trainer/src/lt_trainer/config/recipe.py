@@ -16,8 +16,9 @@ Cost: under 10 ms; neither numpy nor torch is imported, and only the specs of en
 
 from __future__ import annotations
 
+import json
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -52,7 +53,7 @@ DEFAULT = "default"
 ENGINE_PACKAGES = {"gpu": "lt-trainer-gpu", "neuron": "lt-trainer-neuron"}
 """Engines that a recipe may name even if their package is not installed here, with that package."""
 HUB_PREFIX, PENDING = "hf://", "from hf://"
-_NOT_ARCHITECTURE = ("preset", "init_from", "init_config", "allow_tokenizer_mismatch", "resize_vocab")
+_NOT_ARCHITECTURE = ("preset", "config", "init_from", "init_config", "allow_tokenizer_mismatch", "resize_vocab")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +73,7 @@ class ResolvedRecipe:
     def is_given(self, name: str) -> bool:
         """Return True if a source gave this field, rather than a default, a preset or a pretrained model."""
         origin = self.origins[name]
-        return origin != DEFAULT and not origin.startswith(("preset ", "init_from ", PENDING))
+        return origin != DEFAULT and not origin.startswith(("preset ", "init_from ", "config ", PENDING))
 
     @property
     def pending(self) -> set[str]:
@@ -154,20 +155,35 @@ def _resolve(given: Mapping[str, Given]) -> ResolvedRecipe:
 
 
 def _architecture(given: Mapping[str, Given]) -> dict[str, Given]:
-    """Return the model fields that no source gave: those of the run's checkpoint, or of the pretrained model."""
+    """Return the model fields that no source gave: those of the run's checkpoint, or of the model that it names."""
     own = inside(given, "model")
-    address, init_config = (str(own.get(name, Given("", "")).value) for name in ("init_from", "init_config"))
+    field, address, config_file = _model_address({name: str(value) for name, (value, _) in own.items()})
     missing = {name for name in leaves(ModelOptions) if name not in _NOT_ARCHITECTURE} - own.keys()
     if not address or all(name.startswith("rope_scaling.") for name in missing):
         return {}
     resume = build(CheckpointOptions, inside(given, "checkpoint"), "checkpoint").resume
     config = _from_checkpoint(Path(build(RunOptions, inside(given, "run"), "run").dir)) if resume else None
-    if config is None and address.startswith(HUB_PREFIX) and not init_config:
+    if config is None and address.startswith(HUB_PREFIX) and not config_file:
         return {f"model.{name}": Given(None, f"from {address}") for name in missing}
-    values = architecture_values(config or _from_pretrained(address, init_config))
+    config = config or _from_pretrained(field, address, config_file)
+    if "n_layers" in own and str(own["n_layers"].value).isdecimal():
+        from lt_model.presets import override
+
+        with as_recipe_error(address, f"model.{field}"):
+            override(config, n_layers=int(own["n_layers"].value))  # refused where layers are listed one by one
+    values = architecture_values(config)
     if "resize_vocab" in own and str(own["resize_vocab"].value).lower() == "true":
         values.pop("vocab_size")
-    return {f"model.{name}": Given(values[name], f"init_from {address}") for name in missing & values.keys()}
+    return {f"model.{name}": Given(values[name], f"{field} {address}") for name in missing & values.keys()}
+
+
+def _model_address(model: Mapping[str, str]) -> tuple[str, str, str]:
+    """Return the field that names another model's architecture, its value, and the config.json if it is a file."""
+    if address := model.get("init_from", ""):
+        return "init_from", address, model.get("init_config", "")
+    address = model.get("config", "")
+    file = Path(address, "config.json") if Path(address).is_dir() else Path(address)
+    return "config", address, "" if address.startswith(HUB_PREFIX) else str(file)
 
 
 def _from_checkpoint(out: Path) -> ModelConfig | None:
@@ -181,13 +197,16 @@ def _from_checkpoint(out: Path) -> ModelConfig | None:
     return None
 
 
-def _from_pretrained(address: str, config: str) -> ModelConfig:
-    """Return the architecture of a pretrained model."""
+def _from_pretrained(field: str, address: str, config: str) -> ModelConfig:
+    """Return the architecture of a pretrained model, or of `model.config`."""
     from lt_ckpt.formats import load_model_config
     from lt_model import config_from_hf
+    from lt_model.hf import check_trainable
 
-    with as_recipe_error(address):
-        return config_from_hf(dict(load_model_config(address, config=config or None)))
+    with as_recipe_error(address, f"model.{field}"):
+        values = dict(load_model_config(address, config=config or None))
+        check_trainable(values, address)
+        return config_from_hf(values)
 
 
 def complete(resolved: ResolvedRecipe) -> ResolvedRecipe:
@@ -202,8 +221,9 @@ def complete(resolved: ResolvedRecipe) -> ResolvedRecipe:
 
     model, pending, origins = resolved.recipe.model, resolved.pending, resolved.origins
     if pending:
-        values = architecture_values(_from_pretrained(model.init_from, model.init_config))
-        filled = {f"model.{name}": Given(value, f"init_from {model.init_from}") for name, value in values.items()}
+        field, address, file = _model_address(model.model_dump(include={"init_from", "init_config", "config"}))
+        values = architecture_values(_from_pretrained(field, address, file))
+        filled = {f"model.{name}": Given(value, f"{field} {address}") for name, value in values.items()}
         known = {name: Given(value, origins[name]) for name, value in values_of(resolved.recipe).items()}
         known = {name: value for name, value in known.items() if name not in pending}
         resolved = _resolve(known | {name: value for name, value in filled.items() if name in pending})
@@ -283,16 +303,30 @@ def to_toml(recipe: Recipe, origins: Mapping[str, str] | None = None) -> str:
     return dump({name: None if name in pending else value for name, value in values_of(recipe).items()}, origins)
 
 
+def check_features(model: ModelConfig, implementation: str, lacks: Collection[str] | None = None) -> None:
+    """Refuse a model with features that an implementation lacks; arguments as of `ModelConfig.check_features`.
+
+    Raises:
+        RecipeError: names the field, its value and the family.
+    """
+    from lt_model import ModelError
+
+    try:
+        model.check_features(implementation, lacks)
+    except ModelError as exc:
+        raise RecipeError(str(exc)) from exc
+
+
 def model_config(recipe: Recipe, vocab_size: int) -> ModelConfig:
     """Return the architecture of a recipe, for data with `vocab_size` token ids.
 
     Raises:
         RecipeError: the recipe has another vocabulary size than the data.
     """
-    from lt_model import ModelConfig, RopeScaling
+    from lt_model import ModelConfig, ModelError
 
     model = recipe.model
-    if model.init_from and model.vocab_size > vocab_size:
+    if (model.init_from or model.config) and model.vocab_size > vocab_size:
         vocab_size = model.vocab_size  # a pretrained model may have padded or additional rows
     elif model.vocab_size not in (0, vocab_size):
         remedy = "set model.resize_vocab to true to add the missing rows" if model.init_from else "remove it"
@@ -301,5 +335,8 @@ def model_config(recipe: Recipe, vocab_size: int) -> ModelConfig:
     same = set(ModelConfig.__dataclass_fields__) & set(ModelOptions.model_fields)
     values: dict[str, Any] = {name: getattr(model, name) for name in same} | {"vocab_size": vocab_size}
     values["max_position_embeddings"] = model.max_position_embeddings or recipe.data.seq_len
-    values["rope_scaling"] = RopeScaling(**model.rope_scaling.model_dump()) if model.rope_scaling.factor != 1 else None
-    return ModelConfig(**values)
+    values["rope_scaling"] = model.rope_scaling.model_dump() if model.rope_scaling.factor != 1 else None
+    try:
+        return ModelConfig.from_dict({**json.loads(model.shape or "{}"), **values}, "model")
+    except (ModelError, ValueError) as exc:
+        raise RecipeError(str(exc), remedy="change the fields of [model]") from exc

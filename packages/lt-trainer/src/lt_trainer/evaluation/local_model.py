@@ -71,7 +71,8 @@ class LoadedModel:
             cu_seqlens = cu_seqlens[: np.searchsorted(cu_seqlens, n_rows * seq_len) + 1]
             boundaries = DocumentBoundaries(torch.from_numpy(cu_seqlens.copy()), n_rows, seq_len)
             hidden = self.model.hidden_states(ids, position_ids_BT=positions, boundaries=boundaries)
-            scores = linear_label_scores(hidden, self.model.lm_head.weight, labels)
+            softcap = self.model.config.logits_softcap
+            scores = linear_label_scores(hidden, self.model.lm_head.weight, labels, softcap=softcap)
             found.append((scores.log_probs.cpu().numpy(), scores.is_greedy.cpu().numpy()))
         log_probs, is_greedy = (np.stack(arrays) for arrays in zip(*found, strict=True))
         return PositionScores.at_positions(batch.labels, np.arange(batch.labels.size), log_probs, is_greedy)

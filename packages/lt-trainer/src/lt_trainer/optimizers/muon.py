@@ -1,4 +1,4 @@
-"""Muon for the matrices of the blocks, AdamW for embedding, head and norms.
+"""Muon for the matrices of the blocks, AdamW for embedding, head, norms and biases.
 
     m = mu m + (1 - mu) g,    u = mu m + (1 - mu) g (Nesterov; else u = m),    w = w - lr s O(u) - lr d w
 
@@ -89,6 +89,6 @@ MUON = OptimizerSpec(
         transform=_orthogonalize,
         dtype=lambda options: "bfloat16" if options.newton_schulz_dtype == "bfloat16" else "",
     ),
-    applies_to=lambda spec: spec.role == "block" and len(spec.shape) == 2,
+    applies_to=lambda spec: spec.type == "matrix",
     others=ADAMW,
 )

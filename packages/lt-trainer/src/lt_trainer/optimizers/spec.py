@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
-ROLES = {"embed_tokens": "embedding", "lm_head": "head", "norm": "norm"}
-"""Kind of a parameter → field of `[optimizer.lr_scale]`; all others are matrices of blocks."""
+ROLES = {"embedding": "embedding", "head": "head", "matrix": "matrices", "norm": "norm", "bias": "norm"}
+"""Type of a parameter → field of `[optimizer.lr_scale]`."""
 
 Shape = tuple[int, ...]
 
@@ -143,5 +143,5 @@ class OptimizerSpec:
 
 
 def lr_scale(spec: ParamSpec, options: OptimizerOptions) -> float:
-    """Return the factor of a parameter's learning rate, by its role."""
-    return getattr(options.lr_scale, ROLES.get(spec.kind, "matrices"))
+    """Return the factor of a parameter's learning rate, by its type."""
+    return getattr(options.lr_scale, ROLES[spec.type])

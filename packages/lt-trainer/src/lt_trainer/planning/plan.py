@@ -162,7 +162,7 @@ def vocab_size_and_source(recipe: Recipe) -> tuple[int, str]:
 def _notes(recipe: Recipe, config: ModelConfig, layout: PlannedLayout) -> list[str]:
     tp, tp_cp = layout.tp, layout.tp * layout.cp
     is_estimate = layout.is_compiled or layout.activation_checkpointing == "memory_budget"
-    kv_bytes = 2 * config.n_kv_heads * config.head_dim * layout.element_bytes / tp
+    kv_bytes = 2 * config.n_kv_heads * config.head_width * layout.element_bytes / tp
     gathered = kv_bytes * layout.micro_batch_size * recipe.data.seq_len / GIB
     notes = {
         "activations are an estimate: the compiler decides what it keeps": is_estimate,

@@ -1,0 +1,298 @@
+"""Every family against transformers' own modules in float64: logits, every gradient, configurations, generation."""
+
+import json
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from family_models import CASES, SHAPE, NoFloat32, make_config, make_model, our_tensors  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
+
+from lt_model import (  # noqa: E402  # noqa: E402
+    PRESETS,
+    Decoder,
+    ModelConfig,
+    ModelError,
+    config_from_hf,
+    config_to_hf,
+    generate,
+    linear_label_scores,
+    param_specs,
+    preset,
+)
+from lt_model.config import LayerKind  # noqa: E402
+from lt_model.families import COMMON_IGNORED, COMMON_REQUIRED, DROPOUTS, FAMILIES  # noqa: E402
+from lt_model.hf import check_trainable  # noqa: E402
+
+N_ROWS, N_TOKENS = 2, 40
+FAMILY_CASES = {family: case for case, (family, _) in CASES.items()}
+
+
+def relative(ours, theirs):
+    """max|difference| / max|reference|; a zero tensor must be zero in both."""
+    largest = theirs.abs().max().item()
+    difference = (ours - theirs).abs().max().item()
+    return difference / largest if largest else difference
+
+
+def our_model(theirs, config, attention="auto"):
+    """Our model with the weights of transformers', checked against the parameter table."""
+    with torch.device("meta"):
+        ours = Decoder(config, attention=attention)
+    assert [(n, tuple(p.shape)) for n, p in ours.named_parameters()] == [(s.name, s.shape) for s in param_specs(config)]
+    state = {name: tensor.detach().clone() for name, tensor in our_tensors(theirs.state_dict(), config).items()}
+    if config.tie_word_embeddings:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    ours.load_state_dict({name: torch.nn.Parameter(tensor) for name, tensor in state.items()}, assign=True)
+    if config.tie_word_embeddings:
+        ours.lm_head.weight = ours.model.embed_tokens.weight
+    return ours
+
+
+def batch():
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(0, SHAPE["vocab_size"], (N_ROWS, N_TOKENS), generator=generator) for _ in range(2)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_every_gradient_are_those_of_transformers(case):
+    """The chunked loss and the logits, by the default attention and by the formula; scores and greedy generation."""
+    ids, labels = batch()
+    with NoFloat32():
+        theirs = make_model(make_config(case))
+        logits = theirs(input_ids=ids, use_cache=False).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        loss.backward()
+    assert logits.dtype == torch.float64
+    config = config_from_hf(theirs.config.to_dict())
+    wanted = our_tensors({name: p.grad for name, p in theirs.named_parameters()}, config)
+    for attention in ("auto", "reference"):
+        ours = our_model(theirs, config, attention)
+        assert relative(ours(ids), logits) < 1e-12
+        found = ours(ids, labels_BT=labels)
+        assert abs(found.item() / loss.item() - 1) < 1e-12
+        found.backward()
+        worst = {name: relative(p.grad, wanted[name]) for name, p in ours.named_parameters()}
+        assert max(worst.values()) < 1e-10, max(worst.items(), key=lambda item: item[1])
+    ours = our_model(theirs, config)
+    scores = linear_label_scores(ours.hidden_states(ids), ours.lm_head.weight, labels, softcap=config.logits_softcap)
+    assert relative(scores.log_probs, logits.log_softmax(-1).gather(2, labels[..., None])[..., 0]) < 1e-11
+    prompt = ids[0, :11].tolist()  # beyond a window while it generates
+    new = generate(ours, prompt, max_new_tokens=8, temperature=0)
+    for count in range(8):
+        assert ours(torch.tensor([prompt + new[:count]]))[0, -1].argmax() == new[count]
+
+
+@pytest.mark.parametrize("case", ["mistral, window 7, head 16", "gemma2, softcaps", "olmo3, yarn in full layers"])
+@pytest.mark.parametrize("attention", ["auto", "reference", "sdpa", "split"])
+def test_windows_stay_within_documents(case, attention):
+    config = config_from_hf(make_config(case).to_dict())
+    if attention in ("sdpa", "split") and config.attention_softcap:
+        with pytest.raises(ModelError, match=r"no softcap, which attention_softcap = 5\.0 needs; take auto, reference"):
+            Decoder(config, attention=attention)
+        return
+    ids, _ = batch()
+    with NoFloat32():
+        ours = our_model(make_model(make_config(case)), config, attention)
+    doc_ids = torch.tensor([[0] * 22 + [1] * 18, [0] * 40])
+    whole = ours(ids, doc_ids_BT=doc_ids, position_ids_BT=torch.arange(40).expand(2, -1))
+    apart = ours(ids[:1, 22:], position_ids_BT=torch.arange(22, 40)[None])
+    torch.testing.assert_close(whole[:1, 22:], apart, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(whole[1:], ours(ids[1:]), rtol=1e-11, atol=1e-11)
+    changed = ids.clone()
+    changed[1, 0] = (ids[1, 0] + 1) % 101
+    reach = 1 + config.n_layers * (config.sliding_window - 1)
+    if not any(not kind.sliding for kind in config.layers) and reach < 40:
+        assert torch.equal(ours(changed)[1, reach:], ours(ids)[1, reach:])
+    assert not torch.equal(ours(changed)[1, reach - 1], ours(ids)[1, reach - 1])
+
+
+def test_a_window_costs_time_linear_in_the_row():
+    """On a CPU, 8 windows take 8 calls of w queries over at most 2 w keys: FLOPs at T = 8 w and at 16 w."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from lt_model.attention import BACKENDS
+
+    def flops(n_tokens):
+        backend = BACKENDS["auto"]
+        q, k = torch.randn(1, n_tokens, 2, 8), torch.randn(1, n_tokens, 1, 8)
+        mask = backend.make_mask(None, q.device, q.dtype, 16, (1, n_tokens, n_tokens))
+        with FlopCounterMode(display=False) as counter:
+            backend.attend(q, k, k, mask)
+        return counter.get_total_flops()
+
+    assert flops(256) / flops(128) < 2.2
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_configurations_are_read_and_written_as_transformers_does(case):
+    theirs = make_config(case)
+    config = config_from_hf(theirs.to_dict())
+    written = config_to_hf(config)
+    assert config_from_hf(json.loads(json.dumps(written))) == config
+    again = type(theirs).from_dict(dict(written))
+    assert config_from_hf(again.to_dict()) == config
+    keys = type(theirs)().to_dict().keys() - COMMON_IGNORED - FAMILIES[config.family].ignored
+    keys -= set() if config.sliding_window else {"max_window_layers"}
+    ours, want = ({key: one.to_dict()[key] or None for key in keys} for one in (again, theirs))
+    for rope in (ours["rope_parameters"], want["rope_parameters"]):
+        for one in (rope.get("full_attention", rope), rope.get("sliding_attention", rope)):
+            for name in ("truncate", "beta_fast", "beta_slow", "original_max_position_embeddings"):
+                one.pop(name, None)
+            one.setdefault("partial_rotary_factor", 1.0)
+    assert ours == want
+    assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    old = {k: v for k, v in written.items() if k not in ("rope_parameters", "layer_types", "no_rope_layers")}
+    assert config_from_hf(old) == config
+    if config.family != "olmo3":  # transformers 5 gives an old rope_theta to the full layers only
+        assert config_from_hf(type(theirs).from_dict(dict(old)).to_dict()) == config
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_file_leaves_out_is_what_transformers_takes(family):
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    silent = {"model_type": family, **{key: SHAPE[key] for key in sizes}, "num_hidden_layers": 30}
+    row = FAMILIES[family]
+    silent["num_attention_heads"] = 4 if family != "gpt_neox" else 3  # of 16, so that a quarter is even
+    theirs = transformers.AutoConfig.for_model(**silent)
+    silent.setdefault("num_key_value_heads", getattr(theirs, "num_key_value_heads", 4))
+    silent["num_key_value_heads"] = silent["num_key_value_heads"] or silent["num_attention_heads"]
+    if silent["num_attention_heads"] % silent["num_key_value_heads"]:
+        silent["num_key_value_heads"] = silent["num_attention_heads"]
+    theirs = transformers.AutoConfig.for_model(**silent)
+    want = theirs.to_dict()
+    if "head_dim" not in row.keys:
+        want.pop("head_dim", None)
+    assert config_from_hf(silent) == config_from_hf(want)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_key_of_transformers_stands_in_one_list(family):
+    row, theirs = FAMILIES[family], transformers.AutoConfig.for_model(family)
+    lists = {
+        "read": row.read_keys,
+        "ignored": COMMON_IGNORED | row.ignored,
+        "required": {*COMMON_REQUIRED, *row.required, *DROPOUTS},
+    }
+    found = {key: [name for name, keys in lists.items() if key in keys] for key in theirs.to_dict()}
+    assert {key: names for key, names in found.items() if len(names) != 1} == {}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_models_that_transformers_builds(name):
+    config = PRESETS[name]
+    assert config_from_hf(config_to_hf(config)) == config
+    with torch.device("meta"):
+        theirs = getattr(transformers, FAMILIES[config.family].architecture)(
+            transformers.AutoConfig.for_model(**{k: v for k, v in config_to_hf(config).items() if k != "architectures"})
+        )
+    assert sum(p.numel() for p in theirs.parameters()) == sum(spec.numel for spec in param_specs(config))
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "message"),
+    [
+        (
+            "llama",
+            {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}},
+            "rope_type = 'longrope' is not supported",
+        ),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic"}}, "rope_type = 'dynamic' is not supported"),
+        ("llama", {"clip_qkv": 8.0}, "clip_qkv = 8.0 of llama is not supported"),
+        ("llama", {"hidden_act": "relu"}, "hidden_act = 'relu' is not supported"),
+        ("llama", {"model_type": "falcon"}, "model_type = 'falcon': unknown; the families are llama, mistral"),
+        ("phi3, partial", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling = .*family = 'phi3'"),
+        ("gemma2, softcaps", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True of gemma2"),
+        ("gemma3_text", {"sliding_window": None}, "sliding_window = 0: family = 'gemma3_text' cannot do without"),
+        ("qwen2, window from layer 2", {"layer_types": ["full_attention"]}, "layer_types = .* must be 4 of full"),
+    ],
+)
+def test_what_is_not_supported_is_named_with_its_family(case, changes, message):
+    values = {**config_to_hf(config_from_hf(make_config(case).to_dict())), "rope_scaling": None, **changes}
+    if "rope_parameters" not in changes:
+        del values["rope_parameters"]
+    with pytest.raises(ModelError, match=f"^dir/config.json: .*{message}"):
+        config_from_hf(values, "dir/config.json")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"qk_norm": "head"}, "qk_norm = 'head': a model of family = 'llama' has 'none'"),
+        ({"family": "qwen2", "qkv_bias": False}, "qkv_bias = False: a model of family = 'qwen2' has True"),
+        ({"family": "gpt"}, "family = 'gpt': not one of llama, mistral"),
+        ({"qkv_bias": True}, "o_bias and qkv_bias differ|qkv_bias and o_bias differ"),
+        ({"sliding_window": 4}, "sliding_window = 4: no layer of this model has a window"),
+        ({"layers": (LayerKind(rope=False),)}, "layers = .* have rotary positions"),
+        ({"layers": (LayerKind(), LayerKind(rope=False)), "n_layers": 1}, "layers lists 2 layers, but n_layers = 1"),
+        ({"layers": ()}, "must be LayerKinds"),
+        ({"family": "mistral", "rotary_fraction": 0.5}, "rotary_fraction = 0.5: a model of family = 'mistral'"),
+        ({"family": "phi3", "rotary_fraction": 0.02}, "it must be an even number"),
+        (
+            {"family": "olmo2", "qk_norm": "full", "norm_place": "post", "head_dim": 32},
+            "head_dim = 32: family = 'olmo2'",
+        ),
+        ({"logits_softcap": -1.0}, "logits_softcap = -1.0: must be a finite number greater than 0"),
+    ],
+)
+def test_what_a_family_cannot_express_is_refused_when_the_config_is_made(fields, message):
+    with pytest.raises(ModelError, match=message):
+        ModelConfig(**{"vocab_size": 100, **fields})
+
+
+def test_dropout_is_refused_for_training_alone():
+    values = {**config_to_hf(PRESETS["pythia-160m"]), "hidden_dropout": 0.1, "classifier_dropout": 0.1}
+    assert config_from_hf(values) == PRESETS["pythia-160m"]
+    with pytest.raises(ModelError, match=r"hidden_dropout = 0\.1: lt trains without dropout; .* hidden_dropout = 0 as"):
+        check_trainable(values)
+    check_trainable({**values, "hidden_dropout": 0.0})
+
+
+def test_more_layers_repeat_a_pattern_and_plain_lists_are_refused():
+    deeper = preset("smollm3-3b", n_layers=41)
+    assert [index for index in range(41) if deeper.rope(index) is None] == list(range(3, 41, 4))
+    config = config_from_hf(make_config("qwen2, window from layer 2").to_dict())
+    assert [config.window(index) for index in range(4)] == [0, 0, 5, 5]
+    from lt_model.presets import override
+
+    with pytest.raises(ModelError, match="n_layers = 6: the model lists the kinds of its 4 layers one by one"):
+        override(config, n_layers=6)
+    assert override(PRESETS["qwen3-8b"], hidden_size=2048).head_width == 128
+    assert override(PRESETS["llama3-8b"], hidden_size=2048).head_width == 64
+
+
+def test_optimizer_decay_role_and_std_of_every_kind_of_tensor():
+    """What the table says of each family's tensors; one line per tensor that differs from Llama's."""
+    pytest.importorskip("lt_trainer")
+    from lt_trainer.optimizers.muon import MUON
+    from lt_trainer.optimizers.spec import ROLES
+
+    found = {}
+    for family, case in FAMILY_CASES.items():
+        for spec in param_specs(config_from_hf(make_config(case).to_dict())):
+            name = f"{spec.kind}.{spec.name.rpartition('.')[2]}"
+            init = spec.init if isinstance(spec.init, str) else f"{spec.init:.4f}"
+            line = f"{MUON.for_params([spec]).name} {'decay' if spec.decay else '-'} {ROLES[spec.type]} {init}"
+            found.setdefault((name, line), set()).add(family)
+    everyone = set(FAMILY_CASES)
+    lines = {f"{name}: {line}": families for (name, line), families in found.items()}
+    matrix, deep, flat = "muon decay matrices 0.0200", "muon decay matrices 0.0071", everyone
+    post = {"olmo2", "olmo3", "gemma2", "gemma3_text"}
+    assert lines["q_proj.weight: " + matrix] == lines["up_proj.weight: " + matrix] == flat
+    assert lines["down_proj.weight: " + matrix] == lines["o_proj.weight: " + matrix] == post
+    assert lines["down_proj.weight: " + deep] == everyone - post - {"smollm3"}  # 5 layers: 0.0063
+    assert lines["embed_tokens.weight: adamw - embedding 0.0200"] == everyone
+    assert lines["q_proj.bias: adamw - norm zeros"] == {"qwen2", "olmo2", "gpt_neox", "llama"}
+    assert lines["input_layernorm.weight: adamw - norm zeros"] == {"gemma2", "gemma3_text"}
+    assert lines["input_layernorm.bias: adamw - norm zeros"] == {"gpt_neox"}
+    assert lines["q_norm.weight: adamw - norm ones"] == {"qwen3", "olmo2", "olmo3"}
+    assert lines["q_norm.weight: adamw - norm zeros"] == {"gemma3_text"}
+    assert lines["lm_head.weight: adamw decay head 0.0200"] == {
+        family
+        for family in everyone
+        if not config_from_hf(make_config(FAMILY_CASES[family]).to_dict()).tie_word_embeddings
+    }
+    kinds = {line.partition(" ")[2] for line in lines}
+    assert len(kinds) == 7, "\n".join(sorted(lines))

@@ -1,0 +1,136 @@
+"""A model of transformers of each family, trained on, resumed and exported: transformers' logits are ours.
+
+Also with a longer context: the window lifted, the rotary base raised, yarn. The first loss is transformers' in float64;
+the logits of the export go beyond the old context and every window.
+"""
+
+import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from family_models import CASES, SHAPE, NoFloat32, make_config, make_model  # noqa: E402
+from lt_ckpt.hf.export import export_hf  # noqa: E402
+
+from lt_ckpt import Checkpoint, list_steps  # noqa: E402
+from lt_model import Decoder, config_from_hf  # noqa: E402
+from lt_model.families import FAMILIES  # noqa: E402
+from lt_test_helpers.runs import run  # noqa: E402
+from lt_trainer.config.recipe import load  # noqa: E402
+from lt_trainer.data.synthetic import SyntheticRows  # noqa: E402
+from lt_trainer.errors import RecipeError  # noqa: E402
+from lt_trainer.run_directory.jsonl import read_jsonl  # noqa: E402
+
+SEQ_LEN = 32
+YARN = (
+    *("model.rope_scaling.kind=yarn", "model.rope_scaling.factor=4.0"),
+    *("model.rope_scaling.original_max_position_embeddings=64", "model.max_position_embeddings=256"),
+)
+RUNS = {case: (case, ()) for case, (family, _) in CASES.items() if not FAMILIES[family].fused} | {
+    "mistral, window lifted": ("mistral, window 7, head 16", ("model.sliding_window=0", "model.rope_theta=5000.0")),
+    "mistral, wider window": ("mistral, window 7, head 16", ("model.sliding_window=20",)),
+    "olmo3, yarn": ("olmo3, yarn in full layers", (*YARN, "model.rope_theta=700.0")),
+    "qwen3, yarn": ("qwen3, yarn, head 12", YARN),
+}
+DRAWN = [name for number, name in enumerate(RUNS) if (number + datetime.date.today().toordinal()) % 4 == 0]
+
+
+def base(folder: Path, out: Path, field: str = "init_from") -> dict[str, Any]:
+    return {
+        "run": {"dir": str(out)},
+        "model": {field: str(folder)},
+        "data": {"synthetic": True, "seq_len": SEQ_LEN, "document_mask": False},
+        "batch": {"global_batch_size": 2, "micro_batch_size": 1},
+        "schedule": {"max_steps": 3, "warmup_steps": 0},
+        "optimizer": {"lr": 1e-2},
+        "checkpoint": {"interval": 1},
+        "metrics": {"log_interval": 1},
+        "engine": {"gpu": {"device": "cpu", "dtype": "float64"}},
+    }
+
+
+def train_and_export(case: str, sets: tuple[str, ...], folder: Path) -> None:
+    with NoFloat32():
+        theirs = make_model(make_config(case))
+        theirs.save_pretrained(folder / "theirs")
+    recipe = base(folder / "theirs", folder / "run")
+    assert run(load(base=recipe, overrides=[*sets, "schedule.max_steps=1"]), environ={}) == 0
+    if not sets:  # the run's rows by transformers
+        losses = [one["loss"] for one in read_jsonl(folder / "run" / "metrics.jsonl") if "loss" in one]
+        assert losses[0] == pytest.approx(first_loss(theirs), rel=1e-10)
+    assert run(load(base=recipe, overrides=sets), environ={}) == 0
+    (_, newest), *_ = list_steps(folder / "run" / "checkpoints")
+    export_hf(Checkpoint.open(newest), folder / "exported")
+    with NoFloat32():
+        exported = transformers.AutoModelForCausalLM.from_pretrained(
+            folder / "exported", dtype=torch.float64, attn_implementation="eager"
+        ).eval()
+        ids = torch.randint(0, 101, (1, 150 if sets else 60), generator=torch.Generator().manual_seed(1))
+        wanted = exported(input_ids=ids, use_cache=False).logits
+    config = config_from_hf(exported.config.to_dict())
+    ours = Decoder(config).double()
+    state = {name: tensor for name, tensor in exported.state_dict().items() if not name.endswith("inv_freq")}
+    ours.load_state_dict(state)
+    found = ours(ids)
+    assert ((found - wanted).abs().max() / wanted.abs().max()).item() < 1e-12
+    assert config.family == exported.config.model_type == CASES[case][0]
+
+
+@torch.no_grad()
+def first_loss(theirs: torch.nn.Module) -> float:
+    rows = SyntheticRows(vocab_size=SHAPE["vocab_size"], seq_len=SEQ_LEN, seed=0).read_token_rows(np.arange(2))
+    ids = torch.from_numpy(rows.input_ids.astype(np.int64))
+    labels = torch.cat((ids[:, 1:], torch.from_numpy(rows.next_ids.astype(np.int64))[:, None]), dim=1)
+    with NoFloat32():
+        logits = theirs(input_ids=ids).logits
+    return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_a_family_is_trained_resumed_and_exported(name: str, tmp_path: Path) -> None:
+    train_and_export(*RUNS[name], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_every_family_is_trained_resumed_and_exported(name: str, tmp_path: Path) -> None:
+    train_and_export(*RUNS[name], tmp_path)
+
+
+def test_a_config_json_gives_the_shape_with_random_weights(tmp_path: Path) -> None:
+    config = make_config("gemma2, softcaps", vocab_size=160)
+    config.save_pretrained(tmp_path)
+    recipe = base(tmp_path, tmp_path / "run", "config")
+    for place in (tmp_path, tmp_path / "config.json"):
+        resolved = load(base=recipe, overrides=[f"model.config={place}"])
+        assert resolved.origins["model.shape"] == f"config {place}"
+    assert run(load(base=recipe, overrides=["schedule.max_steps=1"]), environ={}) == 0
+    (tmp_path / "config.json").unlink()  # the run's recipe and checkpoint have it all
+    assert run(load(base=recipe), environ={}) == 0
+    (_, newest), *_ = list_steps(tmp_path / "run" / "checkpoints")
+    assert Checkpoint.open(newest).manifest.model == config_from_hf(config.to_dict()).to_dict()
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "sets", "message"),
+    [
+        ("olmo2", {"attention_dropout": 0.1}, (), "attention_dropout = 0.1: lt trains without dropout"),
+        ("qwen2, window from layer 2", {}, ("model.n_layers=6",), "n_layers = 6: the model lists the kinds of its 4"),
+        ("gpt_neox, parallel", {}, ("model.init_from=",), None),
+        ("llama", {}, ("model.sliding_window=8",), "sliding_window = 8: no layer of this model has a window"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_before_a_run_starts(case, changes, sets, message, tmp_path) -> None:
+    make_config(case, **changes).save_pretrained(tmp_path)
+    recipe = base(tmp_path, tmp_path / "run", "config")
+    if message is None:
+        assert load(base=recipe).recipe.model.shape
+        return
+    with pytest.raises(RecipeError, match=message):
+        run(load(base=recipe, overrides=sets), environ={})
+    assert not (tmp_path / "run").exists()
