@@ -92,7 +92,7 @@ def attend_and_compare(cp: int) -> int:
         padded = DocumentBoundaries(torch.cat((boundaries.cu_seqlens, padding)), B, T)
         segments = split_boundaries(padded, cp, rank, fixed_length=fixed_length)
         backend = context_parallel_backend(BACKENDS[name], group)
-        mask = backend.mask_factory(segments, torch.device("cpu"), torch.float64)
+        mask = backend.mask_factory(segments, torch.device("cpu"), torch.float64, 0)
         parts = [own(x, cp, rank).requires_grad_() for x in wholes]
         out = backend.attend(parts[0], parts[1], parts[2], mask)
         found = torch.autograd.grad(out, parts, own(upstream, cp, rank))
