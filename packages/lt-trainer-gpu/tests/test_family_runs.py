@@ -15,9 +15,9 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from family_models import CASES, SHAPE, NoFloat32, make_config, make_model  # noqa: E402
-from lt_ckpt.hf.export import export_hf  # noqa: E402
 
 from lt_ckpt import Checkpoint, list_steps  # noqa: E402
+from lt_ckpt.formats import ConvertOptions, convert_checkpoint, open_source  # noqa: E402
 from lt_model import Decoder, config_from_hf  # noqa: E402
 from lt_model.families import FAMILIES  # noqa: E402
 from lt_test_helpers.runs import run  # noqa: E402
@@ -65,7 +65,7 @@ def train_and_export(case: str, sets: tuple[str, ...], folder: Path) -> None:
         assert losses[0] == pytest.approx(first_loss(theirs), rel=1e-10)
     assert run(load(base=recipe, overrides=sets), environ={}) == 0
     (_, newest), *_ = list_steps(folder / "run" / "checkpoints")
-    export_hf(Checkpoint.open(newest), folder / "exported")
+    convert_checkpoint(open_source(newest), folder / "exported", ConvertOptions(format="hf"))
     with NoFloat32():
         exported = transformers.AutoModelForCausalLM.from_pretrained(
             folder / "exported", dtype=torch.float64, attn_implementation="eager"
