@@ -51,7 +51,7 @@ def stored(layout, arrays):
     return made
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(cut_models(), st.sampled_from(["trn1", "trn2"]))
 def test_cut_and_put_together_is_the_model_again(cut, head_order):
     config, options = cut[0], replace(cut[1], head_order=head_order)
@@ -67,7 +67,7 @@ def test_cut_and_put_together_is_the_model_again(cut, head_order):
     assert len(made) == options.tp * options.pp
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(cut_models(), st.sampled_from(["trn1", "trn2"]))
 def test_every_rank_has_what_its_layers_ask_for(cut, head_order):
     """Each tensor as NxD's layers take it, cut here with numpy from the whole ones and without the layout's rules."""

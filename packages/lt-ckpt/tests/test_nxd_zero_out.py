@@ -61,7 +61,7 @@ def test_any_cut_holds_the_same_state(cut, dp, tmp_path):
     assert everything(again) == everything(source)
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(("tied", "settings"), [(False, 1), (True, 2)], ids=["untied", "tied"])
 @pytest.mark.parametrize(
     "cut",
     [
@@ -71,7 +71,6 @@ def test_any_cut_holds_the_same_state(cut, dp, tmp_path):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("settings", [1, 2])
 def test_grouped_heads_tied_heads_and_one_group(cut, tied, settings, tmp_path):
     """Moments that are the weights themselves: every row must come back to its place."""
     config = ModelConfig(
