@@ -131,7 +131,6 @@ class RestartPolicy(Section, table="restart"):
     max_without_progress: int = option(
         2, "consecutive restarts without a new checkpoint before the job fails; for training jobs", ge=1
     )
-    exclude_bad_nodes: bool = option(True, "exclude lost hosts from restarts over ssh; Slurm does so itself")
 
 
 class Job(Section, table="job"):
