@@ -27,6 +27,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -124,17 +125,14 @@ class AsyncRankSaver:
         for shard, offset in zip(shards, _buffer_offsets(shards), strict=False):
             memory = self._memory[offset : offset + shard.n_bytes]
             shard.copy_into(memory)
-            copies.append(replace(shard, data=self._cancellable_data(memory), copy_fn=None))
+            copies.append(replace(shard, data=partial(self._take_copy, memory), copy_fn=None))
         return copies
 
-    def _cancellable_data(self, memory: np.ndarray) -> Callable[[], np.ndarray]:
-        def get_data() -> np.ndarray:
-            if self._cancelled:
-                raise SaveCancelledError("the save was cancelled before this rank's files were written")
-            self.progress_count += 1
-            return memory
-
-        return get_data
+    def _take_copy(self, memory: np.ndarray) -> np.ndarray:
+        if self._cancelled:
+            raise SaveCancelledError("the save was cancelled before this rank's files were written")
+        self.progress_count += 1
+        return memory
 
     def _save(
         self, tmp: Path, rank: int, shards: list[Shard], writer: RankFileWriter | None, on_written: OnWritten | None

@@ -43,15 +43,6 @@ def check_named_as_ours(config: ModelConfig) -> None:
         raise ModelError(f"family = {config.family!r}: its tensors have other names in files; lt ckpt has no map yet")
 
 
-def check_llama(config: ModelConfig, format: str) -> None:
-    """Check that a model is one of those that a format's names and layouts are for.
-
-    Raises:
-        ModelError: It has a feature that Llama 2 and 3 lack.
-    """
-    config.check_features(f"the format {format}")
-
-
 def param_specs(config: ModelConfig) -> tuple[ParamSpec, ...]:
     """Return the parameters of a model whose configuration is untrusted.
 

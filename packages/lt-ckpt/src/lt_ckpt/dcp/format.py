@@ -24,16 +24,7 @@ from lt_ckpt.errors import CheckpointError, translate_os_errors
 from lt_ckpt.file_names import check_name
 from lt_ckpt.laid_out_files import CountBytes, ReadBlock
 from lt_ckpt.layout import FileLayout, whole_tensor
-from lt_ckpt.llama_tensors import (
-    EMBED,
-    HEAD,
-    IGNORED_BUFFERS,
-    add_tied_head,
-    check_llama,
-    param_specs,
-    target_specs,
-    tensor_shapes,
-)
+from lt_ckpt.llama_tensors import EMBED, HEAD, IGNORED_BUFFERS, add_tied_head, param_specs, target_specs, tensor_shapes
 from lt_ckpt.meta_llama.names import dialect_key, unpermute_group
 from lt_ckpt.model_files import model_files
 from lt_ckpt.records import TORCH_ADAMW
@@ -141,7 +132,7 @@ def open_dcp(path: str | os.PathLike[str], *, config: Mapping[str, Any]) -> Sour
     """
     folder = Path(path)
     model = config_from_hf(dict(config), source=f"{folder}: config")
-    check_llama(model, "dcp")
+    model.check_features("the format dcp")
     metadata = SafeReader(folder).read_metadata()
     tensors = {k: m for k, m in metadata.state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)}
     naming = _detect_naming(tensors, str(folder))
@@ -272,7 +263,7 @@ def dcp_target(source: Source, *, dtype: str | None = None) -> Target:
         dtype: Safetensors code to cast to; None: as stored.
     """
     model = source.model
-    check_llama(model, "dcp")
+    model.check_features("the format dcp")
     specs = target_specs(source, tensor_shapes(model), dtype)
 
     def fill(folder: Path, read: ReadBlock, count_bytes: CountBytes) -> None:

@@ -20,7 +20,7 @@ from lt_ckpt import files, json_objects
 from lt_ckpt.dtypes import torch_dtype_name
 from lt_ckpt.errors import CheckpointError, translate_os_errors
 from lt_ckpt.layout import FileLayout, Layout, shard_box, stack_rows
-from lt_ckpt.llama_tensors import check_llama, param_specs
+from lt_ckpt.llama_tensors import param_specs
 from lt_ckpt.meta_llama.names import dialect_key, unpermute_group
 from lt_ckpt.shards import Box
 from lt_ckpt.source import Source, build_tensor_group, group_of_arrays
@@ -94,7 +94,7 @@ def open_meta(path: str | os.PathLike[str], *, config: Mapping[str, Any] | None 
         hf = dict(config)
         _check_config(config_from_hf(hf, source=f"{folder}: config"), params, folder)
     model = replace(config_from_hf(hf, source=f"{folder}: config"), tie_word_embeddings=False)
-    check_llama(model, "meta")
+    model.check_features("the format meta")
     shapes = {parameter.name: parameter.shape for parameter in param_specs(model)}
     layout = meta_layout(model, len(names), embedding_dim=1 if by_columns else 0)
     groups = {name: group_of_arrays(name, arrays) for name, arrays in arrays_by_file.items()}

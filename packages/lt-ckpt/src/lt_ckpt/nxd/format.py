@@ -15,7 +15,7 @@ from lt_ckpt.conversion import Target
 from lt_ckpt.errors import CheckpointError
 from lt_ckpt.laid_out_files import Place, write_layout
 from lt_ckpt.layout import FileLayout, layout_bytes
-from lt_ckpt.llama_tensors import MASTER_WEIGHTS, check_llama, target_specs, tensor_shapes
+from lt_ckpt.llama_tensors import MASTER_WEIGHTS, target_specs, tensor_shapes
 from lt_ckpt.model_files import model_files
 from lt_ckpt.nxd.discovery import has_optimizer_files
 from lt_ckpt.nxd.layout import nxd_layout
@@ -60,7 +60,7 @@ def open_nxd(
         lt_model.ModelError: The configuration is not a supported Llama.
     """
     model = config_from_hf(dict(config), source="config.json")
-    check_llama(model, "nxd")
+    model.check_features("the format nxd")
     checkpoint = read_nxd_checkpoint(path, model, locate_tensors=not master_weights, head_order=head_order)
     nxd_files, inferred, files = checkpoint.files, checkpoint.options, checkpoint.rank_files.values()
     names = ("layout", "tag", "tp", "pp", "virtual_pp", "qkv", "kv_size_multiplier", "head_order", "xser")
@@ -137,7 +137,7 @@ def nxd_target(source: Source, options: NxdOptions, *, dtype: str | None = None)
         CheckpointError: The options do not fit the model, or the source lacks a tensor or cannot be cast.
     """
     model = source.model
-    check_llama(model, "nxd")
+    model.check_features("the format nxd")
     layout, tensor_files = nxd_layout(model, options), TensorFiles()
     specs = target_specs(source, tensor_shapes(model), dtype)
 

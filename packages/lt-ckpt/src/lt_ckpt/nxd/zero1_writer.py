@@ -21,7 +21,7 @@ from lt_ckpt.conversion import Target
 from lt_ckpt.errors import CheckpointError
 from lt_ckpt.laid_out_files import CountBytes, Place, ReadBlock, pwrite, write_layout
 from lt_ckpt.layout import FileLayout, TensorLayout, layout_bytes
-from lt_ckpt.llama_tensors import HEAD, MASTER_WEIGHTS, add_tied_head, check_llama, stored_shapes
+from lt_ckpt.llama_tensors import HEAD, MASTER_WEIGHTS, add_tied_head, stored_shapes
 from lt_ckpt.nxd.layout import nxd_layout, rank_path
 from lt_ckpt.nxd.options import NxdOptions
 from lt_ckpt.nxd.xser import lay_out
@@ -58,7 +58,7 @@ def add_optimizer_states(source: Source, target: Target, options: NxdOptions, dp
     if options.layout != "v2":
         raise CheckpointError(f"layout = {options.layout}: has no ZeRO-1 states; choose v2, or leave out the optimizer")
     model = source.model
-    check_llama(model, "nxd")
+    model.check_features("the format nxd")
     groups = {kind: add_tied_head(group, model) for kind, group in _state_groups(source, model).items()}
     settings, step = source.format_info.get("param_groups"), source.format_info.get("step")
     if type(step) is not int or not settings or len(settings) > 2:

@@ -12,15 +12,7 @@ from typing import Any
 from lt_ckpt.conversion import Target
 from lt_ckpt.laid_out_files import Place, write_layout
 from lt_ckpt.layout import FileLayout, whole_file
-from lt_ckpt.llama_tensors import (
-    HEAD,
-    IGNORED_BUFFERS,
-    add_tied_head,
-    check_named_as_ours,
-    stored_shapes,
-    target_specs,
-    tensor_shapes,
-)
+from lt_ckpt.llama_tensors import HEAD, IGNORED_BUFFERS, add_tied_head, check_named_as_ours, stored_shapes, target_specs
 from lt_ckpt.source import Source, build_tensor_group, group_of_arrays
 from lt_ckpt.tensorfile import TensorSpec
 from lt_ckpt.torchfile.file import load_pt, read_state_dict, write_pt
@@ -59,10 +51,12 @@ def pt_target(source: Source, name: str, *, dtype: str | None = None) -> Target:
     """
     model = source.model
     check_named_as_ours(model)
-    specs = target_specs(source, tensor_shapes(model), dtype)
+    specs = target_specs(source, stored_shapes(model, head_is_stored=True), dtype)
     return Target(
         specs=specs,
-        fill=write_layout((whole_file(name, tensor_shapes(model)),), specs, lay_out_pt),
+        fill=write_layout(
+            (whole_file(name, {tensor: spec.shape for tensor, spec in specs.items()}),), specs, lay_out_pt
+        ),
         single_file=name,
     )
 
