@@ -226,7 +226,9 @@ class NxdPipelineStage(nn.Module):
         """Return cosines and sines of the positions, [B, T, 1, P]; the first call builds the tables."""
         if self._rope_tables is None:
             count = max(self._config.max_position_embeddings, position_ids_BT.shape[1])
-            tables = rope_tables(self._config.rope(0), torch.arange(count, device="cpu"), self._dtype)
+            rope = self._config.rope(0)
+            assert rope is not None, "the plan refuses layers without"
+            tables = rope_tables(rope, torch.arange(count, device="cpu"), self._dtype)
             self._rope_tables = tuple(table.flatten(1).to(position_ids_BT.device) for table in tables)
         cos, sin = (nn.functional.embedding(position_ids_BT, table)[:, :, None] for table in self._rope_tables)
         return cos, sin
