@@ -18,7 +18,7 @@ from family_models import CASES, SHAPE, NoFloat32, make_config, make_model  # no
 
 from lt_ckpt import Checkpoint, list_steps  # noqa: E402
 from lt_ckpt.formats import ConvertOptions, convert_checkpoint, open_source  # noqa: E402
-from lt_model import Decoder, config_from_hf  # noqa: E402
+from lt_model import Decoder, ModelError, config_from_hf  # noqa: E402
 from lt_model.families import FAMILIES  # noqa: E402
 from lt_test_helpers.runs import run  # noqa: E402
 from lt_trainer.config.recipe import load  # noqa: E402
@@ -114,6 +114,22 @@ def test_a_config_json_gives_the_shape_with_random_weights(tmp_path: Path) -> No
     assert run(load(base=recipe), environ={}) == 0
     (_, newest), *_ = list_steps(tmp_path / "run" / "checkpoints")
     assert Checkpoint.open(newest).manifest.model == config_from_hf(config.to_dict()).to_dict()
+
+
+@pytest.mark.parametrize(
+    ("case", "format", "message"),
+    [
+        ("phi3, partial", "hf", "family = .phi3.: its tensors have other names in files"),
+        ("qwen3, yarn, head 12", "nxd", "head_dim = 12 of family = 'qwen3' is not supported by the format nxd yet"),
+        ("olmo2", "dcp", "norm_place = 'post' of family = 'olmo2' is not supported by the format dcp yet"),
+    ],
+)
+def test_formats_name_what_they_lack(case, format, message, tmp_path) -> None:
+    with NoFloat32():
+        make_model(make_config(case)).save_pretrained(tmp_path / "theirs")
+    with pytest.raises(ModelError, match=message):
+        convert_checkpoint(open_source(tmp_path / "theirs"), tmp_path / "out", ConvertOptions(format=format))
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
