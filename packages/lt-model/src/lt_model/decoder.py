@@ -296,9 +296,8 @@ class Decoder(nn.Module):
         first = caches[0].n_tokens if caches else 0
         if position_ids_BT is None:
             position_ids_BT = torch.arange(first, first + inputs.shape[1], device=inputs.device)
-        ropes = {
-            rope: rope_tables(rope, position_ids_BT, x_BTD.dtype) for rope in map(config.rope, self.layers) if rope
-        }
+        kinds = dict.fromkeys(map(config.rope, self.layers))
+        ropes = {rope: rope_tables(rope, position_ids_BT, x_BTD.dtype) for rope in kinds if rope}
         shape = (inputs.shape[0], inputs.shape[1], first + inputs.shape[1])
         masks = {
             window: self._attention_backend.make_mask(boundaries, x_BTD.device, x_BTD.dtype, window, shape)
