@@ -42,6 +42,7 @@ AXES = {
     "tp": ("parallel.tp=2",),
     "sp": ("parallel.tp=2", "parallel.sequence_parallel=true"),
     "cp": ("parallel.cp=2",),
+    "cp, dense": ("parallel.cp=2", "engine.gpu.attention=reference"),
     "pp": ("parallel.pp=2",),
     "interleaved": ("parallel.pp=2", "engine.gpu.pipeline_stages_per_rank=2"),
     "dp_shard": (),
@@ -54,7 +55,7 @@ DRAWN = {pair for number, pair in enumerate(PAIRS) if (number * 7 + TODAY) % 5 =
 
 
 def lacks(axis: str, config: ModelConfig) -> bool:
-    return axis == "cp" and bool({"sliding_window", "attention_softcap"} & config.features().keys())
+    return axis.startswith("cp") and config.attention_softcap > 0
 
 
 def train(axis: tuple[str, ...], families: list[str]) -> dict[str, tuple[list[float], list[Any], list[Any]]]:
@@ -106,7 +107,9 @@ def test_what_an_axis_lacks_is_refused_with_the_field() -> None:
     from lt_trainer.engine import World
     from lt_trainer_gpu.spec import SPEC
 
-    base = {"model": unflatten(architecture_values(CONFIGS["mistral"])), "data": {"store": "unused", "seq_len": 32}}
+    base = {"model": unflatten(architecture_values(CONFIGS["gemma2"])), "data": {"store": "unused", "seq_len": 32}}
     recipe = load(base=base, overrides=["parallel.cp=2", "batch.global_batch_size=8"]).recipe
-    with pytest.raises(RecipeError, match=r"sliding_window = 7 of family = 'mistral' is not supported by parallel\.cp"):
+    with pytest.raises(
+        RecipeError, match=r"attention_softcap = 5\.0 of family = 'gemma2' is not supported by par"
+    ):
         SPEC.check(recipe, World(size=2, local_size=2))

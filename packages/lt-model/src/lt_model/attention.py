@@ -119,11 +119,11 @@ class AttentionBackend:
         n_rows, n_tokens, n_keys = shape
         if boundaries is None and n_tokens < n_keys:
             return window_bias(n_tokens, n_keys, window, device, dtype) if 0 < window < n_keys else None
-        seq_len = n_tokens if boundaries is None else boundaries.seq_len
-        window = window if window < seq_len else 0
-        if not window and not self.always_masks and (boundaries is None or boundaries.is_one_per_row):
+        boundaries = boundaries or DocumentBoundaries.one_per_row(n_rows, n_tokens)
+        window = window if window < boundaries.row_length else 0
+        if not window and not self.always_masks and boundaries.is_one_per_row:
             return None
-        return self.mask_factory(boundaries or DocumentBoundaries.one_per_row(n_rows, seq_len), device, dtype, window)
+        return self.mask_factory(boundaries, device, dtype, window)
 
     def for_model(self, config: ModelConfig) -> AttentionBackend:
         """Return the backend with the features of a model.

@@ -68,6 +68,11 @@ class DocumentBoundaries:
         return cls(torch.arange(n_rows + 1, dtype=torch.int32) * seq_len, n_rows, seq_len)
 
     @property
+    def row_length(self) -> int:
+        """Tokens of a whole row, of which a rank may have a part."""
+        return self.seq_len
+
+    @property
     def is_one_per_row(self) -> bool:
         """True if every row is one document: the B-th boundary is then the end."""
         return int(self.cu_seqlens[self.n_rows]) == self.n_rows * self.seq_len

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lt_trainer.config.sections import Recipe
     from lt_trainer.engine import World
 
-AXES_LACK: Mapping[str, frozenset[str]] = {"parallel.cp": frozenset({"sliding_window", "attention_softcap"})}
+AXES_LACK: Mapping[str, frozenset[str]] = {"parallel.cp": frozenset({"attention_softcap"})}
 """Degree of parallelism to the features of a model that it does not have yet."""
 CONTEXT_PARALLEL_ATTENTION = ("auto", "varlen", "sdpa", "split", "reference")
 """Attention backends that take the keys of all context-parallel ranks."""

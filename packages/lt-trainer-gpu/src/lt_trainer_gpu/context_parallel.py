@@ -33,7 +33,7 @@ from torch import Tensor
 
 from lt_model.attention import AttentionBackend, unavailable_reason
 from lt_model.documents import DocumentBoundaries, copy_to_device, torch_varlen_metadata
-from lt_model.sdpa import reference_attention, sdpa_attention
+from lt_model.sdpa import reference_attention, sdpa_attention, window_bias
 from lt_trainer_gpu.context_parallel_rows import QuerySegments, gathered_order
 from lt_trainer_gpu.mesh_layout import MeshLayout
 from lt_trainer_gpu.model import DecoderStage
@@ -62,11 +62,12 @@ class DenseMask(NamedTuple):
 
 
 class SplitMask(NamedTuple):
-    """Mask of "split": numbers of queries and of keys by segment."""
+    """Mask of "split": numbers of queries and of keys by segment, and the keys that a query sees (0: all earlier)."""
 
     key_index: Tensor
     query_lengths: list[int]
     key_lengths: list[int]
+    window: int
 
 
 class VarlenMask(NamedTuple):
@@ -165,7 +166,13 @@ def _attend_split(q_LHK: Tensor, k_PGK: Tensor, v_PGK: Tensor, mask: SplitMask) 
         v_PGK.split(mask.key_lengths),
         strict=True,
     )
-    return torch.cat([sdpa_attention(q[None], k[None], v[None], None)[0] for q, k, v in parts])
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        is_cut = 0 < mask.window < k.shape[0]
+        bias = window_bias(q.shape[0], k.shape[0], mask.window, q.device, q.dtype) if is_cut else None
+        return sdpa_attention(q[None], k[None], v[None], bias)[0]
+
+    return torch.cat([attend(q, k, v) for q, k, v in parts])
 
 
 def _attend_varlen(q_LHK: Tensor, k_PGK: Tensor, v_PGK: Tensor, mask: VarlenMask) -> Tensor:
@@ -182,8 +189,10 @@ def _attend_varlen(q_LHK: Tensor, k_PGK: Tensor, v_PGK: Tensor, mask: VarlenMask
 
 
 def _dense_mask(boundaries: DocumentBoundaries, device: torch.device, dtype: torch.dtype, window: int) -> DenseMask:
-    segments = _as_segments(boundaries)
+    segments = _as_segments(boundaries, window)
     first_BT, last_BT = (copy_to_device(x, device)[:, :, None] for x in segments.visible_keys())
+    if window:
+        first_BT = torch.maximum(first_BT, last_BT - window + 1)
     key_S = torch.arange(segments.seq_len * segments.cp, device=device)
     hidden_BTS = (key_S < first_BT) | (key_S > last_BT)
     bias = torch.zeros(hidden_BTS.shape, dtype=dtype, device=device).masked_fill_(hidden_BTS, float("-inf"))[:, None]
@@ -192,14 +201,14 @@ def _dense_mask(boundaries: DocumentBoundaries, device: torch.device, dtype: tor
 
 
 def _split_mask(boundaries: DocumentBoundaries, device: torch.device, dtype: torch.dtype, window: int) -> SplitMask:
-    segments = _as_segments(boundaries)
+    segments = _as_segments(boundaries, window)
     lengths = segments.cu_seqlens.diff().tolist(), segments.cu_seqlens_k.diff().tolist()
-    return SplitMask(copy_to_device(segments.key_index(), device), *lengths)
+    return SplitMask(copy_to_device(segments.key_index(), device), *lengths, window)
 
 
 def _varlen_mask(boundaries: DocumentBoundaries, device: torch.device, dtype: torch.dtype, window: int) -> VarlenMask:
-    segments = _as_segments(boundaries)
-    queries = torch_varlen_metadata(segments, device)
+    segments = _as_segments(boundaries, window)
+    queries = torch_varlen_metadata(segments, device, window)
     return VarlenMask(
         copy_to_device(segments.key_index(), device),
         queries.cu_seqlens,
@@ -220,9 +229,9 @@ def _auto_mask(
     return _dense_mask(boundaries, device, dtype, window)
 
 
-def _as_segments(boundaries: DocumentBoundaries) -> QuerySegments:
+def _as_segments(boundaries: DocumentBoundaries, window: int) -> QuerySegments:
     assert isinstance(boundaries, QuerySegments), "boundaries of whole rows; take split_boundaries"
-    return boundaries
+    return boundaries.within(window)
 
 
 _MaskFactory = Callable[[DocumentBoundaries, torch.device, torch.dtype, int], Any]

@@ -17,7 +17,7 @@ Shapes: B rows, T positions of a row, n ranks, S query segments, P keys of all s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -53,6 +53,21 @@ class QuerySegments(DocumentBoundaries):
     cu_seqlens_k: Tensor
     cp: int
     n_keys: int
+
+    @property
+    def row_length(self) -> int:
+        """Positions of a row on all ranks."""
+        return self.seq_len * self.cp
+
+    def within(self, window: int) -> QuerySegments:
+        """Return the segments with the keys that a query of each sees in a window of so many; 0: the same."""
+        if not window:
+            return self
+        counts = self.cu_seqlens_k.diff().numpy()
+        kept = np.minimum(counts, self.cu_seqlens.diff().numpy() + window - 1)
+        bounds = torch.from_numpy(np.append(0, np.cumsum(kept)).astype(np.int32))
+        n_keys = self.n_keys if self.n_keys > counts.sum() else int(bounds[-1])
+        return replace(self, key_starts=self.key_starts + counts - kept, cu_seqlens_k=bounds, n_keys=n_keys)
 
     def key_index(self) -> Tensor:
         """Return each key's place among the gathered ones, int64 [P].
