@@ -109,7 +109,5 @@ def test_what_an_axis_lacks_is_refused_with_the_field() -> None:
 
     base = {"model": unflatten(architecture_values(CONFIGS["gemma2"])), "data": {"store": "unused", "seq_len": 32}}
     recipe = load(base=base, overrides=["parallel.cp=2", "batch.global_batch_size=8"]).recipe
-    with pytest.raises(
-        RecipeError, match=r"attention_softcap = 5\.0 of family = 'gemma2' is not supported by par"
-    ):
+    with pytest.raises(RecipeError, match=r"attention_softcap = 5\.0 of family = 'gemma2' is not supported by par"):
         SPEC.check(recipe, World(size=2, local_size=2))

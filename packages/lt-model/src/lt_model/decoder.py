@@ -287,8 +287,9 @@ class Decoder(nn.Module):
             caches: one `KVCache` per layer; the tokens attend to all cached ones and are appended.
         """
         assert caches is None or boundaries is None, "a cache holds one document"
-        assert boundaries is None or (boundaries.n_rows, boundaries.seq_len) == inputs.shape[:2]
         config, embed, norm = self.config, self.model.embed_tokens, self.model.norm
+        # Between stages positions may be sharded.
+        assert boundaries is None or embed is None or (boundaries.n_rows, boundaries.seq_len) == inputs.shape
         x_BTD = inputs if embed is None else embed(inputs)
         if embed is not None and config.embed_scale != 1:
             scale = config.embed_scale or config.hidden_size**0.5
