@@ -53,6 +53,8 @@ DEFAULT = "default"
 ENGINE_PACKAGES = {"gpu": "lt-trainer-gpu", "neuron": "lt-trainer-neuron"}
 """Engines that a recipe may name even if their package is not installed here, with that package."""
 HUB_PREFIX, PENDING = "hf://", "from hf://"
+_OF_OTHER_FAMILIES = ("rope_scaling.", "head_dim", "sliding_window", "shape")
+"""Beginnings of model fields that Llama does without: a recipe that gives all others need not read the model."""
 _NOT_ARCHITECTURE = ("preset", "config", "init_from", "init_config", "allow_tokenizer_mismatch", "resize_vocab")
 
 
@@ -159,8 +161,8 @@ def _architecture(given: Mapping[str, Given]) -> dict[str, Given]:
     own = inside(given, "model")
     field, address, config_file = _model_address({name: str(value) for name, (value, _) in own.items()})
     missing = {name for name in leaves(ModelOptions) if name not in _NOT_ARCHITECTURE} - own.keys()
-    if not address or all(name.startswith("rope_scaling.") for name in missing):
-        return {}
+    if not address or all(name.startswith(_OF_OTHER_FAMILIES) for name in missing):
+        return {}  # written out
     resume = build(CheckpointOptions, inside(given, "checkpoint"), "checkpoint").resume
     config = _from_checkpoint(Path(build(RunOptions, inside(given, "run"), "run").dir)) if resume else None
     if config is None and address.startswith(HUB_PREFIX) and not config_file:
