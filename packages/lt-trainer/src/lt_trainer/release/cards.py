@@ -73,7 +73,7 @@ def _front_matter(facts: Facts) -> str:
     front = ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
-        tags=["llama", "lt"],
+        tags=[str(facts.model["model_type"]), "lt"],
         license=given if given in HUB_LICENSES else "other",
         license_name=None if given in HUB_LICENSES else given or NOT_GIVEN,
         model_name=facts.info.release.name,
