@@ -28,7 +28,7 @@ ROWS, SEQ_LEN, VOCAB = 12, 16, 61
 MODEL = {"hidden_size": 32, "intermediate_size": 44, "n_heads": 8, "n_kv_heads": 4, "n_layers": 2}
 CONFIG = ModelConfig(vocab_size=VOCAB, max_position_embeddings=SEQ_LEN, tie_word_embeddings=False, **MODEL)
 SPECS = {spec.name: spec for spec in param_specs(CONFIG)}
-MATRICES = {spec.name for spec in SPECS.values() if spec.role == "block" and spec.kind != "norm"}
+MATRICES = {spec.name for spec in SPECS.values() if spec.type == "matrix"}
 SETS = ("optimizer.name=muon", "optimizer.newton_schulz_dtype=float32", "optimizer.momentum=0.8")
 
 
@@ -50,8 +50,7 @@ def by_the_formula(
     for name, weight in weights.items():
         w, m, v = weight.copy(), np.zeros_like(weight), np.zeros_like(weight)
         spec = SPECS[name]
-        role = {"embed_tokens": "embedding", "lm_head": "head", "norm": "norm"}.get(spec.kind, "matrices")
-        rate = lr * getattr(options.lr_scale, role)
+        rate = lr * getattr(options.lr_scale, {"matrix": "matrices"}.get(spec.type, spec.type))
         for t, step in enumerate(gradients, start=1):
             g = step[name]
             decay = rate * options.weight_decay * w if spec.decay else 0.0

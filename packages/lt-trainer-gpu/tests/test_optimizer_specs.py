@@ -148,7 +148,7 @@ def test_the_plan_counts_its_slots() -> None:
         return planned.parts["optimizer state"]
 
     n = n_parameters(CONFIG)
-    in_blocks = sum(spec.numel for spec in param_specs(CONFIG) if spec.role == "block" and spec.kind != "norm")
+    in_blocks = sum(spec.numel for spec in param_specs(CONFIG) if spec.type == "matrix")
     assert optimizer_state() == 8 * n
     assert optimizer_state("optimizer.name=muon") == 8 * n - 4 * in_blocks
     assert optimizer_state("optimizer.name=by_row") == 4 * n

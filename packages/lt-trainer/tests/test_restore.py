@@ -47,7 +47,7 @@ def test_without_another_the_run_ends_and_does_not_start_anew(recipe_base, fake_
     assert start(recipe_base, stop_after_step=9) == 75
     for folder in (Path(recipe_base["run"]["dir"]) / "checkpoints").glob("step-*"):
         damage(folder)
-    with pytest.raises(RestoreError, match="its bytes have changed since they were written"):
+    with pytest.raises(RestoreError, match="the bytes of tensor w have changed since the save"):
         start(recipe_base)
 
 

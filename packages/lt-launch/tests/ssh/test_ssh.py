@@ -34,7 +34,8 @@ def training(net) -> list[int]:
 
 
 def logged(net, rank: int) -> str:
-    return (net.folder / f"runs/x/launch/stages/x/attempt-000/rank-{rank:05}.log").read_text()
+    path = net.folder / f"runs/x/launch/stages/x/attempt-000/rank-{rank:05}.log"
+    return path.read_text() if path.exists() else ""
 
 
 def checkpoint(net, step: int) -> Path:
@@ -66,7 +67,7 @@ def test_nothing_is_left_on_any_host_when_the_launcher_is_killed(net) -> None:
     """One rank does not even listen to SIGTERM; the others save."""
     trainer(net, 1000, env='FAULT = "3:2:hang"', more=f"grace_period_s = {GRACE_S}.0")
     process = net.start(*launch_on(net, "a", "b"))
-    net.until(checkpoint(net, 3).exists)
+    net.until(lambda: all("goes on" in logged(net, r) for r in range(3)) and "planted hang" in logged(net, 3))
     assert len(training(net)) == 4
     process.kill()
     machines = net.machines.values()
@@ -78,7 +79,7 @@ def test_a_cut_link_ends_the_run_on_both_sides_and_names_the_host(net) -> None:
     more = f"grace_period_s = {GRACE_S}.0\n[job.restart]\nmax_restarts = 0"
     trainer(net, 1000, env='FAULT = "3:2:hang"', more=more)
     process = net.start(*launch_on(net, "a", "b"))
-    net.until(checkpoint(net, 3).exists)
+    net.until(lambda: "goes on" in logged(net, 2) and "planted hang" in logged(net, 3))
     net.machines["b"].cut()
     net.until(lambda: not net.machines["b"].processes("fake_trainer.py"))
     assert logged(net, 2).endswith("rank 2 stopped\n")
