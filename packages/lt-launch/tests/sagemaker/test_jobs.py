@@ -71,6 +71,7 @@ def test_a_job_is_stopped_restored_and_finishes(
     (row,) = until(lambda: [one for one in status_rows(made.directory.parent) if one["progress"]], "a line of metrics")
     shown = row["progress"]
     assert shown.max_steps == 100_000
+    until(lambda: shown.step in losses(run), "its line in the run directory")
     assert shown.loss == pytest.approx(losses(run)[shown.step], rel=1e-5)
     assert shown.tokens_per_sec > 0
     with pytest.raises(LaunchError, match=f"{name} of an earlier launch is still running; wait for it, or lt launch c"):

@@ -93,7 +93,7 @@ def test_a_host_that_dies_is_named_and_another_takes_its_place(net) -> None:
     net.add("c")
     trainer(net, 60)
     process = net.start(*launch_on(net, "a", "b", "c"))
-    net.until(checkpoint(net, 3).exists)
+    net.until(lambda: checkpoint(net, 3).exists() and all("goes on" in logged(net, rank) for rank in (2, 3)))
     net.machines["b"].kill()
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 0, out
