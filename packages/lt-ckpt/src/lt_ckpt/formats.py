@@ -150,7 +150,7 @@ def open_source(
 
     Raises:
         CheckpointError: Unknown format, damaged files, or a missing configuration.
-        lt_model.ModelError: The configuration is not a supported Llama.
+        lt_model.ModelError: The configuration is of no supported family.
     """
     given_config = None if config is None else read_config(Path(config))
     if str(path).startswith(HUB):

@@ -38,7 +38,7 @@ def open_lt(checkpoint: Checkpoint) -> Source:
 
     Raises:
         CheckpointError: It has no model configuration, or its weights are not those of the model.
-        lt_model.ModelError: The manifest's model is not a supported Llama.
+        lt_model.ModelError: The manifest's model is of no supported family.
     """
     manifest, path = checkpoint.manifest, checkpoint.path
     if not manifest.model:

@@ -20,16 +20,12 @@ from lt_model import ModelConfig, config_from_hf, config_to_hf
 HF_CONFIG_DEFAULTS: Mapping[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
-    "hidden_act": "silu",
-    "attention_bias": False,
     "attention_dropout": 0.0,
-    "mlp_bias": False,
-    "initializer_range": 0.02,
     "pretraining_tp": 1,
     "use_cache": True,
     "architectures": ["LlamaForCausalLM"],
 }
-"""What an absent key of a Llama's config.json means to transformers; every other one means null."""
+"""What an absent key of config.json means to transformers, where `config_to_hf` does not say it; else null."""
 
 _NO_MEANING = {"transformers_version", "_name_or_path", "_from_model_config", "torch_dtype", "dtype"}
 """Keys that say where a file came from, or follow from the tensors."""
@@ -74,7 +70,7 @@ def with_architecture(config: Mapping[str, Any], model: ModelConfig) -> dict[str
         return dict(config)
     old, new = config_to_hf(config_from_hf(config)), config_to_hf(model)
     kept = {name: value for name, value in config.items() if name not in _ROPE}
-    changed = {name: value for name, value in new.items() if value != old[name]}
+    changed = {name: value for name, value in new.items() if value != old.get(name)}
     return {**kept, **changed, **{name: new[name] for name in _ROPE if name in new}}
 
 

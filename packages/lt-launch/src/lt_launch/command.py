@@ -93,7 +93,7 @@ def help_text() -> str:
     commands = "".join(f"  {name:<{max(map(len, rows))}}  {text}\n" for name, text in rows.items())
     return f"""Usage: lt COMMAND [ARGS]...
 
-  Pre-train Llama-family language models: text in, Hugging Face safetensors out.
+  Pre-train language models: text in, Hugging Face safetensors out.
 
 Options:
   --version  show the installed packages of lt

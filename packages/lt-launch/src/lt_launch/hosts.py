@@ -23,6 +23,7 @@ import signal
 import socket
 import subprocess
 import sys
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -72,9 +73,9 @@ class HostsTarget(LaunchTarget):
     default_slots = 1
     """Processes side by side on a host that says nothing of it."""
 
+    @abstractmethod
     def hosts(self, profile: Profile) -> tuple[Host, ...]:
         """Return the hosts in rank order; further ones are spares."""
-        raise NotImplementedError
 
     def interpreter(self, profile: Profile) -> str:
         """Return the Python of the hosts."""

@@ -9,6 +9,7 @@ first use; a new one is a line in `profile.TARGETS`.
 from __future__ import annotations
 
 import pkgutil
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,14 +84,14 @@ class Finding:
     """The machine; empty = here."""
 
 
-class LaunchTarget:
+class LaunchTarget(ABC):
     """Launch target; construction is cheap and needs no network. What a target cannot do is refused here."""
 
     name: str
 
+    @abstractmethod
     def render(self, pipeline: Pipeline, profile: Profile) -> RenderedLaunch:
         """Render the launch without side effects; reject what the target does not support."""
-        raise NotImplementedError
 
     def stage_specs(self, pipeline: Pipeline, profile: Profile, *, cwd: str) -> Mapping[str, Mapping[str, Any]]:
         """Return the specs by stage (`spec.stage_spec`)."""

@@ -128,9 +128,8 @@ def torch_varlen_metadata(boundaries: DocumentBoundaries, device: torch.device, 
         raise ModelError(
             f"attention = 'varlen': torch {torch.__version__} has no windows; take 'flex' or a newer torch"
         )
-    options: dict[str, Any] = {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}
-    if window:
-        options = {"window_size": (window - 1, 0)}
+    is_causal = not window and "is_causal" in known
+    options: dict[str, Any] = {"is_causal": True} if is_causal else {"window_size": (window - 1, 0)}
     if "enable_gqa" in known:
         options["enable_gqa"] = True
     return varlen_metadata(boundaries, device)._replace(kernel_options=options)

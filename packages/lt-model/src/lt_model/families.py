@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 COMMON_KEYS: Mapping[str, str] = {
@@ -90,12 +91,12 @@ class Family:
     renames: tuple[tuple[str, str], ...] = ()
     fused: Mapping[str, tuple[tuple[str, ...], Literal["rows", "heads"]]] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def keys(self) -> Mapping[str, str]:
         """Field to key of config.json."""
         return {name: key for name, key in {**COMMON_KEYS, **self.own_keys}.items() if key is not None}
 
-    @property
+    @cached_property
     def other_fields(self) -> frozenset[str]:
         """Fields that are read from several keys."""
         found = {

@@ -62,7 +62,7 @@ def config_to_hf(
         "model_type": config.family,
         **{key: _to_key(config, name, key) for name, key in row.keys.items()},
         **row.required,
-        **{key: 0.0 for key in DROPOUTS if key == "attention_dropout"},
+        "attention_dropout": 0.0,
         "use_cache": True,
         "bos_token_id": bos_token_id,
         "eos_token_id": eos_token_id,
@@ -114,7 +114,7 @@ def read_config(path: str | Path) -> ModelConfig:
     """Read a config.json, given as the file or as the folder of a Hugging Face model.
 
     Raises:
-        ModelError: a file that is missing, unreadable, not a JSON object, or not a supported Llama.
+        ModelError: a file that is missing, unreadable, not a JSON object, or of no supported family.
     """
     file = Path(path, "config.json") if os.path.isdir(path) else Path(path)
     try:

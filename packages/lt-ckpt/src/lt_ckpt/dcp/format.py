@@ -128,7 +128,7 @@ def open_dcp(path: str | os.PathLike[str], *, config: Mapping[str, Any]) -> Sour
     Raises:
         CheckpointError: `.metadata` refers to code or is damaged, a file is missing or truncated, or the tensors are
             not those of the model.
-        lt_model.ModelError: The configuration is not a supported Llama.
+        lt_model.ModelError: The configuration is of no supported family.
     """
     folder = Path(path)
     model = config_from_hf(dict(config), source=f"{folder}: config")

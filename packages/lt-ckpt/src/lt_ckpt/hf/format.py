@@ -29,7 +29,7 @@ def open_hf(path: str | os.PathLike[str], *, config: Mapping[str, Any]) -> Sourc
 
     Raises:
         CheckpointError: A file is missing or damaged, or the tensors are not those of the model.
-        lt_model.ModelError: The configuration is not a supported Llama.
+        lt_model.ModelError: The configuration is of no supported family.
     """
     folder = Path(path)
     model = config_from_hf(dict(config), source=f"{folder}: {CONFIG}")

@@ -74,7 +74,7 @@ def open_meta(path: str | os.PathLike[str], *, config: Mapping[str, Any] | None 
 
     Raises:
         CheckpointError: A file is missing or damaged, or the tensors are not those of the model.
-        lt_model.ModelError: The model is not a supported Llama.
+        lt_model.ModelError: The model is of no supported family.
     """
     folder = Path(path)
     with translate_os_errors("reading", folder):

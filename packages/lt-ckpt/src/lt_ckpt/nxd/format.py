@@ -57,7 +57,7 @@ def open_nxd(
 
     Raises:
         CheckpointError: A file is missing or damaged, or the files do not match the model.
-        lt_model.ModelError: The configuration is not a supported Llama.
+        lt_model.ModelError: The configuration is of no supported family.
     """
     model = config_from_hf(dict(config), source="config.json")
     model.check_features("the format nxd")

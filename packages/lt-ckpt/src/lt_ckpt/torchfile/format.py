@@ -28,7 +28,7 @@ def open_pt(path: str | os.PathLike[str], *, config: Mapping[str, Any]) -> Sourc
 
     Raises:
         CheckpointError: Not such a file, or its tensors are not those of the model.
-        lt_model.ModelError: The configuration is not a supported Llama.
+        lt_model.ModelError: The configuration is of no supported family.
     """
     file = Path(path)
     model = config_from_hf(dict(config), source=f"{file}: config")
