@@ -8,12 +8,12 @@ from lt_model import (
     ModelConfig,
     ModelError,
     config_to_hf,
-    estimate_memory,
     flops_per_token,
     n_parameters,
     param_specs,
     preset,
 )
+from lt_model.costs import memory_bytes
 from lt_model.describe import alignment_warnings
 
 # Published or computed from the published shapes by transformers (sum over state_dict of a model on the meta device).
@@ -135,9 +135,10 @@ def test_flops_are_six_per_multiplied_weight_plus_attention():
 
 def test_flops_match_what_torch_counts():
     torch = pytest.importorskip("torch")
+    from plain_loss import cross_entropy_sum
     from torch.utils.flop_counter import FlopCounterMode
 
-    from lt_model import Decoder, cross_entropy_sum
+    from lt_model import Decoder
 
     config = preset("tiny-2m")
     n_rows, seq_len = 2, 96
@@ -157,16 +158,13 @@ def test_cost_arguments_are_checked():
     with pytest.raises(ModelError, match="convention = 'half'"):
         flops_per_token(PRESETS["tiny-2m"], 8, "half")  # type: ignore[arg-type]
     with pytest.raises(ModelError, match="micro_batch_size = 0"):
-        estimate_memory(PRESETS["tiny-2m"], micro_batch_size=0, seq_len=8)
+        memory_bytes(PRESETS["tiny-2m"], micro_batch_size=0, seq_len=8)
 
 
 def test_memory_by_part():
-    held = estimate_memory(
-        PRESETS["tiny-2m"], micro_batch_size=3, seq_len=100, param_bytes=2, grad_bytes=2, moment_bytes=4
-    )
     n = COUNTS["tiny-2m"]
-    assert dataclasses.asdict(held) == {"params": 2 * n, "grads": 2 * n, "moments": 8 * n, "logits": 4915200}
-    assert held.total == 12 * n + 4915200
+    found = memory_bytes(PRESETS["tiny-2m"], micro_batch_size=3, seq_len=100)
+    assert found == {"params": 4 * n, "grads": 4 * n, "moments": 8 * n, "logits": 4915200}
 
 
 def test_sizes_that_are_no_multiple_of_64_are_named():

@@ -9,49 +9,35 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lt_model.config import ModelConfig, RopeScaling
-    from lt_model.costs import MemoryEstimate, estimate_memory, flops_per_token, n_parameters
+    from lt_model.costs import flops_per_token, n_parameters
     from lt_model.decoder import Decoder, DecoderBlock
     from lt_model.documents import DocumentBoundaries
     from lt_model.errors import ModelError
     from lt_model.generation import generate, generate_batch
     from lt_model.hf import config_from_hf, config_to_hf
     from lt_model.init import init_model, init_slice
-    from lt_model.loss import IGNORE_INDEX, LossParts, cross_entropy_sum, linear_cross_entropy_sum, linear_loss_parts
+    from lt_model.loss import IGNORE_INDEX, LossParts, linear_loss_parts
     from lt_model.params import ParamSpec, param_specs
     from lt_model.presets import PRESETS, preset
     from lt_model.scoring import LabelScores, linear_label_scores
     from lt_model.stages import stage_layers
 
-_MODULES = {
-    "ModelConfig": "config",
-    "RopeScaling": "config",
-    "MemoryEstimate": "costs",
-    "flops_per_token": "costs",
-    "estimate_memory": "costs",
-    "n_parameters": "costs",
-    "DocumentBoundaries": "documents",
-    "ModelError": "errors",
-    "generate": "generation",
-    "generate_batch": "generation",
-    "config_from_hf": "hf",
-    "config_to_hf": "hf",
-    "init_model": "init",
-    "init_slice": "init",
-    "Decoder": "decoder",
-    "DecoderBlock": "decoder",
-    "IGNORE_INDEX": "loss",
-    "LossParts": "loss",
-    "cross_entropy_sum": "loss",
-    "linear_cross_entropy_sum": "loss",
-    "linear_loss_parts": "loss",
-    "ParamSpec": "params",
-    "param_specs": "params",
-    "PRESETS": "presets",
-    "preset": "presets",
-    "LabelScores": "scoring",
-    "linear_label_scores": "scoring",
-    "stage_layers": "stages",
+_NAMES = {
+    "config": ("ModelConfig", "RopeScaling"),
+    "costs": ("flops_per_token", "n_parameters"),
+    "decoder": ("Decoder", "DecoderBlock"),
+    "documents": ("DocumentBoundaries",),
+    "errors": ("ModelError",),
+    "generation": ("generate", "generate_batch"),
+    "hf": ("config_from_hf", "config_to_hf"),
+    "init": ("init_model", "init_slice"),
+    "loss": ("IGNORE_INDEX", "LossParts", "linear_loss_parts"),
+    "params": ("ParamSpec", "param_specs"),
+    "presets": ("PRESETS", "preset"),
+    "scoring": ("LabelScores", "linear_label_scores"),
+    "stages": ("stage_layers",),
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "IGNORE_INDEX",
@@ -61,21 +47,17 @@ __all__ = [
     "DocumentBoundaries",
     "LabelScores",
     "LossParts",
-    "MemoryEstimate",
     "ModelConfig",
     "ModelError",
     "ParamSpec",
     "RopeScaling",
     "config_from_hf",
     "config_to_hf",
-    "cross_entropy_sum",
-    "estimate_memory",
     "flops_per_token",
     "generate",
     "generate_batch",
     "init_model",
     "init_slice",
-    "linear_cross_entropy_sum",
     "linear_label_scores",
     "linear_loss_parts",
     "n_parameters",

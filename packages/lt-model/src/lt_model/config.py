@@ -210,9 +210,10 @@ class ModelConfig:
         self._check_heads()
         self._check_layers()
         self._check_family()
+        self._check_kinds()
 
     def _check_heads(self) -> None:
-        if self.head_dim == 0 and self.hidden_size % self.n_heads:
+        if (self.head_dim == 0 or FAMILIES[self.family].has_whole_heads) and self.hidden_size % self.n_heads:
             raise ModelError(
                 f"hidden_size = {self.hidden_size} is not a multiple of n_heads = {self.n_heads}: "
                 "every head needs the same width; change one of them"
@@ -279,7 +280,13 @@ class ModelConfig:
                 raise ModelError(f"{' and '.join(names)} differ: family = {self.family!r} has one setting for them")
         if "n_kv_heads" not in row.keys and self.n_kv_heads != self.n_heads:
             raise ModelError(f"n_kv_heads = {self.n_kv_heads}: family = {self.family!r} has as many as n_heads")
-        slides = {kind.sliding for kind in self.layers}
+        scale, has_number = self.attention_scale, row.keys.get("attention_scale") == "query_pre_attn_scalar"
+        if has_number and scale and (scale < 1e-9 or max(1, round(scale**-2)) ** -0.5 != scale):
+            raise ModelError(f"attention_scale = {scale}: family = {self.family!r} has 1 / sqrt of a whole number")
+
+    def _check_kinds(self) -> None:
+        """Check that the family can say which layers slide and which are rotated."""
+        row, slides = FAMILIES[self.family], {kind.sliding for kind in self.layers}
         if row.sliding in ("", "all") and (len(slides) > 1 or len({kind.rope for kind in self.layers}) > 1):
             raise ModelError(f"layers = {self.layers!r}: the layers of family = {self.family!r} are all alike")
         if row.sliding != "nope" and not all(kind.rope for kind in self.layers):

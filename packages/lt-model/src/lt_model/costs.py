@@ -10,7 +10,6 @@ ones, which HFU adds, are counted apart.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
 from typing import Literal
 
 from lt_model.activation_memory import CheckpointingMode
@@ -88,53 +87,23 @@ def recomputed_flops_per_token(config: ModelConfig, seq_len: int, activation_che
     return 2 * products + (attention_flops_per_token(config, seq_len) // 3 if is_full else 0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class MemoryEstimate:
-    """Memory of training on one device, in bytes by part, without the activations of the blocks.
-
-    Attributes:
-        params: the weights.
-        grads: their gradients.
-        moments: AdamW's two moments.
-        logits: the output of the head for one micro-batch and its gradient, in fp32, if both are materialized
-            (the loss of `Decoder.forward` holds only a chunk of them).
-    """
-
-    params: int
-    grads: int
-    moments: int
-    logits: int
-
-    @property
-    def total(self) -> int:
-        """Sum of all parts in bytes."""
-        return sum(getattr(self, field.name) for field in fields(self))
-
-
-def estimate_memory(
-    config: ModelConfig,
-    *,
-    micro_batch_size: int,
-    seq_len: int,
-    param_bytes: int = 4,
-    grad_bytes: int = 4,
-    moment_bytes: int = 4,
-) -> MemoryEstimate:
-    """Return the memory by part of one unsharded training process.
+def memory_bytes(config: ModelConfig, *, micro_batch_size: int, seq_len: int) -> dict[str, int]:
+    """Return the bytes by part that one unsharded process holds in fp32 with AdamW, without the blocks' activations.
 
     Args:
         config: the model.
         micro_batch_size: rows per forward pass.
         seq_len: tokens per row.
-        param_bytes: bytes per weight (4: fp32; 2 + 4 = 6: bf16 with fp32 master weights).
-        grad_bytes: bytes per gradient element.
-        moment_bytes: bytes per element of each of the two moments.
+
+    Returns:
+        "params", "grads", "moments" (both of AdamW's), and "logits": those of one micro-batch and their gradient, if
+        they were materialized (the loss of `Decoder.forward` holds only a chunk of them).
 
     Raises:
         ModelError: `micro_batch_size` or `seq_len` below 1 or absurdly large.
     """
     check_size("micro_batch_size", micro_batch_size)
     check_size("seq_len", seq_len)
-    n = n_parameters(config)
-    logits = micro_batch_size * seq_len * config.vocab_size * 4
-    return MemoryEstimate(params=n * param_bytes, grads=n * grad_bytes, moments=2 * n * moment_bytes, logits=2 * logits)
+    n_bytes = 4 * n_parameters(config)
+    logits = 8 * micro_batch_size * seq_len * config.vocab_size
+    return {"params": n_bytes, "grads": n_bytes, "moments": 2 * n_bytes, "logits": logits}

@@ -243,7 +243,7 @@ class Decoder(nn.Module):
         Returns:
             Logits [B, T, V] in the weights' dtype; or the sum of cross-entropy (and z-loss) over labels != -100 in
             nats, a scalar in fp32 (float64 for float64 weights). With labels the head's weight is used a chunk of
-            tokens at a time (`linear_cross_entropy_sum`), so `lm_head` is not called and its hooks do not run.
+            tokens at a time (`linear_loss_parts`), so `lm_head` is not called and its hooks do not run.
 
         Raises:
             ModelError: a negative or infinite `z_loss`, or an attention backend that cannot run here.

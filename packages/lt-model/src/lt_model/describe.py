@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Any
 
 from lt_model.config import ModelConfig
-from lt_model.costs import estimate_memory, flops_per_token, n_compute_parameters, n_parameters
+from lt_model.costs import flops_per_token, memory_bytes, n_compute_parameters, n_parameters
 from lt_model.params import ParamSpec, param_specs
 
 ALIGNMENT = 64  # matrix sizes that are multiples of this run at full speed on tensor cores and on AMX
@@ -39,7 +38,7 @@ def describe_model(config: ModelConfig, *, seq_len: int, micro_batch_size: int =
     Raises:
         ModelError: `seq_len` or `micro_batch_size` below 1.
     """
-    memory = estimate_memory(config, micro_batch_size=micro_batch_size, seq_len=seq_len)
+    memory = memory_bytes(config, micro_batch_size=micro_batch_size, seq_len=seq_len)
     return {
         "config": config.to_dict(),
         "head_dim": config.head_width,
@@ -51,7 +50,7 @@ def describe_model(config: ModelConfig, *, seq_len: int, micro_batch_size: int =
             "full": flops_per_token(config, seq_len, "full"),
             "causal": flops_per_token(config, seq_len, "causal"),
         },
-        "memory_bytes": {**asdict(memory), "total": memory.total},
+        "memory_bytes": {**memory, "total": sum(memory.values())},
         "warnings": alignment_warnings(config),
     }
 

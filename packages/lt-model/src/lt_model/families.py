@@ -69,6 +69,7 @@ class Family:
         sliding: which layers slide where a file does not list them: none, all, those from `max_window_layers` on, all
             but each `period`-th, or those without rotary positions, which are each `period`-th.
         period: see there.
+        has_whole_heads: hidden_size is a multiple of n_heads, whatever a head's width is.
         has_own_head_dim: a head's width does not follow from hidden_size and n_heads.
         has_two_ropes: sliding layers have a rotary base of their own, and no scaling.
         partial_key: key of the rotated share of a head before transformers 5, or "" where all is rotated.
@@ -85,6 +86,7 @@ class Family:
     ignored: frozenset[str] = frozenset()
     sliding: Literal["", "all", "last", "pattern", "nope"] = ""
     period: int = 1
+    has_whole_heads: bool = False
     has_own_head_dim: bool = False
     has_two_ropes: bool = False
     partial_key: str = ""
@@ -140,6 +142,7 @@ FAMILIES: Mapping[str, Family] = {
         own_keys={**_BIASES, "mlp_bias": "mlp_bias", "head_dim": "head_dim"},
         defaults={**_BIAS_DEFAULTS, "max_position_embeddings": 2048},
         ignored=frozenset({"pretraining_tp"}),
+        has_whole_heads=True,
     ),
     "mistral": Family(
         architecture="MistralForCausalLM",
@@ -211,6 +214,7 @@ FAMILIES: Mapping[str, Family] = {
         sliding="pattern",
         period=2,
         has_own_head_dim=True,
+        has_whole_heads=True,
     ),
     "gemma3_text": Family(
         architecture="Gemma3ForCausalLM",
@@ -230,6 +234,7 @@ FAMILIES: Mapping[str, Family] = {
         period=6,
         has_own_head_dim=True,
         has_two_ropes=True,
+        has_whole_heads=True,
     ),
     "phi3": Family(
         architecture="Phi3ForCausalLM",

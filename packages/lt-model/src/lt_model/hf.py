@@ -159,9 +159,7 @@ def _from_key(value: Any, key: str) -> Any:
             raise ModelError(f"{key} = {value!r} is not supported (only {', '.join(names)})")
         return names[value]
     if key == "query_pre_attn_scalar":
-        if not isinstance(value, int | float) or not value > 0:
-            raise ModelError(f"{key} = {value!r}: must be a number above 0")
-        return value**-0.5
+        return check_size(key, value) ** -0.5
     return 0 if value is None else value
 
 
@@ -173,9 +171,7 @@ def _to_key(config: ModelConfig, name: str, key: str) -> Any:
         return config.head_width
     if name == "attention_scale":
         scale = value or config.head_width**-0.5
-        if key != "query_pre_attn_scalar":
-            return scale
-        return round(scale**-2) if round(scale**-2) ** -0.5 == scale else scale**-2
+        return round(scale**-2) if key == "query_pre_attn_scalar" else scale
     return value or None if key in NULLABLE else value
 
 
@@ -237,54 +233,46 @@ def _period(marks: list[bool]) -> int:
 def _read_rope(values: Mapping[str, Any], row: Family, where: str, max_positions: object) -> dict[str, Any]:
     """Return the rotary fields from the old spelling, the new one, or both."""
     given = {key: value for key, value in values.items() if value is not None}
-    defaults = {**COMMON_DEFAULTS, **row.defaults}
-    old_theta, partial = given.get(row.theta_key), row.partial_key or "partial_rotary_factor"
-    spellings: dict[str, dict[str, Any]] = {}
-    new = given.get("rope_parameters")
-    if new:
-        place = f"{where}: rope_parameters"
-        new = _check_mapping(new, place)
-        is_nested = isinstance(new.get("full_attention"), Mapping) or isinstance(new.get("sliding_attention"), Mapping)
-        if is_nested and not row.has_two_ropes:
-            raise ModelError(f"{place} differ between layers, which this family has not")
-        full = _check_mapping(new.get("full_attention") or {}, place) if is_nested else new
-        spellings["rope_parameters"] = {
-            "rope_theta": full.get("rope_theta", defaults["rope_theta"] if old_theta is None else old_theta),
-            "rope_scaling": _read_scaling(full, place, max_positions),
-            "rotary_fraction": full.get("partial_rotary_factor", given.get(partial, defaults.get(partial, 1.0))),
-        }
-        if row.has_two_ropes:
-            local = _check_mapping(new.get("sliding_attention") or {}, place) if is_nested else {}
-            if _read_scaling(local, f"{place}: sliding_attention", max_positions):
-                raise ModelError(f"{place}: sliding_attention is scaled, which is not supported")
-            base = given.get("rope_local_base_freq", defaults.get("rope_local_base_freq", defaults["rope_theta"]))
-            spellings["rope_parameters"]["sliding_rope_theta"] = local.get("rope_theta", base)
-    olds = (row.theta_key, "rope_scaling", partial, *(("rope_local_base_freq",) if row.has_two_ropes else ()))
-    if not new or any(key in given for key in olds):
-        theta = defaults["rope_theta"] if old_theta is None else old_theta
-        old: dict[str, Any] = {
+    partial, defaults = row.partial_key or "partial_rotary_factor", {**COMMON_DEFAULTS, **row.defaults}
+    names = {"rope_theta": row.theta_key, "partial_rotary_factor": partial}
+    outer = {name: given[key] for name, key in names.items() if key in given}
+    base = {"rope_theta": given["rope_local_base_freq"]} if "rope_local_base_freq" in given else {}
+
+    def read(key: str, full: Mapping[str, Any], local: Mapping[str, Any]) -> dict[str, Any]:
+        theta = full.get("rope_theta", defaults["rope_theta"])
+        found = {
             "rope_theta": theta,
-            "rope_scaling": _read_scaling(given.get("rope_scaling", {}), f"{where}: rope_scaling", max_positions),
-            "rotary_fraction": given.get("rope_scaling", {}).get(
-                "partial_rotary_factor", given.get(partial, defaults.get(partial, 1.0))
-            ),
+            "rope_scaling": _read_scaling(full, f"{where}: {key}", max_positions),
+            "rotary_fraction": full.get("partial_rotary_factor", defaults.get(partial, 1.0)),
         }
+        if not row.partial_key and found["rotary_fraction"] != 1:
+            fraction = found["rotary_fraction"]
+            raise ModelError(f"{where}: {key}: partial_rotary_factor = {fraction!r} is not supported (only 1)")
         if row.has_two_ropes:
-            old["sliding_rope_theta"] = given.get("rope_local_base_freq", defaults.get("rope_local_base_freq", theta))
-        if new:  # what the old spelling leaves out cannot disagree
-            silent = {"rope_theta": row.theta_key, "rope_scaling": "rope_scaling", "rotary_fraction": partial}
-            silent["sliding_rope_theta"] = "rope_local_base_freq"
-            old |= {name: found for name, found in spellings["rope_parameters"].items() if silent[name] not in values}
-        spellings["rope_theta and rope_scaling"] = old
-    found = list(spellings.values())
-    if any(one != found[0] for one in found):
-        raise ModelError(
-            f"{where}: rope_parameters ({found[0]}) and rope_theta with rope_scaling ({found[1]}) disagree; "
-            "delete the wrong spelling"
-        )
-    if not row.partial_key and found[0]["rotary_fraction"] != 1:
-        raise ModelError(f"{where}: partial_rotary_factor = {found[0]['rotary_fraction']!r} is not supported (only 1)")
-    return found[0]
+            found["sliding_rope_theta"] = local.get("rope_theta", defaults.get("rope_local_base_freq", theta))
+            if _read_scaling(local, f"{where}: {key}: sliding_attention", max_positions):
+                raise ModelError(f"{where}: {key}: sliding_attention is scaled, which is not supported")
+        return found
+
+    old = read("rope_scaling", {**outer, **_read_table(given, "rope_scaling", where)}, base)
+    full = _read_table(given, "rope_parameters", where)
+    if not full:
+        return old
+    local: Mapping[str, Any] = {}
+    if "full_attention" in full or "sliding_attention" in full:
+        if not row.has_two_ropes:
+            raise ModelError(f"{where}: rope_parameters differ between layers, which this family has not")
+        place = f"{where}: rope_parameters"
+        full, local = (_read_table(full, f"{kind}_attention", place) for kind in ("full", "sliding"))
+    new = read("rope_parameters", {**outer, **full}, {**base, **local})
+    keys = {"rope_theta": row.theta_key, "rotary_fraction": partial, "sliding_rope_theta": "rope_local_base_freq"}
+    said = {name: key for name, key in keys.items() if key in given}
+    if "rope_scaling" in given or ("rope_scaling" in values and "rope_theta" in said):
+        said["rope_scaling"] = "rope_scaling"
+    for name, key in said.items():
+        if old[name] != new[name]:
+            raise ModelError(f"{where}: {key} ({old[name]}) and rope_parameters ({new[name]}) disagree; delete one")
+    return new
 
 
 def _write_rope(config: ModelConfig, row: Family) -> dict[str, Any]:
@@ -306,8 +294,7 @@ def _write_rope(config: ModelConfig, row: Family) -> dict[str, Any]:
     return {**old, "rope_local_base_freq": local, "rope_parameters": both}
 
 
-def _read_scaling(rope: object, where: str, max_positions: object) -> RopeScaling | None:
-    rope = _check_mapping(rope, where)
+def _read_scaling(rope: Mapping[str, Any], where: str, max_positions: object) -> RopeScaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
@@ -327,7 +314,8 @@ def _read_scaling(rope: object, where: str, max_positions: object) -> RopeScalin
     return RopeScaling(kind=kind, **fields)
 
 
-def _check_mapping(value: object, where: str) -> Mapping[str, Any]:
+def _read_table(values: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
+    value = values.get(key) or {}
     if not isinstance(value, Mapping):
-        raise ModelError(f"{where} = {value!r}: must be a table")
+        raise ModelError(f"{where}: {key} = {value!r}: must be a table")
     return value

@@ -1,6 +1,6 @@
 """Summed cross-entropy with z-loss, chunked and vocabulary-parallel, in fp32 (or float64).
 
-`linear_cross_entropy_sum` goes from the last hidden states to the loss a few hundred tokens at a time: the logits of a
+`linear_loss_parts` goes from the last hidden states to the loss a few hundred tokens at a time: the logits of a
 chunk are computed, turned in place into their gradient (softmax - one-hot), and used for the gradients of hidden
 states and head before the next chunk overwrites them. The full [N, V] matrix never exists, forward does the work of
 backward, and backward only scales. The multiplications are those of the plain form; on CPUs it has been between 0.9 and
@@ -151,59 +151,6 @@ def vocab_parallel_loss_parts(logits_NV: Tensor, labels_N: Tensor, *, z_loss: fl
     return LossParts(parts.total, parts.cross_entropy.detach(), parts.z_loss.detach())
 
 
-def cross_entropy_sum(logits: Tensor, labels: Tensor, *, z_loss: float = 0.0, vocab_size: int | None = None) -> Tensor:
-    """Return the sum over labels != IGNORE_INDEX of -log softmax(logits)[label], a scalar in nats.
-
-    Args:
-        logits: [..., V] of any float dtype; used in fp32 or wider.
-        labels: [...] integers; IGNORE_INDEX is not counted.
-        z_loss: coefficient of logsumexp(logits)^2, added for every counted label.
-        vocab_size: number of columns that are token ids; the rest is padding, with neither probability nor gradient.
-            All of them when absent.
-
-    Raises:
-        ModelError: a negative or infinite `z_loss`, or a `vocab_size` that the logits do not have.
-    """
-    _check_arguments(z_loss=z_loss, pad_to_multiple_of=1, vocab_size=vocab_size, n_columns=logits.shape[-1])
-    logits_NV = logits[..., :vocab_size].flatten(0, -2).to(_upcast_dtype(logits.dtype))
-    labels_N = labels.flatten().long()
-    loss = F.cross_entropy(logits_NV, labels_N, ignore_index=IGNORE_INDEX, reduction="sum")
-    if z_loss:
-        loss = loss + z_loss * (logits_NV.logsumexp(dim=1).square() * (labels_N != IGNORE_INDEX)).sum()
-    return loss
-
-
-def linear_cross_entropy_sum(
-    hidden: Tensor,
-    weight_VD: Tensor,
-    labels: Tensor,
-    *,
-    z_loss: float = 0.0,
-    vocab_size: int | None = None,
-    pad_to_multiple_of: int = 1,
-) -> Tensor:
-    """Return `cross_entropy_sum(hidden @ weight_VD.T, labels)` without holding all logits at once.
-
-    Args:
-        hidden: [..., D] last hidden states.
-        weight_VD: the head's weight, same dtype as `hidden`.
-        labels: [...] integers in [0, V) or IGNORE_INDEX.
-        z_loss: as in `cross_entropy_sum`.
-        vocab_size: number of rows of the weight that are token ids; the rest has neither probability nor gradient.
-        pad_to_multiple_of: the matrix products are done with a multiple of this many rows; the result is the same.
-
-    Returns:
-        A scalar in nats, fp32 or wider, differentiable once.
-
-    Raises:
-        ModelError: a negative or infinite `z_loss`, a `pad_to_multiple_of` below 1, or a `vocab_size` that the weight
-            does not have.
-    """
-    return linear_loss_parts(
-        hidden, weight_VD, labels, z_loss=z_loss, vocab_size=vocab_size, pad_to_multiple_of=pad_to_multiple_of
-    ).total
-
-
 def linear_loss_parts(
     hidden: Tensor,
     weight_VD: Tensor,
@@ -218,15 +165,17 @@ def linear_loss_parts(
     compile: bool = False,
     softcap: float = 0.0,
 ) -> LossParts:
-    """Return the loss of `linear_cross_entropy_sum` with its parts, at the same cost.
+    """Return the sum of -log softmax(hidden @ weight.T)[label] over labels != IGNORE_INDEX, and its parts.
+
+    The logits of all tokens never exist at once.
 
     Args:
-        hidden: see `linear_cross_entropy_sum`.
-        weight_VD: see there.
-        labels: see there.
-        z_loss: see there.
-        vocab_size: see there.
-        pad_to_multiple_of: see there.
+        hidden: [..., D] last hidden states.
+        weight_VD: the head's weight, same dtype as `hidden`.
+        labels: [...] integers in [0, V) or IGNORE_INDEX.
+        z_loss: coefficient of logsumexp(logits)^2, added for every counted label.
+        vocab_size: number of rows of the weight that are token ids; the rest has neither probability nor gradient.
+        pad_to_multiple_of: the matrix products are done with a multiple of this many rows; the result is the same.
         vocab_start_index: token id of the weight's first row, if the head is vocabulary-parallel.
         all_reduce_softmax: reduction over the ranks with the other rows; None if the weight has all. `hidden` and
             `labels` are the same on all ranks, and the gradient of `hidden` is this rank's partial sum.
@@ -235,7 +184,8 @@ def linear_loss_parts(
         softcap: logits z become softcap * tanh(z / softcap); 0: they stay.
 
     Raises:
-        ModelError: see there, or a negative `chunk_tokens`.
+        ModelError: a negative or infinite `z_loss`, a `pad_to_multiple_of` below 1, a `vocab_size` that the weight does
+            not have, or a negative `chunk_tokens`.
     """
     _check_arguments(
         z_loss=z_loss, pad_to_multiple_of=pad_to_multiple_of, vocab_size=vocab_size, n_columns=weight_VD.shape[0]

@@ -1,0 +1,146 @@
+"""Random shapes of every family through config.json: ours both ways, and transformers' own reading of what we write."""
+
+import json
+import re
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from lt_model import PRESETS, ModelConfig, ModelError, RopeScaling, config_from_hf, config_to_hf
+from lt_model.config import CHOICES, LayerKind
+from lt_model.families import COMMON_IGNORED, FAMILIES
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = st.integers(1, 9)
+SCALINGS = st.one_of(
+    st.none(),
+    st.builds(RopeScaling, kind=st.just("linear"), factor=st.floats(1, 40)),
+    st.builds(
+        RopeScaling,
+        kind=st.just("llama3"),
+        factor=st.floats(1, 40),
+        low_freq_factor=st.floats(0.5, 2),
+        high_freq_factor=st.floats(3, 9),
+        original_max_position_embeddings=st.integers(1, 9999),
+    ),
+    st.builds(
+        RopeScaling,
+        kind=st.just("yarn"),
+        factor=st.floats(1, 40),
+        beta_slow=st.floats(0.5, 2),
+        beta_fast=st.floats(3, 40),
+        truncate=st.booleans(),
+        magnitude=st.sampled_from([0.0, 1.0, 1.3]),
+        original_max_position_embeddings=st.integers(1, 9999),
+    ),
+)
+VALUES = {
+    "tie_word_embeddings": st.booleans(),
+    "parallel_residual": st.booleans(),
+    "qkv_bias": st.booleans(),
+    "mlp_bias": st.booleans(),
+    "activation": st.sampled_from(CHOICES["activation"]),
+    "norm_eps": st.floats(1e-7, 1e-2),
+    "init_std": st.floats(1e-4, 1),
+    "embed_scale": st.floats(0.1, 20),
+    "residual_scale": st.floats(0.1, 20),
+    "logits_divisor": st.floats(0.1, 20),
+    "attention_softcap": st.one_of(st.just(0.0), st.floats(1, 90)),
+    "logits_softcap": st.one_of(st.just(0.0), st.floats(1, 90)),
+    "rotary_fraction": st.sampled_from([0.25, 0.5, 1.0]),
+    "rope_scaling": SCALINGS,
+}
+"""Field to values; those that neither a key nor a rule of the family sets are left out."""
+
+
+@st.composite
+def configs(draw, family):
+    """A model of the family; what `ModelConfig` refuses is drawn again."""
+    row = FAMILIES[family]
+    fields = {name: draw(values) for name, values in VALUES.items() if name in row.keys or name in row.other_fields}
+    fields["rope_scaling"] = draw(SCALINGS)
+    if "o_bias" in row.keys:
+        fields["o_bias"] = fields["qkv_bias"]
+    n_kv_heads, n_layers, width = draw(SIZES), draw(SIZES), 2 * draw(SIZES)
+    n_heads = n_kv_heads * (draw(SIZES) if "n_kv_heads" in row.keys else 1)
+    head_dim = width if "head_dim" in row.keys and draw(st.booleans()) else 0
+    hidden_size = draw(SIZES) * (n_heads if row.has_whole_heads else 1) if head_dim else n_heads * width
+    window = draw(st.sampled_from([0, 1, 7, 4096])) if row.sliding else 0
+    slides = draw(st.lists(st.booleans(), min_size=n_layers, max_size=n_layers)) if window else [False] * n_layers
+    if row.sliding == "all":
+        slides = [window > 0] * n_layers
+    ropes = draw(st.lists(st.booleans(), min_size=n_layers, max_size=n_layers))
+    kinds = zip(slides, ropes if row.sliding == "nope" else [True] * n_layers, strict=True)
+    if "attention_scale" in row.keys:
+        number = draw(st.integers(1, 999))
+        fields["attention_scale"] = number**-0.5 if "query_pre_attn_scalar" in row.keys.values() else number / 7
+    fields |= {"layers": tuple(LayerKind(sliding=slide, rope=rope) for slide, rope in kinds)}
+    fields |= {"sliding_window": window if any(slides) else 0}
+    fields |= {"sliding_rope_theta": draw(st.floats(10, 1e7)) if row.has_two_ropes and any(slides) else 0.0}
+    try:
+        return ModelConfig(
+            **{**fields, **row.fixed},
+            family=family,
+            vocab_size=draw(st.integers(1, 300000)),
+            hidden_size=hidden_size,
+            intermediate_size=draw(SIZES),
+            n_heads=n_heads,
+            n_kv_heads=n_kv_heads,
+            n_layers=n_layers,
+            head_dim=head_dim,
+            max_position_embeddings=draw(st.integers(1, 999999)),
+            rope_theta=draw(st.floats(10, 1e7)),
+        )
+    except ModelError:
+        assume(False)
+        raise
+
+
+def compared(values, family):
+    """What of transformers' to_dict decides the model."""
+    return {key: value for key, value in values.items() if key not in COMMON_IGNORED | FAMILIES[family].ignored}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_every_shape_of_a_family_is_written_and_read(family, data):
+    config = data.draw(configs(family))
+    written = json.loads(json.dumps(config_to_hf(config)))
+    assert config_from_hf(written) == config
+    theirs = transformers.AutoConfig.for_model(**{k: v for k, v in written.items() if k != "architectures"})
+    assert config_from_hf(theirs.to_dict()) == config
+    again = type(theirs).from_dict(config_to_hf(config_from_hf(theirs.to_dict())))
+    assert compared(again.to_dict(), family) == compared(theirs.to_dict(), family)
+    assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
+def test_a_scale_that_no_whole_number_gives_is_refused(family):
+    """transformers has the whole number query_pre_attn_scalar, of which the scale is 1 / sqrt."""
+    fields = {**FAMILIES[family].fixed, "family": family, "vocab_size": 9}
+    assert config_to_hf(ModelConfig(**fields, attention_scale=168**-0.5))["query_pre_attn_scalar"] == 168
+    for scale in (0.3, 1e300, 1e-300):
+        with pytest.raises(
+            ModelError, match=rf"attention_scale = {re.escape(str(scale))}: family = '{family}' has 1 / sqrt"
+        ):
+            ModelConfig(**fields, attention_scale=scale)
+    values = {**config_to_hf(PRESETS["gemma3-1b"]), "model_type": family, "query_pre_attn_scalar": 20.5}
+    with pytest.raises(ModelError, match=r"query_pre_attn_scalar = 20\.5: must be a whole number"):
+        config_from_hf(values)
+
+
+@pytest.mark.parametrize("family", [name for name, row in FAMILIES.items() if row.has_whole_heads])
+def test_where_transformers_divides_the_width_by_the_heads_it_must_divide(family):
+    fields = {
+        **FAMILIES[family].fixed,
+        "family": family,
+        "vocab_size": 9,
+        "head_dim": 64,
+        "n_heads": 7,
+        "n_kv_heads": 7,
+    }
+    with pytest.raises(ModelError, match="hidden_size = 768 is not a multiple of n_heads = 7"):
+        ModelConfig(**fields)
