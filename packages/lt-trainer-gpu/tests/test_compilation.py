@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from lt_model.config import LayerKind, ModelConfig
+from lt_model.families import FAMILIES
 from lt_test_helpers.layouts import step_batch
 from lt_trainer.errors import RecipeError
-from lt_trainer_gpu import checks
+from lt_trainer_gpu import checks, computation
 from lt_trainer_gpu.checks import parse_torch_version
 from lt_trainer_gpu.compilation import choose_compile, find_missing_compiler
 from lt_trainer_gpu.options import GpuOptions
@@ -64,6 +66,27 @@ def test_the_run_records_what_was_chosen(open_on, config) -> None:
     assert device.resolved["engine.gpu.compile"] is False
     assert device.resolved["engine.gpu.attention"] == "auto"
     assert device.notes == ["engine.gpu.compile = auto: eager, as auto compiles on cuda only, not on cpu"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "dtype", "wanted"),
+    [
+        ({}, "bfloat16", "varlen"),
+        ({"family": "mistral", "sliding_window": 8}, "bfloat16", "varlen"),
+        ({"family": "mistral", "sliding_window": 8}, "float32", "flex"),
+        ({"family": "gemma2", "attention_softcap": 5.0}, "bfloat16", "flex"),
+        ({"family": "gemma2", "attention_softcap": 5.0}, "float64", "reference"),
+    ],
+)
+def test_compiled_blocks_take_an_attention_with_the_features_of_the_model(recipe, fields, dtype, wanted) -> None:
+    """Also where rows are one document each: on CUDA, a window never makes a mask of all pairs."""
+    fixed = dict(FAMILIES[fields.get("family", "llama")].fixed)
+    layers = {"layers": (LayerKind(sliding=True),)} if "sliding_window" in fields else {}
+    config = ModelConfig(vocab_size=8, hidden_size=32, n_heads=4, n_kv_heads=4, **fixed | fields | layers)
+    device, dtype = torch.device("cuda"), getattr(torch, dtype)
+    for text, expected in (("true", wanted), ("false", wanted if len(fields) else "sdpa")):
+        made = recipe(f"data.document_mask={text}")
+        assert computation._choose_attention(made, config, True, device, dtype) == expected
 
 
 @pytest.mark.parametrize("text", ["true", "True", "false", "auto"])

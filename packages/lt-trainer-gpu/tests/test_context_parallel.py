@@ -1,7 +1,8 @@
 """Attention over the keys of all context-parallel ranks against attention over whole rows, for each backend.
 
 Torch's kernel for documents runs on CUDA only; here a double stands in for it, which does what it documents (causal
-within each segment, aligned to the last key) and what it leaves open: gradients of keys in no segment are nan.
+within each segment, aligned to the last key) and what it leaves open: gradients of keys in no segment are nan. So does
+one for flex_attention, which has no backward pass on a CPU: it evaluates the mask at every pair.
 """
 
 from typing import Any
@@ -16,7 +17,7 @@ from lt_model.attention import BACKENDS
 from lt_model.documents import DocumentBoundaries
 from lt_model.sdpa import document_bias, reference_attention
 from lt_trainer_gpu import context_parallel
-from lt_trainer_gpu.checks import CONTEXT_PARALLEL_ATTENTION
+from lt_trainer_gpu.checks import ATTENTION_LACKS, CONTEXT_PARALLEL_ATTENTION
 from lt_trainer_gpu.context_parallel import context_parallel_backend, init_context_parallel_group
 from lt_trainer_gpu.context_parallel_rows import rank_positions, split_boundaries
 from lt_trainer_gpu.mesh_layout import MeshLayout
@@ -63,6 +64,16 @@ def varlen_double(
     return _VarlenDouble.apply(q, k, v, cu_seq_q, cu_seq_k)
 
 
+def flex_double(q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, mask: Any, softcap: float) -> Tensor:
+    from torch.nn.attention.flex_attention import create_mask
+
+    sizes = q_BTHK.shape[0], 1, q_BTHK.shape[1], k_BSGK.shape[1]
+    assert mask.shape == sizes
+    seen = create_mask(mask.mask_mod, *sizes, device="cpu")
+    bias = torch.zeros(seen.shape, dtype=q_BTHK.dtype).masked_fill_(~seen, float("-inf"))
+    return reference_attention(q_BTHK, k_BSGK, v_BSGK, bias, softcap)
+
+
 def whole_rows(lengths: tuple[int, ...], seed: int) -> tuple[DocumentBoundaries, list[Tensor], Tensor]:
     rng = np.random.default_rng(seed)
     tensors = [torch.from_numpy(rng.normal(size=(B, T, heads, K))) for heads in (H, G, G)]
@@ -80,24 +91,24 @@ def attend_and_compare(cp: int) -> int:
     import torch.nn.attention.varlen as torch_varlen
 
     torch_varlen.varlen_attn = varlen_double  # pyright: ignore[reportAttributeAccessIssue]
+    context_parallel.flex_mask_attention = flex_double
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     group = init_context_parallel_group(MeshLayout(cp=cp, cp_rank=rank), timeout_s=60)
-    kinds = [(name, False) for name in ("auto", "split", "reference", "sdpa", "varlen")]
-    kinds += [(name, True) for name in ("reference", "sdpa", "varlen")]
-    cases = [(kind, seed, lengths) for kind in kinds for seed, lengths in enumerate(DOCUMENTS)]
-    for (name, fixed_length), seed, lengths in cases:
+    cases = [(kind, seed, lengths) for kind in KINDS for seed, lengths in enumerate(DOCUMENTS)]
+    for (name, fixed_length, window, softcap), seed, lengths in cases:
         boundaries, wholes, upstream = whole_rows(lengths, seed)
         padding = torch.full((3 * fixed_length,), B * T, dtype=torch.int32)
         padded = DocumentBoundaries(torch.cat((boundaries.cu_seqlens, padding)), B, T)
         segments = split_boundaries(padded, cp, rank, fixed_length=fixed_length)
-        backend = context_parallel_backend(BACKENDS[name], group)
-        mask = backend.mask_factory(segments, torch.device("cpu"), torch.float64, 0)
+        backend = context_parallel_backend(BACKENDS[name], group, softcap)
+        mask = backend.mask_factory(segments, torch.device("cpu"), torch.float64, window)
         parts = [own(x, cp, rank).requires_grad_() for x in wholes]
         out = backend.attend(parts[0], parts[1], parts[2], mask)
         found = torch.autograd.grad(out, parts, own(upstream, cp, rank))
         q, k, v = (x.requires_grad_() for x in wholes)
-        wanted = reference_attention(q, k, v, document_bias(boundaries, torch.device("cpu"), torch.float64))
+        bias = document_bias(boundaries, torch.device("cpu"), torch.float64, window)
+        wanted = reference_attention(q, k, v, bias, softcap)
         torch.testing.assert_close(out, own(wanted.detach(), cp, rank), rtol=1e-12, atol=1e-12)
         for part, whole in zip(found, torch.autograd.grad(wanted, (q, k, v), upstream), strict=True):
             torch.testing.assert_close(part, own(whole, cp, rank), rtol=1e-12, atol=1e-12)
@@ -105,11 +116,24 @@ def attend_and_compare(cp: int) -> int:
     return len(cases)
 
 
+KINDS = [(name, False, 0, 0.0) for name in ("auto", "split", "reference", "sdpa", "varlen", "flex")]
+KINDS += [(name, True, 0, 0.0) for name in ("reference", "sdpa", "varlen", "flex")]
+KINDS += [(name, False, window, 0.7) for name in ("auto", "reference", "flex") for window in (0, 1, 9)]
+KINDS += [(name, True, 9, 0.0) for name in ("reference", "sdpa", "flex")]
+"""Backend, padded shapes, window and cap of the scores."""
+
+
 @pytest.mark.parametrize("cp", [2, 4])
 def test_attention_over_ranks_is_attention_over_whole_rows(ranks, cp: int) -> None:
-    assert ranks.run(attend_and_compare, cp, ranks=cp) == [8 * len(DOCUMENTS)] * cp
+    assert ranks.run(attend_and_compare, cp, ranks=cp) == [len(KINDS) * len(DOCUMENTS)] * cp
 
 
 def test_the_backends_are_those_that_check_accepts() -> None:
     assert set(CONTEXT_PARALLEL_ATTENTION) == set(context_parallel._MASK_FACTORIES)
     assert set(CONTEXT_PARALLEL_ATTENTION) < set(BACKENDS)
+
+
+def test_features_of_backends_are_those_that_check_knows() -> None:
+    fields = {"attention_softcap": "softcap", "sliding_window": "window"}
+    found = {name: {field for field, one in fields.items() if one not in BACKENDS[name].features} for name in BACKENDS}
+    assert {name: set(lacks) for name, lacks in ATTENTION_LACKS.items()} == {n: one for n, one in found.items() if one}

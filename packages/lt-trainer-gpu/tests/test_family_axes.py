@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lt_model import ModelConfig, config_from_hf
+from lt_model import config_from_hf
 from lt_test_helpers import layouts
 from lt_test_helpers.layouts import StateSlice, assemble, assert_near
 from lt_trainer.config.model_section import architecture_values
@@ -54,10 +54,6 @@ TODAY = datetime.date.today().toordinal()
 DRAWN = {pair for number, pair in enumerate(PAIRS) if (number * 7 + TODAY) % 5 == 0}
 
 
-def lacks(axis: str, config: ModelConfig) -> bool:
-    return axis.startswith("cp") and config.attention_softcap > 0
-
-
 def train(axis: tuple[str, ...], families: list[str]) -> dict[str, tuple[list[float], list[Any], list[Any]]]:
     """In a rank: losses, momentum after the first step (the gradients) and last weights of each family."""
     found = {}
@@ -83,7 +79,7 @@ def compare(ranks: Any, pairs: set[tuple[str, str]]) -> None:
     families = [family for family in CONFIGS if any(family == one for one, _ in pairs)]
     (alone,) = ranks.run(train, (), families, ranks=1)
     for axis, sets in AXES.items():
-        own = [f for f in families if (f, axis) in pairs and not lacks(axis, CONFIGS[f])]
+        own = [family for family in families if (family, axis) in pairs]
         results = ranks.run(train, sets, own, ranks=2) if own else []
         for family in own:
             losses, moments, weights = alone[family]
@@ -102,12 +98,12 @@ def test_every_family_trains_on_every_axis_as_in_one_process(ranks) -> None:
     compare(ranks, set(PAIRS))
 
 
-def test_what_an_axis_lacks_is_refused_with_the_field() -> None:
+def test_what_an_attention_lacks_is_refused_with_the_field() -> None:
     from lt_trainer.config.recipe import load
     from lt_trainer.engine import World
     from lt_trainer_gpu.spec import SPEC
 
     base = {"model": unflatten(architecture_values(CONFIGS["gemma2"])), "data": {"store": "unused", "seq_len": 32}}
-    recipe = load(base=base, overrides=["parallel.cp=2", "batch.global_batch_size=8"]).recipe
-    with pytest.raises(RecipeError, match=r"attention_softcap = 5\.0 of family = 'gemma2' is not supported by par"):
+    recipe = load(base=base, overrides=["engine.gpu.attention=sdpa", "batch.global_batch_size=8"]).recipe
+    with pytest.raises(RecipeError, match=r"attention_softcap = 5\.0 of family = 'gemma2' is not .*attention = sdpa"):
         SPEC.check(recipe, World(size=2, local_size=2))

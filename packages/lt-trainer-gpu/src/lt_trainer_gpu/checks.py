@@ -19,9 +19,12 @@ if TYPE_CHECKING:
     from lt_trainer.config.sections import Recipe
     from lt_trainer.engine import World
 
-AXES_LACK: Mapping[str, frozenset[str]] = {"parallel.cp": frozenset({"attention_softcap"})}
-"""Degree of parallelism to the features of a model that it does not have yet."""
-CONTEXT_PARALLEL_ATTENTION = ("auto", "varlen", "sdpa", "split", "reference")
+ATTENTION_LACKS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("sdpa", "cudnn", "split", "varlen"), ("attention_softcap",)),
+    "flash": ("attention_softcap", "sliding_window"),
+}
+"""Attention backend to the features of a model that it does not have."""
+CONTEXT_PARALLEL_ATTENTION = ("auto", "varlen", "sdpa", "split", "reference", "flex")
 """Attention backends that take the keys of all context-parallel ranks."""
 COMPILE_TORCH_VERSIONS: tuple[tuple[int, int], ...] = ((2, 11), (2, 14), (2, 15))
 """Torch versions (major, minor) whose compiled blocks passed the parity tests; others may train wrongly in silence."""
@@ -75,11 +78,9 @@ def check_recipe(recipe: Recipe, world: World) -> None:
     recipe.parallel.data_parallel_size(world.size)  # first: too few ranks break other rules, too
     _refuse_broken(recipe, _recipe_rules(recipe, world))
     recipe.accumulation_steps(world.size)
-    model = model_config(recipe, recipe.model.vocab_size or 1)
-    for field, lacks in AXES_LACK.items():
-        degree = _value_of(recipe, field)
-        if degree != 1:
-            check_features(model, f"{field} = {degree}", lacks)
+    attention = recipe.engine["gpu"].attention
+    lacks = ATTENTION_LACKS.get(attention, ())
+    check_features(model_config(recipe, recipe.model.vocab_size or 1), f"engine.gpu.attention = {attention}", lacks)
 
 
 def check_device(recipe: Recipe, facts: DeviceFacts) -> None:
@@ -207,7 +208,7 @@ def _fp8_rules(recipe: Recipe, options: GpuOptions) -> Iterator[Rule]:
         f"none of the {model.n_layers} blocks would compute in float8",
         "lower engine.gpu.fp8_skipped_blocks, or set engine.gpu.fp8 to off",
     )
-    head_width = model.head_dim or model.hidden_size // model.n_heads
+    head_width = model_config(recipe, model.vocab_size or 1).head_width
     sizes = [
         ("model.hidden_size parallel.tp", model.hidden_size // tp, "features"),
         ("model.n_kv_heads parallel.tp", model.n_kv_heads * head_width // tp, "features"),

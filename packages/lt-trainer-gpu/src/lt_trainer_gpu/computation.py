@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from lt_model import ModelConfig
 from lt_model.attention import available_backends, unavailable_reason
 from lt_trainer.config.sections import Recipe
 from lt_trainer.control import Control
@@ -56,7 +57,7 @@ class Computation:
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
 
-def choose_computation(recipe: Recipe, world: World) -> Computation:
+def choose_computation(recipe: Recipe, config: ModelConfig, world: World) -> Computation:
     """Choose how this rank computes; make its device the current one and set torch's own options.
 
     Raises:
@@ -91,17 +92,20 @@ def choose_computation(recipe: Recipe, world: World) -> Computation:
         options=options,
         device=device,
         dtype=dtype,
-        attention=_choose_attention(recipe, compile, device, dtype),
+        attention=_choose_attention(recipe, config, compile, device, dtype),
         compile=compile,
         rounds_stochastically=recipe.optimizer.weights_dtype == "bfloat16",
         notes=tuple(notes),
     )
 
 
-def _choose_attention(recipe: Recipe, compile: bool, device: torch.device, dtype: torch.dtype) -> str:
+def _choose_attention(
+    recipe: Recipe, config: ModelConfig, compile: bool, device: torch.device, dtype: torch.dtype
+) -> str:
     """Return the attention backend; "auto" in compiled blocks is the fastest that compiles once.
 
-    lt-model's "auto" inspects the documents of every batch, which a compiled block cannot do.
+    lt-model's "auto" inspects the documents of every batch, which a compiled block cannot do. For a window on CUDA no
+    mask of all pairs is made.
 
     Raises:
         RecipeError: the backend that the recipe names cannot run on this device in this dtype.
@@ -116,8 +120,13 @@ def _choose_attention(recipe: Recipe, compile: bool, device: torch.device, dtype
         )
     if not (compile and attention == "auto"):
         return attention
-    has_varlen = device.type == "cuda" and unavailable_reason("varlen", "cuda", dtype) is None
-    return "varlen" if recipe.data.document_mask and has_varlen else "sdpa"
+    if config.attention_softcap:
+        names = ("flex", "reference")
+    elif config.sliding_window:
+        names = ("varlen", "flex", "sdpa")
+    else:
+        names = ("varlen", "sdpa") if recipe.data.document_mask else ("sdpa",)
+    return next(name for name in names if unavailable_reason(name, device.type, dtype) is None)
 
 
 def agree_on_cpu_dtype(computation: Computation, recipe: Recipe, world: World, control: Control) -> Computation:

@@ -6,8 +6,9 @@ other lengths of keys than of queries. In the backward pass the gradients of the
 belong, and summed over the ranks by a reduce-scatter. Everything else (projections, norms, feed-forward, loss) works on
 B * T/n positions and never knows; weights are sharded by FSDP over the ranks too, which also sums their gradients.
 
-Attention backends: "varlen" (torch's kernel, on CUDA), "split" (one call per segment, on a CPU), and "sdpa" and
-"reference" with a dense mask of [B, 1, T/n, T]. "auto" takes the first of these that can run.
+Attention backends: "varlen" (torch's kernel, on CUDA), "split" (one call per segment, on a CPU), "sdpa" and
+"reference" with a dense mask of [B, 1, T/n, T], and "flex" with a block mask. "auto" takes the first of these that can
+run; where scores are capped, "flex" on CUDA and else "reference".
 
 Cost per layer: one all-gather of 2 * B * T * G * K numbers forward and one reduce-scatter of as many backward; one copy
 of the selected keys and values. Memory: gathered keys and values live only until they are selected. The selected
@@ -25,6 +26,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +35,7 @@ from torch import Tensor
 
 from lt_model.attention import AttentionBackend, unavailable_reason
 from lt_model.documents import DocumentBoundaries, copy_to_device, torch_varlen_metadata
+from lt_model.flex import flex_mask_attention
 from lt_model.sdpa import reference_attention, sdpa_attention, window_bias
 from lt_trainer_gpu.context_parallel_rows import QuerySegments, gathered_order
 from lt_trainer_gpu.mesh_layout import MeshLayout
@@ -54,11 +57,11 @@ class ContextParallelGroup:
     group_name: str
 
 
-class DenseMask(NamedTuple):
-    """Mask of "sdpa" and "reference": all keys in the rows' order, and a bias."""
+class WholeRowsMask(NamedTuple):
+    """Mask over all keys in the rows' order: a bias of "sdpa" and "reference", or the BlockMask of "flex"."""
 
     key_index: Tensor
-    bias: Tensor
+    mask: Any
 
 
 class SplitMask(NamedTuple):
@@ -95,21 +98,27 @@ def apply_context_parallel(stage: DecoderStage, cp_group: ContextParallelGroup) 
 
     Its inputs are then this rank's positions, and `QuerySegments` as boundaries.
     """
-    backend = context_parallel_backend(stage._attention_backend, cp_group)
+    backend = context_parallel_backend(stage._attention_backend, cp_group, stage.config.attention_softcap)
     stage._attention_backend = backend
     for block in stage.blocks:
         block.self_attn.attend = backend.attend
 
 
-def context_parallel_backend(backend: AttentionBackend, cp_group: ContextParallelGroup) -> AttentionBackend:
-    """Return `backend` over the keys of all ranks."""
-    make_mask, attend_dense = _MASK_FACTORIES[backend.name], _DENSE_ATTENTION.get(backend.name, sdpa_attention)
+def context_parallel_backend(
+    backend: AttentionBackend, cp_group: ContextParallelGroup, softcap: float = 0.0
+) -> AttentionBackend:
+    """Return `backend` over the keys of all ranks; `softcap` as in `ModelConfig.attention_softcap`."""
+    make_mask = _capped_auto_mask if softcap and backend.name == "auto" else _MASK_FACTORIES[backend.name]
+    attend_capped = partial(reference_attention, softcap=softcap)
+    attend_with_bias = attend_capped if softcap or backend.name == "reference" else sdpa_attention
+    attend_in_blocks = partial(flex_mask_attention, softcap=softcap)
 
-    def attend(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: DenseMask | SplitMask | VarlenMask) -> Tensor:
+    def attend(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: WholeRowsMask | SplitMask | VarlenMask) -> Tensor:
         k_PGK, v_PGK = gather_keys(k_BTGK, v_BTGK, mask.key_index, cp_group)
-        if isinstance(mask, DenseMask):
+        if isinstance(mask, WholeRowsMask):
             rows = (q_BTHK.shape[0], -1, *k_PGK.shape[1:])
-            return attend_dense(q_BTHK, k_PGK.view(rows), v_PGK.view(rows), mask.bias)
+            attend_rows = attend_with_bias if isinstance(mask.mask, Tensor) else attend_in_blocks
+            return attend_rows(q_BTHK, k_PGK.view(rows), v_PGK.view(rows), mask.mask)
         q_LHK = q_BTHK.flatten(0, 1)
         if isinstance(mask, SplitMask):
             out_LHK = _attend_split(q_LHK, k_PGK, v_PGK, mask)
@@ -188,16 +197,34 @@ def _attend_varlen(q_LHK: Tensor, k_PGK: Tensor, v_PGK: Tensor, mask: VarlenMask
     return out
 
 
-def _dense_mask(boundaries: DocumentBoundaries, device: torch.device, dtype: torch.dtype, window: int) -> DenseMask:
+def _dense_mask(boundaries: DocumentBoundaries, device: torch.device, dtype: torch.dtype, window: int) -> WholeRowsMask:
+    order, first_BT, last_BT = _visible_keys(boundaries, device, window)
+    key_S = torch.arange(boundaries.row_length, device=device)
+    hidden_BTS = (key_S < first_BT[:, :, None]) | (key_S > last_BT[:, :, None])
+    bias = torch.zeros(hidden_BTS.shape, dtype=dtype, device=device).masked_fill_(hidden_BTS, float("-inf"))[:, None]
+    return WholeRowsMask(order, bias)
+
+
+def _flex_mask(boundaries: DocumentBoundaries, device: torch.device, dtype: torch.dtype, window: int) -> WholeRowsMask:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    order, first_BT, last_BT = _visible_keys(boundaries, device, window)
+
+    def seen(row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (first_BT[row, query] <= key) & (key <= last_BT[row, query])
+
+    sizes = boundaries.n_rows, None, boundaries.seq_len, boundaries.row_length
+    return WholeRowsMask(order, create_block_mask(seen, *sizes, device=str(device)))
+
+
+def _visible_keys(boundaries: DocumentBoundaries, device: torch.device, window: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return each key's place among the gathered ones, and the first and last key that each query sees."""
     segments = _as_segments(boundaries, window)
-    first_BT, last_BT = (copy_to_device(x, device)[:, :, None] for x in segments.visible_keys())
+    first_BT, last_BT = (copy_to_device(x, device) for x in segments.visible_keys())
     if window:
         first_BT = torch.maximum(first_BT, last_BT - window + 1)
-    key_S = torch.arange(segments.seq_len * segments.cp, device=device)
-    hidden_BTS = (key_S < first_BT) | (key_S > last_BT)
-    bias = torch.zeros(hidden_BTS.shape, dtype=dtype, device=device).masked_fill_(hidden_BTS, float("-inf"))[:, None]
     order = torch.from_numpy(gathered_order(segments.n_rows, segments.seq_len, segments.cp).copy())
-    return DenseMask(copy_to_device(order, device), bias)
+    return copy_to_device(order, device), first_BT, last_BT
 
 
 def _split_mask(boundaries: DocumentBoundaries, device: torch.device, dtype: torch.dtype, window: int) -> SplitMask:
@@ -221,12 +248,19 @@ def _varlen_mask(boundaries: DocumentBoundaries, device: torch.device, dtype: to
 
 def _auto_mask(
     boundaries: DocumentBoundaries, device: torch.device, dtype: torch.dtype, window: int
-) -> DenseMask | SplitMask | VarlenMask:
+) -> WholeRowsMask | SplitMask | VarlenMask:
     if device.type == "cpu":
         return _split_mask(boundaries, device, dtype, window)
     if device.type == "cuda" and unavailable_reason("varlen", "cuda", dtype) is None:
         return _varlen_mask(boundaries, device, dtype, window)
     return _dense_mask(boundaries, device, dtype, window)
+
+
+def _capped_auto_mask(
+    boundaries: DocumentBoundaries, device: torch.device, dtype: torch.dtype, window: int
+) -> WholeRowsMask:
+    make_mask = _flex_mask if device.type == "cuda" else _dense_mask
+    return make_mask(boundaries, device, dtype, window)
 
 
 def _as_segments(boundaries: DocumentBoundaries, window: int) -> QuerySegments:
@@ -241,5 +275,5 @@ _MASK_FACTORIES: dict[str, _MaskFactory] = {
     "sdpa": _dense_mask,
     "split": _split_mask,
     "varlen": _varlen_mask,
+    "flex": _flex_mask,
 }
-_DENSE_ATTENTION = {"reference": reference_attention}

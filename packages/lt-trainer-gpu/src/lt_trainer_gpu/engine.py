@@ -61,7 +61,7 @@ class GpuEngine:
 
     def __init__(self, recipe: Recipe, config: ModelConfig, world: World) -> None:
         timeout_s = recipe.fault_tolerance.collective_timeout_s
-        computation = choose_computation(recipe, world)
+        computation = choose_computation(recipe, config, world)
         self._mesh_layout = layout = MeshLayout.from_options(
             recipe.parallel, world.rank, world.size, tie_word_embeddings=config.tie_word_embeddings
         )
