@@ -112,6 +112,7 @@ def test_every_shape_of_a_family_is_written_and_read(family, data):
     assert config_from_hf(written) == config
     theirs = transformers.AutoConfig.for_model(**{k: v for k, v in written.items() if k != "architectures"})
     assert config_from_hf(theirs.to_dict()) == config
+    assert theirs.pad_token_id is None  # a default of 128004 is outside of most vocabularies
     again = type(theirs).from_dict(config_to_hf(config_from_hf(theirs.to_dict())))
     assert compared(again.to_dict(), family) == compared(theirs.to_dict(), family)
     assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config

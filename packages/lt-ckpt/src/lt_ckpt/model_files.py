@@ -20,6 +20,7 @@ from lt_model import ModelConfig, config_from_hf, config_to_hf
 HF_CONFIG_DEFAULTS: Mapping[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
+    "pad_token_id": None,
     "attention_dropout": 0.0,
     "pretraining_tp": 1,
     "use_cache": True,

@@ -31,6 +31,8 @@ COMMON_DEFAULTS: Mapping[str, Any] = {
     "tie_word_embeddings": False,
     "hidden_act": "silu",
     "initializer_range": 0.02,
+    "attention_bias": False,
+    "mlp_bias": False,
     "sliding_window": 4096,
     "max_window_layers": 28,
     "use_sliding_window": False,
@@ -42,7 +44,8 @@ COMMON_IGNORED = frozenset(
     "label2id model_type output_attentions output_hidden_states pad_token_id problem_type return_dict torch_dtype "
     "transformers_version use_cache".split()
 )
-DROPOUTS = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop")
+DROPOUTS = tuple(f"{place}_dropout" for place in ("attention", "hidden", "residual", "embedding"))
+DROPOUTS += ("resid_pdrop", "embd_pdrop")
 """Keys that must be 0 for training, and change nothing else."""
 SLIDING_KEYS: Mapping[str, tuple[str, ...]] = {
     "": (),
@@ -122,11 +125,9 @@ class Family:
 
 
 _BIASES = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
-_BIAS_DEFAULTS = {"attention_bias": False, "mlp_bias": False}
 _GEMMA_KEYS = {**_BIASES, "head_dim": "head_dim", "activation": "hidden_activation"}
 _GEMMA_KEYS |= {"attention_scale": "query_pre_attn_scalar", "logits_softcap": "final_logit_softcapping"}
 _GEMMA_DEFAULTS = {
-    **_BIAS_DEFAULTS,
     "tie_word_embeddings": True,
     "head_dim": 256,
     "query_pre_attn_scalar": 256,
@@ -140,7 +141,7 @@ FAMILIES: Mapping[str, Family] = {
         architecture="LlamaForCausalLM",
         since="4.48",
         own_keys={**_BIASES, "mlp_bias": "mlp_bias", "head_dim": "head_dim"},
-        defaults={**_BIAS_DEFAULTS, "max_position_embeddings": 2048},
+        defaults={"max_position_embeddings": 2048},
         ignored=frozenset({"pretraining_tp"}),
         has_whole_heads=True,
     ),
@@ -148,14 +149,14 @@ FAMILIES: Mapping[str, Family] = {
         architecture="MistralForCausalLM",
         since="4.48",
         own_keys={"head_dim": "head_dim"},
-        defaults={"max_position_embeddings": 131072},
+        defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8},
         sliding="all",
     ),
     "qwen2": Family(
         architecture="Qwen2ForCausalLM",
         since="4.48",
         fixed={"qkv_bias": True},
-        defaults={"max_position_embeddings": 32768},
+        defaults={"max_position_embeddings": 32768, "num_key_value_heads": 32},
         sliding="last",
     ),
     "qwen3": Family(
@@ -163,7 +164,7 @@ FAMILIES: Mapping[str, Family] = {
         since="4.51",
         fixed={"qk_norm": "head"},
         own_keys={**_BIASES, "head_dim": "head_dim"},
-        defaults={**_BIAS_DEFAULTS, "max_position_embeddings": 32768, "head_dim": 128},
+        defaults={"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
         sliding="last",
         has_own_head_dim=True,
     ),
@@ -172,14 +173,14 @@ FAMILIES: Mapping[str, Family] = {
         since="4.48",
         fixed={"qk_norm": "full", "norm_place": "post"},
         own_keys=_BIASES,
-        defaults={**_BIAS_DEFAULTS, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
+        defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
     ),
     "olmo3": Family(
         architecture="Olmo3ForCausalLM",
         since="4.57",
         fixed={"qk_norm": "full", "norm_place": "post"},
         own_keys=_BIASES,
-        defaults={**_BIAS_DEFAULTS, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 5e5},
+        defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 5e5},
         sliding="pattern",
         period=4,
         has_two_ropes=True,
@@ -189,8 +190,8 @@ FAMILIES: Mapping[str, Family] = {
         since="4.53",
         own_keys={**_BIASES, "mlp_bias": "mlp_bias"},
         defaults={
-            **_BIAS_DEFAULTS,
             "max_position_embeddings": 32768,
+            "num_key_value_heads": 4,
             "tie_word_embeddings": True,
             "rope_theta": 2e6,
             "sliding_window": None,
@@ -206,6 +207,7 @@ FAMILIES: Mapping[str, Family] = {
         defaults={
             **_GEMMA_DEFAULTS,
             "max_position_embeddings": 8192,
+            "num_key_value_heads": 4,
             "attn_logit_softcapping": 50.0,
             "final_logit_softcapping": 30.0,
         },
@@ -224,6 +226,7 @@ FAMILIES: Mapping[str, Family] = {
         defaults={
             **_GEMMA_DEFAULTS,
             "max_position_embeddings": 131072,
+            "num_key_value_heads": 4,
             "rope_theta": 1e6,
             "rope_local_base_freq": 1e4,
             "final_logit_softcapping": None,
@@ -294,13 +297,30 @@ FAMILIES: Mapping[str, Family] = {
             "logits_divisor": "logits_scaling",
         },
         defaults={
-            **_BIAS_DEFAULTS,
             "max_position_embeddings": 2048,
             "embedding_multiplier": 1.0,
             "residual_multiplier": 1.0,
             "attention_multiplier": 1.0,
             "logits_scaling": 1.0,
         },
+    ),
+    "starcoder2": Family(
+        architecture="Starcoder2ForCausalLM",
+        since="4.48",
+        fixed={"norm": "layer", "gated": False},
+        own_keys={"qkv_bias": "use_bias", "o_bias": "use_bias", "mlp_bias": "use_bias", "norm_eps": "norm_epsilon"},
+        defaults={
+            "use_bias": True,
+            "max_position_embeddings": 4096,
+            "num_key_value_heads": 2,
+            "norm_epsilon": 1e-5,
+            "tie_word_embeddings": True,
+            "hidden_act": "gelu_pytorch_tanh",
+            "initializer_range": 0.018042,
+            "sliding_window": None,
+        },
+        sliding="all",
+        renames=(("mlp.up_proj", "mlp.c_fc"), ("mlp.down_proj", "mlp.c_proj")),
     ),
 }
 """Families by transformers' model_type."""

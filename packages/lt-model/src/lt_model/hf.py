@@ -26,7 +26,7 @@ MAX_CONFIG_BYTES = 2**24
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 ACTIVATIONS: Mapping[str, str] = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
 """Our name to transformers'."""
-NULLABLE = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
+NULLABLE = ("num_key_value_heads", "sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
 """Keys whose null says "none"; of the others it says that the default holds."""
 SCALING_KEYS: Mapping[str, str] = {"magnitude": "attention_factor"}
 """Field of `RopeScaling` to key, where they differ."""
@@ -66,6 +66,7 @@ def config_to_hf(
         "use_cache": True,
         "bos_token_id": bos_token_id,
         "eos_token_id": eos_token_id,
+        "pad_token_id": None,  # a family's default may lie outside of this vocabulary
         **_write_layers(config, row),
         **_write_rope(config, row),
         "torch_dtype": dtype,
@@ -93,7 +94,8 @@ def config_from_hf(values: Mapping[str, Any], source: str = "") -> ModelConfig:
             raise ModelError(f"{where}: {name} = {found!r} of {family} is not supported (only {wanted!r})")
     given = {**COMMON_DEFAULTS, **row.defaults, **{key: value for key, value in values.items() if value is not None}}
     given |= {key: None for key in NULLABLE if key in values and values[key] is None}
-    given.setdefault("num_key_value_heads", given.get("num_attention_heads"))
+    if given.get("num_key_value_heads") is None:
+        given["num_key_value_heads"] = given.get("num_attention_heads")
     if missing := [key for key in row.keys.values() if key not in given and key != "head_dim"]:
         raise ModelError(f"{where}: {missing[0]} is missing")
     try:

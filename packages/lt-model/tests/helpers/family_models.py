@@ -98,6 +98,10 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "starcoder2, window 6": (
+        "starcoder2",
+        {"sliding_window": 6, "norm_epsilon": 1e-3, "rope_parameters": DEFAULT, "initializer_range": 0.018042},
+    ),
 }
 """Case to model_type and changes of `SHAPE`; together they use every field of `ModelConfig`."""
 
