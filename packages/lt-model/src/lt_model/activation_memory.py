@@ -140,8 +140,12 @@ def non_block_bytes_per_token(config: ModelConfig, *, element_bytes: int = 2) ->
 
 
 def loss_chunk_tokens(vocab_size: int) -> int:
-    """Return the tokens of a chunk of the loss on a device other than a CPU, unless there are fewer."""
-    return max(1024, (1 << 27) // vocab_size // 128 * 128)
+    """Return the tokens of a chunk of the loss on a device other than a CPU, unless there are fewer.
+
+    2^28 logits, in whole tiles of a matrix product. With 128k ids an H200 took 97.3, 90.8, 90.5 and 89.3 ms for 32,768
+    tokens in chunks of 1024, 2048, 4096 and 8192.
+    """
+    return max(1024, (1 << 28) // vocab_size // 128 * 128)
 
 
 def loss_bytes(
@@ -157,15 +161,17 @@ def loss_bytes(
         tp: tensor parallel degree by which the vocabulary is divided.
 
     Returns:
-        "hidden states": the input and its gradient; "gradient of the head": in the compute dtype and, if it is summed
-        over several chunks, in fp32 or wider; "logits": of one chunk, in both dtypes.
+        "hidden states": the input and its gradient; "gradient of the head": in fp32 or wider if it is summed over
+        several chunks, else in the compute dtype; "logits": of one chunk, in both dtypes, or the sum rounded to the
+        compute dtype after them, whichever is more.
     """
     chunk_tokens = min(n_tokens, chunk_tokens or loss_chunk_tokens(config.vocab_size // tp))
     wide = max(_FP32_BYTES, element_bytes)
     vocab, both = config.vocab_size / tp, wide + (element_bytes if element_bytes < wide else 0)
-    head = both if chunk_tokens < n_tokens else element_bytes
+    is_summed = chunk_tokens < n_tokens
+    rounded = vocab * config.hidden_size * (both - wide) * is_summed
     return {
         "hidden states": 2 * n_tokens * config.hidden_size * element_bytes,
-        "gradient of the head": vocab * config.hidden_size * head,
-        "logits": chunk_tokens * vocab * both,
+        "gradient of the head": vocab * config.hidden_size * (wide if is_summed else element_bytes),
+        "logits": max(chunk_tokens * vocab * both, rounded),
     }

@@ -39,6 +39,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from lt_model.activation_memory import loss_chunk_tokens
 from lt_model.compiled_loss import compiled, softmax_terms, write_logits_grad
 from lt_model.errors import ModelError
 
@@ -46,7 +47,6 @@ IGNORE_INDEX = -100  # a label of this value is not counted (as in torch and tra
 
 _CPU_CHUNK_TOKENS = 256  # a chunk's logits stay in cache for small vocabularies
 _CPU_CHUNK_ROWS = 2048  # rows of the head's gradient that a CPU updates at a time
-_DEVICE_CHUNK_NUMEL = 1 << 27  # 0.5 GiB of fp32 logits: large enough to keep a GPU busy
 
 
 AllReduceSoftmax = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
@@ -179,7 +179,7 @@ def linear_loss_parts(
         vocab_start_index: token id of the weight's first row, if the head is vocabulary-parallel.
         all_reduce_softmax: reduction over the ranks with the other rows; None if the weight has all. `hidden` and
             `labels` are the same on all ranks, and the gradient of `hidden` is this rank's partial sum.
-        chunk_tokens: tokens whose logits exist at a time; 0: 256 on a CPU, else as many as 2^27 logits are.
+        chunk_tokens: tokens whose logits exist at a time; 0: 256 on a CPU, else `activation_memory.loss_chunk_tokens`.
         compile: compile what lies between the matrix products (`compiled_loss`); not with a softcap.
         softcap: logits z become softcap * tanh(z / softcap); 0: they stay.
 
@@ -282,7 +282,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                         product_CW.copy_(padded_CW)
                 torch.mm(product_CW, weight_WD, out=grad_hidden_ND[chunk])
                 _add_product(grad_weight_WD, product_CW.T, hidden_CD, first=chunk.start == 0)
-        del buffer_CW, wide_buffer_CW  # before the head's gradient exists twice
+        for buffer in (buffer_CW, wide_buffer_CW):  # freed before the head's gradient exists twice; the loop left views
+            buffer.untyped_storage().resize_(0)
         if grad_weight_WD is not None:
             ctx.save_for_backward(grad_hidden_ND, grad_weight_WD[:rows].to(weight_VD.dtype))
         ctx.mark_non_differentiable(cross_entropy, z_part)
@@ -326,7 +327,7 @@ def default_chunk_tokens(hidden: Tensor, weight_VD: Tensor) -> int:
     """Return the tokens whose logits exist at a time, by device and vocabulary."""
     if hidden.device.type == "cpu":
         return _CPU_CHUNK_TOKENS
-    return max(1024, _DEVICE_CHUNK_NUMEL // weight_VD.shape[0] // 128 * 128)  # whole tiles of a matrix product
+    return loss_chunk_tokens(weight_VD.shape[0])
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
@@ -336,6 +337,8 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
     """
     if a.dtype == total.dtype:
         total.addmm_(a, b, beta=0 if first else 1)
+    elif total.device.type == "cuda":  # one kernel adds in fp32: the product is never rounded nor written
+        torch.addmm(total, a, b, out_dtype=total.dtype, beta=0 if first else 1, out=total)
     elif total.device.type != "cpu":
         total.copy_(a @ b) if first else total.add_(a @ b)
     else:

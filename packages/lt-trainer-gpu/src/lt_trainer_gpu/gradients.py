@@ -35,12 +35,10 @@ def squared_norm(gradients: list[Tensor], like: Tensor) -> Tensor:
     if not gradients:
         return torch.zeros_like(like)
     wide = torch.promote_types(gradients[0].dtype, torch.float32)
-    if gradients[0].dtype == wide:
-        norms = list(torch._foreach_norm(gradients))  # pyright: ignore[reportPrivateImportUsage]
-    elif like.device.type == "cpu":
+    if gradients[0].dtype != wide and like.device.type == "cpu":
         norms = [_chunked_norm(tensor, wide) for tensor in gradients]
     else:
-        norms = [torch.linalg.vector_norm(tensor, dtype=wide) for tensor in gradients]
+        norms = list(torch._foreach_norm(gradients, dtype=wide))  # pyright: ignore[reportPrivateImportUsage]
     return torch.stack(norms).to(like.dtype).square().sum()
 
 

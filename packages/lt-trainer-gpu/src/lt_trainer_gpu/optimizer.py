@@ -129,9 +129,8 @@ class GpuOptimizer(OptimizerDriver):
         self, rows: list[ParamUpdate], lr: Tensor | float, weight_decay: float, finite: Tensor, scale: Tensor | None
     ) -> None:
         wide = rows[0].dtype
-        weights = [row.weight.to(wide) for row in rows]
-        gradients = [row.gradient.to(wide) for row in rows]
-        first, second = [row.first.to(wide) for row in rows], [row.second.to(wide) for row in rows]
+        weights, gradients = upcast([row.weight for row in rows], wide), upcast([row.gradient for row in rows], wide)
+        first, second = upcast([row.first for row in rows], wide), upcast([row.second for row in rows], wide)
         grad_scale = None
         if scale is not None and wide == torch.float32:
             grad_scale = scale.reciprocal().to(torch.float32)
@@ -160,6 +159,16 @@ class GpuOptimizer(OptimizerDriver):
             if m is not row.first:
                 row.first.copy_(m)
                 row.second.copy_(v)
+
+
+def upcast(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Return the tensors, those of another dtype copied to this one by as few kernels as they fit in."""
+    narrow = [tensor for tensor in tensors if tensor.dtype != dtype]
+    wide = [torch.empty_like(tensor, dtype=dtype) for tensor in narrow]
+    if narrow:
+        _torch._foreach_copy_(wide, narrow)
+    copies = iter(wide)
+    return [tensor if tensor.dtype == dtype else next(copies) for tensor in tensors]
 
 
 def split_buckets(

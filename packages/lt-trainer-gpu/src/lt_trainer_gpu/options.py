@@ -66,7 +66,7 @@ class GpuOptions(Section, table="engine.gpu"):
         ge=0,
     )
     loss_chunk_tokens: int = option(
-        0, "tokens whose logits exist at a time; 0 = 256 on a CPU, elsewhere as many as 2^27 logits (0.5 GiB) are", ge=0
+        0, "tokens whose logits exist at a time; 0 = 256 on a CPU, elsewhere as many as 2^28 logits are", ge=0
     )
     pipeline_stages_per_rank: int = option(
         1, "pipeline stages of each rank: 1 = 1F1B; more = interleaved 1F1B, less idle time and more messages", ge=1

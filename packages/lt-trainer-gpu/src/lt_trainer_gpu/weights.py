@@ -112,7 +112,8 @@ class MixedPrecisionWeights:
     def sync_model(self) -> None:
         """Free the gradients, and round the master weights into the model."""
         self._accumulated_grads.clear()
-        for name, parameter in self._model_params.items():
+        for parameter in self._model_params.values():
             parameter.grad = None
-            if self._keeps_master_weights:
-                parameter.copy_(self.master_weights[name])
+        if self._keeps_master_weights:
+            masters = [self.master_weights[name] for name in self._model_params]
+            torch._foreach_copy_(list(self._model_params.values()), masters)  # a few kernels, not one for each

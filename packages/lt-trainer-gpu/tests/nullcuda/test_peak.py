@@ -33,7 +33,7 @@ SLOW_CASES: dict[str, tuple[Job, str]] = {
     "one-little-batch": (job(seq_len=512), "optimizer step"),
     "one-bf16-moments": (job(NARROW, seq_len=512), "optimizer step"),
     "one-few-words": (job(vocab_size=1024), "last block"),
-    "one-recompute": (job(FULL, rows=4, micro_batch_size=4), "first block"),
+    "one-recompute": (job(FULL, rows=4, micro_batch_size=4, vocab_size=8192), "first block"),
     "one-recompute-selectively": (job(SELECTIVE, rows=4, micro_batch_size=4), "loss"),
     "one-wide-head": (job(FULL, vocab_size=128256), "loss"),
     "fsdp-few-words": (job(ranks=2, vocab_size=1024), "last block"),
