@@ -11,7 +11,7 @@ no silent fallback. "auto" selects, in this order,
 - on the CPU: torch's fused attention where rows are one document each, else "split" (with
   documents of 256 and 32 tokens 2.6 to 11 times as fast as a dense mask), whose cost is linear in a row with a window;
 - on CUDA, in bf16 or fp16: cuDNN before flash where rows are one document each; else "varlen" where torch has it; in
-  other dtypes and without it "sdpa". This order follows published figures and is not measured here;
+  other dtypes and without it "sdpa". On an H200 cuDNN takes two thirds of flash's time (docs/benchmarks/gpu.md);
 - elsewhere: "sdpa".
 
 Shapes: B batch, T query tokens, S key tokens (S >= T; the last T of them are the queries' own), H query heads, G
