@@ -116,4 +116,5 @@ class MixedPrecisionWeights:
             parameter.grad = None
         if self._keeps_master_weights:
             masters = [self.master_weights[name] for name in self._model_params]
-            torch._foreach_copy_(list(self._model_params.values()), masters)  # a few kernels, not one for each
+            # A few kernels, not one for each.
+            torch._foreach_copy_(list(self._model_params.values()), masters)  # pyright: ignore[reportPrivateImportUsage]
