@@ -372,15 +372,6 @@ def render_table(seq_len: int, trainers: dict[str, Any], products: dict[str, flo
             f"{row['peak_rss_bytes'] / 2**30:.2f} GiB | {row['first_step_cpu_s']:.1f} | "
             f"{row['loss_first']:.3f}, {row['loss_last_tenth']:.3f} |"
         )
-    ours = [name for name in trainers if name.startswith("lt")]
-    peers = [name for name in trainers if name not in ours]
-    for name in ours if peers else ():
-        faster, smaller = (min(trainers[peer][field] for peer in peers) for field in ("cpu_s", "peak_rss_bytes"))
-        lines += [] if lines[-1].startswith("- ") else [""]
-        lines.append(
-            f"- {LABELS[name]}: {faster / trainers[name]['cpu_s']:.2f} times the speed of the faster peer, "
-            f"{trainers[name]['peak_rss_bytes'] / smaller:.2f} of the resident memory of the smaller one."
-        )
     return lines
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from lt_model import PRESETS, ModelConfig, ModelError, RopeScaling, config_from_hf, config_to_hf
 from lt_model.config import CHOICES, LayerKind
-from lt_model.families import COMMON_IGNORED, FAMILIES
+from lt_model.families import COMMON_IGNORED, COMMON_REQUIRED, FAMILIES
 
 transformers = pytest.importorskip("transformers")
 
@@ -145,3 +146,52 @@ def test_where_transformers_divides_the_width_by_the_heads_it_must_divide(family
     }
     with pytest.raises(ModelError, match="hidden_size = 768 is not a multiple of n_heads = 7"):
         ModelConfig(**fields)
+
+
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "families.md"
+WORDS = {
+    ("norm", "layer"): "LayerNorm",
+    ("norm", "rms_plus_one"): r"1 \+ w",
+    ("norm_place", "post"): "norms after",
+    ("norm_place", "both"): "norms .*before and after",
+    ("qk_norm", "head"): "norm of each head",
+    ("qk_norm", "full"): "norm of all heads",
+    ("gated", False): "no gate",
+    ("qkv_bias", True): "biases",
+    ("parallel_residual", True): "parallel residual",
+    ("embed_scale", 0.0): "scales",
+    ("rope_scaling", None): "unscaled",
+}
+"""What the page says of a field of a row that has one value or is a key: each family's line must have it."""
+
+
+def lines_of_the_page():
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
+    return {family: [cell.strip() for cell in cells.split("|")] for family, cells in rows}
+
+
+def test_the_page_has_a_line_for_each_family():
+    assert list(lines_of_the_page()) == list(FAMILIES)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_page_says_what_the_row_says(family):
+    row, lines = FAMILIES[family], lines_of_the_page()
+    text, presets, initial, since = lines[family]
+    whole = re.sub(r"as (\w+)", lambda other: lines[other[1]][0] + " " + other[0], text)
+    own = {name: key for name, key in row.own_keys.items() if key is not None}
+    words = [word for (name, value), word in WORDS.items() if row.fixed.get(name, "none") == value]
+    words += ["window"] * bool(row.sliding) + ["part of a head"] * bool(row.partial_key) + ["fused"] * bool(row.fused)
+    words += ["caps"] * ("attention_softcap" in own) + ["head width"] * ("head_dim" in own and family != "llama")
+    words += ["bias"] * ("use_bias" in own.values()) + ["scales"] * ("attention_scale" in own)
+    words += ["parallel residual"] * ("parallel_residual" in own) + ["gelu"] * ("gelu" in str(row.defaults))
+    words += [f"{row.period - 1} of {row.period}|every {row.period}(th|nd)"] * (row.period > 1)
+    for word in words:
+        assert re.search(word, whole), word
+    assert since == row.since
+    theirs = transformers.AutoConfig.for_model(family)
+    rule = "flat" if row.fixed.get("norm_place", "pre") != "pre" else "depth"
+    assert initial == f"{theirs.initializer_range}; {rule}"
+    named = [name for name, config in PRESETS.items() if config.family == family]
+    assert presets == (str(len(named)) if family == "llama" else ", ".join(named))
+    assert all(f"`{key}`" in PAGE.read_text() for key in (*row.required, *COMMON_REQUIRED))

@@ -79,7 +79,7 @@ def create_algorithm_request(
         specification["TrainingImageDigest"] = digest
     request: dict[str, Any] = {
         "AlgorithmName": name,
-        "AlgorithmDescription": description or "Pre-training of Llama-family language models with lt",
+        "AlgorithmDescription": description or "Pre-training of decoder language models with lt",
         "TrainingSpecification": specification,
     }
     check_request("CreateAlgorithm", request)
