@@ -61,9 +61,8 @@ def format_description(config: ModelConfig, *, seq_len: int, micro_batch_size: i
 
 
 def _iter_lines(config: ModelConfig, facts: dict[str, Any]) -> Iterator[str]:
-    for name, value in facts["config"].items():
+    for name, value in (facts["config"] | {"head_dim": config.head_width}).items():
         yield f"{name:<24} {value}"
-    yield f"{'head_dim':<24} {config.head_width}"
     yield ""
     yield from _iter_shape_lines(param_specs(config), config.n_layers)
     yield ""

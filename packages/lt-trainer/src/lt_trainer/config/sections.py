@@ -116,7 +116,7 @@ class ScheduleOptions(Section, table="schedule"):
         """Check that the run has time for warmup and decay."""
         if self.warmup_steps + self.decay_steps > self.max_steps:
             names = "warmup_steps decay_steps max_steps" if self.decay_steps else "warmup_steps max_steps"
-            raise self.wrong(names, "warmup and decay are longer than the run")
+            raise self.wrong(names, "warmup and decay are longer than the run", "set shorter ones")
 
 
 class ParallelOptions(Section, table="parallel"):
