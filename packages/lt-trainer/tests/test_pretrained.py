@@ -240,7 +240,8 @@ def test_a_model_of_a_hub(model, tmp_path, monkeypatch) -> None:
         return replace(open_source(model, **options), format_info={"hub": "org/name", "revision": revision})
 
     monkeypatch.setattr(pretrained_module, "open_source", look)
-    monkeypatch.setattr("lt_ckpt.formats.load_model_config", lambda address, config: config_to_hf(CONFIG))
+    config = config_to_hf(CONFIG), {"revision": f"{0:040x}"}
+    monkeypatch.setattr("lt_ckpt.hub.model.fetch_config", lambda address: config)
     resolved = load(base={"data": {"store": "s", "seq_len": 32}, "model": {"init_from": "hf://org/name"}})
     assert resolved.origins["model.n_layers"] == "from hf://org/name", "to show a recipe needs no network"
     assert "n_layers" not in resolved.to_dict()["model"]

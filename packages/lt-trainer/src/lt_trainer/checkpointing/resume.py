@@ -11,7 +11,6 @@ all ranks take the next older valid checkpoint, which overwrites what they have 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -131,7 +130,6 @@ def _open_batches(run: Run, saved: Mapping[str, Any] | None) -> None:
 
 def _load_pretrained(run: Run) -> None:
     from lt_trainer.checkpointing.pretrained import open_pretrained  # most runs need none of its formats
-    from lt_trainer.engine import World
 
     options, engine = run.recipe.model, run.engine
     pretrained = open_pretrained(
@@ -141,7 +139,7 @@ def _load_pretrained(run: Run) -> None:
         engine.control,
         engine.topology.rank,
         run.watchdog.heartbeat,
-        verifies=World.from_env(os.environ).local_rank == 0,
+        verifies=run.world.local_rank == 0,
     )
     engine.load_weights(pretrained)
     pretrained.check_finite(engine.control)

@@ -6,6 +6,7 @@
 
 Model fields that no source gives are those of the preset, or of the pretrained model (`model.init_from`). A model on a
 hub is not read before the run opens: until then its fields have the origin "from hf://...", and `complete` fills them.
+That of `model.config` is read once: with the commit in its address it stands in the run's recipe from then on.
 `schedule.max_steps` may be given in epochs and `schedule.warmup_steps` as a percentage (`run_length`).
 
 An engine registers the section `[engine.NAME]` as `options` of its spec; the section of an engine that is not installed
@@ -164,19 +165,31 @@ def _architecture(given: Mapping[str, Given]) -> dict[str, Given]:
     if not address or all(name.startswith(_OF_OTHER_FAMILIES) for name in missing):
         return {}  # written out
     resume = build(CheckpointOptions, inside(given, "checkpoint"), "checkpoint").resume
-    config = _from_checkpoint(Path(build(RunOptions, inside(given, "run"), "run").dir)) if resume else None
-    if config is None and address.startswith(HUB_PREFIX) and not config_file:
+    run_dir, is_on_hub = Path(build(RunOptions, inside(given, "run"), "run").dir), address.startswith(HUB_PREFIX)
+    origin = f"{field} {address}"
+    if resume and is_on_hub and field == "config":
+        recorded = _recorded_from(run_dir, origin, {f"model.{name}" for name in missing})
+        if recorded:
+            return recorded | {"model.config": recorded["model.config"]._replace(source=own["config"].source)}
+    config = _from_checkpoint(run_dir) if resume else None
+    if config is None and is_on_hub and not config_file:
         return {f"model.{name}": Given(None, f"from {address}") for name in missing}
-    config = config or _from_pretrained(field, address, config_file)
-    if "n_layers" in own and str(own["n_layers"].value).isdecimal():
-        from lt_model.presets import override
-
-        with as_recipe_error(address, f"model.{field}"):
-            override(config, n_layers=int(own["n_layers"].value))  # refused where layers are listed one by one
+    if config is None:
+        config, _ = _from_pretrained(field, address, config_file)
+    _check_n_layers(config, own.get("n_layers"), field, address)
     values = architecture_values(config)
     if "resize_vocab" in own and str(own["resize_vocab"].value).lower() == "true":
         values.pop("vocab_size")
-    return {f"model.{name}": Given(values[name], f"{field} {address}") for name in missing & values.keys()}
+    return {f"model.{name}": Given(values[name], origin) for name in missing & values.keys()}
+
+
+def _check_n_layers(config: ModelConfig, n_layers: Given | None, field: str, address: str) -> None:
+    """Refuse another number of layers where those of the model at `address` are listed one by one."""
+    from lt_model.presets import override
+
+    if n_layers is not None and str(n_layers.value).isdecimal():
+        with as_recipe_error(address, f"model.{field}"):
+            override(config, n_layers=int(n_layers.value))
 
 
 def _model_address(model: Mapping[str, str]) -> tuple[str, str, str]:
@@ -186,6 +199,21 @@ def _model_address(model: Mapping[str, str]) -> tuple[str, str, str]:
     address = model.get("config", "")
     file = Path(address, "config.json") if Path(address).is_dir() else Path(address)
     return "config", address, "" if address.startswith(HUB_PREFIX) else str(file)
+
+
+def _recorded_from(out: Path, origin: str, names: set[str]) -> dict[str, Given]:
+    """Return those of these fields that the recipe of a run has from `origin`, and its `model.config`.
+
+    There are none where the run's recipe has one of them from elsewhere.
+    """
+    try:
+        record = json.loads((out / "recipe.json").read_bytes())
+        values, origins = flatten(record["recipe"]), dict(record["origins"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}  # of no run yet, or damaged: opening the run says so
+    found = {name: Given(values[name], origin) for name in names if origins.get(name) == origin}
+    is_whole = found and all(origins.get(name, DEFAULT) == DEFAULT for name in names - found.keys())
+    return found | {"model.config": Given(values["model.config"], origin)} if is_whole else {}
 
 
 def _from_checkpoint(out: Path) -> ModelConfig | None:
@@ -199,16 +227,22 @@ def _from_checkpoint(out: Path) -> ModelConfig | None:
     return None
 
 
-def _from_pretrained(field: str, address: str, config: str) -> ModelConfig:
-    """Return the architecture of a pretrained model, or of `model.config`."""
+def _from_pretrained(field: str, address: str, config: str) -> tuple[ModelConfig, str]:
+    """Return the architecture of a pretrained model or `model.config`, and its address, on a hub with the commit."""
     from lt_ckpt.formats import load_model_config
+    from lt_ckpt.hub.address import Address
+    from lt_ckpt.hub.model import fetch_config
     from lt_model import config_from_hf
     from lt_model.hf import check_trainable
 
     with as_recipe_error(address, f"model.{field}"):
-        values = dict(load_model_config(address, config=config or None))
+        if address.startswith(HUB_PREFIX) and not config:
+            values, about = fetch_config(address)
+            pinned = str(replace(Address.parse(address), revision=about["revision"]))
+        else:
+            values, pinned = dict(load_model_config(address, config=config or None)), address
         check_trainable(values, address)
-        return config_from_hf(values)
+        return config_from_hf(values), pinned
 
 
 def complete(resolved: ResolvedRecipe) -> ResolvedRecipe:
@@ -224,10 +258,15 @@ def complete(resolved: ResolvedRecipe) -> ResolvedRecipe:
     model, pending, origins = resolved.recipe.model, resolved.pending, resolved.origins
     if pending:
         field, address, file = _model_address(model.model_dump(include={"init_from", "init_config", "config"}))
-        values = architecture_values(_from_pretrained(field, address, file))
-        filled = {f"model.{name}": Given(value, f"{field} {address}") for name, value in values.items()}
+        config, pinned = _from_pretrained(field, address, file)
+        filled = {
+            f"model.{name}": Given(value, f"{field} {address}") for name, value in architecture_values(config).items()
+        }
         known = {name: Given(value, origins[name]) for name, value in values_of(resolved.recipe).items()}
         known = {name: value for name, value in known.items() if name not in pending}
+        _check_n_layers(config, known.get("model.n_layers"), field, address)
+        if field == "config":
+            known["model.config"] = Given(pinned, origins["model.config"])
         resolved = _resolve(known | {name: value for name, value in filled.items() if name in pending})
     data = resolved.recipe.data
     if data.source_kind in ("store", "mixture") and resolved.origins["data.tokenizer"] == DEFAULT:

@@ -90,6 +90,7 @@ class Run:
     """Open parts of a run, in the order of opening."""
 
     recipe: Recipe
+    world: World
     model: ModelConfig
     data: TrainingData
     """From a restored checkpoint on, with the generations of the stores that it has read."""
@@ -176,7 +177,17 @@ def open_run(
             Checkpoints(folder / "checkpoints", recipe, inputs.model, tokenizer_files, engine, log, mirror, heartbeat)
         )
         run = Run(
-            recipe, inputs.model, inputs.data, inputs.evaluation, stop, engine, watchdog, log, mirror, checkpoints
+            recipe,
+            world,
+            inputs.model,
+            inputs.data,
+            inputs.evaluation,
+            stop,
+            engine,
+            watchdog,
+            log,
+            mirror,
+            checkpoints,
         )
         stack.callback(run.close_batches)
         try:
