@@ -11,12 +11,22 @@ from lt_model.activation_memory import (
     loss_chunk_tokens,
     non_block_bytes_per_token,
 )
+from lt_model.config import LayerKind
 from lt_model.decoder import Decoder
 from lt_model.loss import default_chunk_tokens
 from lt_model.swiglu import swiglu
 
+OLMOE = {
+    **{"vocab_size": 96, "hidden_size": 64, "n_heads": 4, "n_kv_heads": 4, "n_layers": 2, "family": "olmoe"},
+    **{"n_experts": 8, "expert_size": 80, "intermediate_size": 80, "layers": (LayerKind(experts=True),)},
+}
 SHAPES = {
     "gqa": ModelConfig(vocab_size=96, hidden_size=64, intermediate_size=160, n_heads=4, n_kv_heads=2, n_layers=3),
+    "experts": ModelConfig(**OLMOE, qk_norm="full", experts_per_token=2),
+    "experts, shared": ModelConfig(
+        **{**OLMOE, "family": "qwen2_moe", "qkv_bias": True},
+        **{"experts_per_token": 3, "shared_expert_size": 48, "shared_expert_gate": True},
+    ),
     "mha, wide": ModelConfig(vocab_size=64, hidden_size=48, intermediate_size=200, n_heads=6, n_kv_heads=6, n_layers=2),
 }
 

@@ -206,7 +206,7 @@ def test_a_compiled_block_is_compiled_once_for_boundaries_of_one_length(monkeypa
     module.varlen_attn = lambda q, k, v, cu_q, cu_k, max_q, max_k, *, window_size, enable_gqa: q * cu_q.sum()
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", module)
     compiled = CompileCounter()
-    block = DecoderBlock(gqa_config, varlen_attention)
+    block = DecoderBlock(gqa_config, varlen_attention, gqa_config.layer(0))
     block.forward = torch.compile(block.forward, fullgraph=True, backend=compiled)
     x, rope = (
         torch.randn(2, 12, gqa_config.hidden_size),

@@ -155,6 +155,9 @@ def test_what_a_file_leaves_out_is_what_transformers_takes(family):
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     silent = {"model_type": family, **{key: SHAPE[key] for key in sizes}, "num_hidden_layers": 30}
     row = FAMILIES[family]
+    silent |= {key: 4 for name, key in row.keys.items() if name in ("n_experts", "experts_per_token")}
+    silent |= {key: 24 for name, key in row.keys.items() if name in ("expert_size", "shared_expert_size")}
+    silent["intermediate_size"] = silent.get("intermediate_size", 72)
     silent |= {"num_attention_heads": 32, "hidden_size": 512}  # a multiple of every default of num_key_value_heads
     want = transformers.AutoConfig.for_model(**silent).to_dict()
     if "head_dim" not in row.keys:
@@ -284,12 +287,18 @@ def test_optimizer_decay_role_and_std_of_every_kind_of_tensor():
         name, _, rest = line.partition(": ")
         for family in owners:
             found.setdefault(name, {}).setdefault(family, set()).add(rest)
-    for name in ("q_proj", "k_proj", "v_proj", "up_proj"):
+    for name in ("q_proj", "k_proj", "v_proj"):
         assert found[f"{name}.weight"] == {f: {f"muon decay matrices {std(c)}"} for f, c in configs.items()}
-    for name in ("o_proj", "down_proj"):
-        assert found[f"{name}.weight"] == {
-            f: {f"muon decay matrices {std(c, is_deep=c.norm_place == 'pre')}"} for f, c in configs.items()
-        }
+    assert found["o_proj.weight"] == {
+        f: {f"muon decay matrices {std(c, is_deep=c.norm_place == 'pre')}"} for f, c in configs.items()
+    }
+    for name, is_deep in (("up_proj", False), ("down_proj", True)):  # of feed-forward layers and of experts
+        lines = {f: {f"muon decay matrices {std(c, is_deep and c.norm_place == 'pre')}"} for f, c in configs.items()}
+        assert found[f"{name}.weight"] == {f: one for f, one in lines.items() if f not in ("mixtral", "olmoe")}
+        assert found[f"{name}.{name}"] == {f: one for f, one in lines.items() if configs[f].has_experts}
+    router = "adamw decay matrices 0.0200"
+    assert found["gate.weight"] == {f: {router} for f in families(lambda config: config.has_experts)}
+    assert found["shared_expert_gate.weight"] == {"qwen2_moe": {router}}
     assert found["embed_tokens.weight"] == {f: {f"adamw - embedding {std(c)}"} for f, c in configs.items()}
     assert found["lm_head.weight"] == {
         f: {f"adamw decay head {std(c)}"} for f, c in configs.items() if not c.tie_word_embeddings

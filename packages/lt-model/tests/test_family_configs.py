@@ -52,6 +52,8 @@ VALUES = {
     "logits_softcap": st.one_of(st.just(0.0), st.floats(1, 90)),
     "rotary_fraction": st.sampled_from([0.25, 0.5, 1.0]),
     "rope_scaling": SCALINGS,
+    "normalize_top_k": st.booleans(),
+    "router_aux_loss_coef": st.floats(1e-3, 1),
 }
 """Field to values; those that neither a key nor a rule of the family sets are left out."""
 
@@ -77,7 +79,15 @@ def configs(draw, family):
     if "attention_scale" in row.keys:
         number = draw(st.integers(1, 999))
         fields["attention_scale"] = number**-0.5 if "query_pre_attn_scalar" in row.keys.values() else number / 7
-    fields |= {"layers": tuple(LayerKind(sliding=slide, rope=rope) for slide, rope in kinds)}
+    experts = [draw(st.booleans()) or index == 0 if row.has_dense_layers else True for index in range(n_layers)]
+    experts = experts if "n_experts" in row.keys else [False] * n_layers
+    mixed = zip(kinds, experts, strict=True)
+    fields |= {"layers": tuple(LayerKind(sliding=slide, rope=rope, experts=one) for (slide, rope), one in mixed)}
+    inner = draw(SIZES)
+    if any(experts):
+        fields |= {"experts_per_token": draw(SIZES), "expert_size": draw(SIZES) if row.has_dense_layers else inner}
+        fields |= {"n_experts": fields["experts_per_token"] - 1 + draw(SIZES)}
+        fields |= {"shared_expert_size": draw(SIZES)} if "shared_expert_size" in row.keys else {}
     fields |= {"sliding_window": window if any(slides) else 0}
     fields |= {"sliding_rope_theta": draw(st.floats(10, 1e7)) if row.has_two_ropes and any(slides) else 0.0}
     try:
@@ -86,7 +96,7 @@ def configs(draw, family):
             family=family,
             vocab_size=draw(st.integers(1, 300000)),
             hidden_size=hidden_size,
-            intermediate_size=draw(SIZES),
+            intermediate_size=inner,
             n_heads=n_heads,
             n_kv_heads=n_kv_heads,
             n_layers=n_layers,

@@ -23,6 +23,7 @@ SIZES = {
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": SEQ_LEN, "head_dim": 8},
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 FILES: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},
     "mistral": {"sliding_window": 7, "head_dim": 16},
@@ -36,6 +37,10 @@ FILES: dict[str, dict[str, Any]] = {
     "phi3": {"partial_rotary_factor": 0.5},
     "gpt_neox": {"num_key_value_heads": 4, "rotary_pct": 0.25},
     "granite": {"embedding_multiplier": 6.0, "residual_multiplier": 0.3, "logits_scaling": 4.0, "mlp_bias": True},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": {"num_experts": 5, "num_experts_per_tok": 2},
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 40, "decoder_sparse_step": 2},
+    "qwen3_moe": {**EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [1]},
 }
 CONFIGS = {name: config_from_hf({"model_type": name, **SIZES, **file}) for name, file in FILES.items()}
 AXES = {
@@ -48,6 +53,7 @@ AXES = {
     "dp_shard": (),
     "dp_replicate": ("parallel.dp_replicate=2",),
     "selective": ("parallel.tp=2", "engine.gpu.activation_checkpointing=selective"),
+    "full": ("engine.gpu.activation_checkpointing=full",),
 }
 PAIRS = [(family, axis) for family in CONFIGS for axis in AXES]
 TODAY = datetime.date.today().toordinal()

@@ -37,7 +37,7 @@ YARN = (
     *("model.rope_scaling.kind=yarn", "model.rope_scaling.factor=4.0"),
     *("model.rope_scaling.original_max_position_embeddings=64", "model.max_position_embeddings=256"),
 )
-IS_FILED_AS_OURS = {name for name, row in FAMILIES.items() if not (row.fused or row.renames)}
+IS_FILED_AS_OURS = {name for name, row in FAMILIES.items() if not (row.fused or row.renames or "n_experts" in row.keys)}
 RUNS = {case: (case, ()) for case, (family, _) in CASES.items() if family in IS_FILED_AS_OURS} | {
     "mistral, window lifted": ("mistral, window 7, head 16", ("model.sliding_window=0", "model.rope_theta=5000.0")),
     "mistral, wider window": ("mistral, window 7, head 16", ("model.sliding_window=20",)),

@@ -179,7 +179,7 @@ def test_what_is_computed_again_is_what_torch_counts(mode: str) -> None:
     def counted(checkpointing: str) -> int:
         model = Decoder(LITTLE, attention="sdpa")
         if checkpointing != "none":
-            apply_activation_checkpointing(model.blocks, checkpointing, model.config)
+            apply_activation_checkpointing(model, checkpointing)
         ids, positions = torch.zeros(2, 16, dtype=torch.int64), torch.arange(16).repeat(2, 1)
         with FlopCounterMode(display=False, custom_mapping=attention) as counter:
             model(ids, position_ids_BT=positions, doc_ids_BT=None, labels_BT=ids).backward()

@@ -39,7 +39,7 @@ def check_named_as_ours(config: ModelConfig) -> None:
         ModelError: The family has other names, or several of our tensors in one.
     """
     row = FAMILIES[config.family]
-    if row.renames or row.fused:
+    if row.renames or row.fused or config.has_experts:
         raise ModelError(f"family = {config.family!r}: its tensors have other names in files; lt ckpt has no map yet")
 
 

@@ -39,32 +39,10 @@ _NAMES = {
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
-__all__ = [
-    "IGNORE_INDEX",
-    "PRESETS",
-    "Decoder",
-    "DecoderBlock",
-    "DocumentBoundaries",
-    "LabelScores",
-    "LossParts",
-    "ModelConfig",
-    "ModelError",
-    "ParamSpec",
-    "RopeScaling",
-    "config_from_hf",
-    "config_to_hf",
-    "flops_per_token",
-    "generate",
-    "generate_batch",
-    "init_model",
-    "init_slice",
-    "linear_label_scores",
-    "linear_loss_parts",
-    "n_parameters",
-    "param_specs",
-    "preset",
-    "stage_layers",
-]
+__all__ = ["IGNORE_INDEX", "PRESETS", "Decoder", "DecoderBlock", "DocumentBoundaries", "LabelScores", "LossParts"]
+__all__ += ["ModelConfig", "ModelError", "ParamSpec", "RopeScaling", "config_from_hf", "config_to_hf"]
+__all__ += ["flops_per_token", "generate", "generate_batch", "init_model", "init_slice", "linear_label_scores"]
+__all__ += ["linear_loss_parts", "n_parameters", "param_specs", "preset", "stage_layers"]
 
 
 def __getattr__(name: str) -> object:

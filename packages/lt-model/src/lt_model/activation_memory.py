@@ -60,7 +60,7 @@ def activation_bytes_per_token(
         )
     if element_bytes < 1 or tp < 1:
         raise ModelError(f"element_bytes = {element_bytes} and tp = {tp}: must both be at least 1")
-    width, inner = config.hidden_size * element_bytes, config.intermediate_size * element_bytes / tp
+    width, inner = config.hidden_size * element_bytes, _inner_size(config) * element_bytes / tp
     heads = config.n_heads * config.head_width * element_bytes / tp
     kv = config.n_kv_heads * config.head_width * element_bytes / tp
     stream = width / tp if sequence_parallel else width
@@ -70,11 +70,13 @@ def activation_bytes_per_token(
         return {"input": stream}
     if activation_checkpointing == "selective":
         products = {
-            row.kind: row.shape[0] * element_bytes / (tp if row.tp_dim == 0 else 1)
+            row.kind: row.shape[-2] * element_bytes / (tp if row.tp_dim == len(row.shape) - 2 else 1)
             for row in param_specs(config)
-            if row.layer == 0 and row.is_saved
+            if row.layer == _representative(config) and row.is_saved and row.type == "matrix"
         }
-        return {"input": stream, **attention, **products}
+        experts = [config.expert_size / tp, config.hidden_size] if config.has_experts else []  # gate and down
+        products |= {"experts": config.experts_per_token * sum(experts) * element_bytes}
+        return {"input": stream, **attention, **products, "choice of experts": 28 * config.experts_per_token}
     names = ("first norm", "norm after attention", "second norm", "norm after the feed-forward layer")
     norms = {
         name: width + factor for name, is_there in zip(names, NORM_NAMES[config.norm_place], strict=True) if is_there
@@ -92,6 +94,35 @@ def activation_bytes_per_token(
         "up": inner,
         **({"activation": inner} if config.gated and config.activation != "silu" else {}),
         "product": inner,
+        **_mixture_bytes(config, element_bytes),
+    }
+
+
+def _representative(config: ModelConfig) -> int:
+    """Return the layer that stands for all: the first with experts, if some have them, as it has the most bytes."""
+    return next((index for index in range(config.n_layers) if config.layer(index).experts), 0)
+
+
+def _inner_size(config: ModelConfig) -> int:
+    """Return the inner features that compute a token of that layer."""
+    if not config.has_experts:
+        return config.intermediate_size
+    return config.experts_per_token * config.expert_size + config.shared_expert_size
+
+
+def _mixture_bytes(config: ModelConfig, element_bytes: int) -> dict[str, float]:
+    """Return what a mixture of experts saves per token beyond a feed-forward layer of the same inner size."""
+    if not config.has_experts:
+        return {}
+    width, n_copies, wide = config.hidden_size, config.experts_per_token, max(_FP32_BYTES, element_bytes)
+    normed = 0 if config.shared_expert_size else width * element_bytes  # which is not kept beside its fp32 copy
+    copy = wide * width - normed if wide > element_bytes else 0
+    return {
+        "router": copy + wide * config.n_experts,
+        "choice of experts": 24 * n_copies + wide * n_copies,
+        "rows of experts": n_copies * width * element_bytes,
+        "outputs of experts": n_copies * width * wide,
+        **({"shared output": (width + 1) * element_bytes} if config.shared_expert_gate else {}),
     }
 
 
@@ -119,7 +150,9 @@ def block_backward_bytes_per_token(
         ModelError: see there.
     """
     options = {"element_bytes": element_bytes, "tp": tp, "sequence_parallel": sequence_parallel}
-    n_bytes = (config.hidden_size + 3 * config.intermediate_size / tp) * element_bytes
+    n_bytes = (config.hidden_size + 3 * _inner_size(config) / tp) * element_bytes
+    if config.has_experts:  # the gradient of the experts' outputs, in fp32 or wider and cast
+        n_bytes += config.experts_per_token * config.hidden_size * (_FP32_BYTES + element_bytes)
     if activation_checkpointing != "none":
         all_bytes, saved_bytes = (
             sum(activation_bytes_per_token(config, mode, **options).values())

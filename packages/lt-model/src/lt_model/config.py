@@ -12,7 +12,7 @@ import math
 import reprlib
 import sys
 from collections.abc import Collection, Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 from lt_model.errors import ModelError
@@ -94,10 +94,12 @@ class LayerKind:
     Attributes:
         sliding: attention sees the last `sliding_window` positions only, with the angles of `sliding_rope_theta`.
         rope: queries and keys are rotated by their positions.
+        experts: the feed-forward layer is a mixture of experts.
     """
 
     sliding: bool = False
     rope: bool = True
+    experts: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +151,13 @@ class ModelConfig:
         init_std: standard deviation of initial weights.
         init_residual: o_proj and down_proj start with init_std / sqrt(2 n_layers) ("depth") or init_std ("flat");
             "auto": depth for norm_place "pre" alone, as under the others their scale is normalized away.
+        n_experts: experts of a layer that has them; 0: no layer has.
+        experts_per_token: the experts that compute a token, those with the largest router scores.
+        expert_size: inner width of an expert.
+        normalize_top_k: the scores of a token's experts are divided by their sum.
+        shared_expert_size: inner width of an expert that computes every token; 0: there is none.
+        shared_expert_gate: the shared expert's output is multiplied by the sigmoid of a product.
+        router_aux_loss_coef: what a file says of transformers' own balancing loss; kept for exports, not used.
 
     Raises:
         ModelError: a field of the wrong type or sign, sizes that do not divide, or what `family` cannot express.
@@ -188,11 +197,18 @@ class ModelConfig:
     logits_softcap: float = 0.0
     init_std: float = 0.02
     init_residual: Literal["auto", "depth", "flat"] = "auto"
+    n_experts: int = 0
+    experts_per_token: int = 0
+    expert_size: int = 0
+    normalize_top_k: bool = False
+    shared_expert_size: int = 0
+    shared_expert_gate: bool = False
+    router_aux_loss_coef: float = 0.0
 
     def __post_init__(self) -> None:
         for name in _INT_FIELDS:
             check_size(name, getattr(self, name))
-        for name in ("head_dim", "sliding_window"):
+        for name in _OPTIONAL_INT_FIELDS:
             if getattr(self, name) != 0 or isinstance(getattr(self, name), bool):
                 check_size(name, getattr(self, name))
         for name in _POSITIVE_FIELDS:
@@ -209,6 +225,7 @@ class ModelConfig:
             raise ModelError(f"rope_scaling = {self.rope_scaling!r}: must be a RopeScaling or None")
         self._check_heads()
         self._check_layers()
+        self._check_experts()
         self._check_family()
         self._check_kinds()
 
@@ -256,9 +273,22 @@ class ModelConfig:
             name = "sliding_window" if self.sliding_window else "sliding_rope_theta"
             raise ModelError(f"{name} = {getattr(self, name)}: no layer of this model has a window; leave it out")
         if not self.sliding_window and not self.sliding_rope_theta:
-            kinds = [LayerKind(rope=kind.rope) for kind in kinds]
+            kinds = [replace(kind, sliding=False) for kind in kinds]
         period = next(n for n in range(1, self.n_layers + 1) if all(a == b for a, b in zip(kinds, kinds[n:])))  # noqa: B905
         object.__setattr__(self, "layers", tuple(kinds[:period]))
+
+    def _check_experts(self) -> None:
+        if self.has_experts != any(kind.experts for kind in self.layers):
+            has = "no layer" if self.has_experts else "a layer"
+            raise ModelError(f"n_experts = {self.n_experts}: {has} of this model has experts; change layers")
+        for name in ("experts_per_token", "expert_size"):
+            if (getattr(self, name) > 0) != self.has_experts:
+                wanted = "at least 1" if self.has_experts else "0"
+                raise ModelError(f"{name} = {getattr(self, name)}: must be {wanted} for n_experts = {self.n_experts}")
+        if self.experts_per_token > self.n_experts:
+            raise ModelError(f"experts_per_token = {self.experts_per_token}: there are n_experts = {self.n_experts}")
+        if self.shared_expert_gate and not self.shared_expert_size:
+            raise ModelError("shared_expert_gate = True: there is no shared expert; set shared_expert_size")
 
     def _check_family(self) -> None:
         row = FAMILIES[self.family]
@@ -287,7 +317,8 @@ class ModelConfig:
     def _check_kinds(self) -> None:
         """Check that the family can say which layers slide and which are rotated."""
         row, slides = FAMILIES[self.family], {kind.sliding for kind in self.layers}
-        if row.sliding in ("", "all") and (len(slides) > 1 or len({kind.rope for kind in self.layers}) > 1):
+        kinds = {kind if not row.has_dense_layers else replace(kind, experts=False) for kind in self.layers}
+        if row.sliding in ("", "all") and len(kinds) > 1:
             raise ModelError(f"layers = {self.layers!r}: the layers of family = {self.family!r} are all alike")
         if row.sliding != "nope" and not all(kind.rope for kind in self.layers):
             raise ModelError(f"layers = {self.layers!r}: all layers of family = {self.family!r} have rotary positions")
@@ -298,6 +329,11 @@ class ModelConfig:
                 f"sliding_rope_theta = {self.sliding_rope_theta}: family = {self.family!r} needs "
                 f"{'a number above 0' if row.has_two_ropes else '0'}"
             )
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether some layers are mixtures of experts."""
+        return self.n_experts > 0
 
     @property
     def head_width(self) -> int:
@@ -400,13 +436,18 @@ _LLAMA = tuple(field.name for field in fields(ModelConfig))[:11]
 _INT_FIELDS = _LLAMA[:7]
 _POSITIVE_FIELDS = ("rope_theta", "norm_eps", "rotary_fraction", "residual_scale", "logits_divisor", "init_std")
 _FLOAT_FIELDS = ("sliding_rope_theta", "embed_scale", "attention_scale", "attention_softcap", "logits_softcap")
+_FLOAT_FIELDS += ("router_aux_loss_coef",)
 _BOOL_FIELDS = ("tie_word_embeddings", "parallel_residual", "qkv_bias", "o_bias", "mlp_bias", "gated")
+_BOOL_FIELDS += ("normalize_top_k", "shared_expert_gate")
+_OPTIONAL_INT_FIELDS = ("head_dim", "sliding_window", "n_experts", "experts_per_token", "expert_size")
+_OPTIONAL_INT_FIELDS += ("shared_expert_size",)
+"""Sizes that may be 0."""
 _ANY_FAMILY = (*_LLAMA, "family", "head_dim", "layers", "init_std", "init_residual")
 """Fields that every family can express, or that `_check_family` checks by rules of their own."""
 _FEATURES = tuple(
     field.name
     for field in fields(ModelConfig)
-    if field.name not in (*_LLAMA, "family", "layers", "init_std", "init_residual")
+    if field.name not in (*_LLAMA, "family", "layers", "init_std", "init_residual", "router_aux_loss_coef")
 )
 
 

@@ -1,4 +1,4 @@
-"""Parameters, FLOPs per token in two conventions and memory by part of a decoder, in closed form.
+"""Parameters and FLOPs per token in two conventions of a decoder, in closed form.
 
 A training step reads each weight of a matrix product once forward (2 FLOPs per weight and token) and twice backward,
 hence 6 FLOPs per parameter and token. Attention scores and their product with the values add 12 * n_layers * D * T
@@ -15,7 +15,7 @@ from typing import Literal
 from lt_model.activation_memory import CheckpointingMode
 from lt_model.config import ModelConfig, check_size
 from lt_model.errors import ModelError
-from lt_model.params import NORM_NAMES, param_specs
+from lt_model.params import NORM_NAMES, PRODUCTS, ParamSpec, param_specs
 
 FlopsConvention = Literal["full", "causal"]
 FLOPS_CONVENTIONS: tuple[FlopsConvention, ...] = ("full", "causal")
@@ -27,9 +27,18 @@ def n_parameters(config: ModelConfig) -> int:
 
 
 def n_compute_parameters(config: ModelConfig) -> int:
-    """Return the number of parameters multiplied per token: all but the input embedding, with the head."""
+    """Return the number of parameters multiplied per token: all but the input embedding, with the head.
+
+    Of experts it has those that compute a token.
+    """
     embedding = config.vocab_size * config.hidden_size
-    return n_parameters(config) - (0 if config.tie_word_embeddings else embedding)
+    active = sum(active_numel(row, config) for row in param_specs(config))
+    return active - (0 if config.tie_word_embeddings else embedding)
+
+
+def active_numel(row: ParamSpec, config: ModelConfig) -> int:
+    """Return the elements of a parameter that a token uses: of experts those of its own."""
+    return row.numel // config.n_experts * config.experts_per_token if row.type == "experts" else row.numel
 
 
 def flops_per_token(config: ModelConfig, seq_len: int, convention: FlopsConvention = "full") -> int:
@@ -80,9 +89,9 @@ def recomputed_flops_per_token(config: ModelConfig, seq_len: int, activation_che
     is_full = activation_checkpointing == "full"
     ends_with_product = not NORM_NAMES[config.norm_place][-1]
     products = sum(
-        row.numel
+        active_numel(row, config)
         for row in param_specs(config)
-        if row.type == "matrix" and not (ends_with_product and row.kind == "down_proj" if is_full else row.is_saved)
+        if row.type in PRODUCTS and not (ends_with_product and row.kind == "down_proj" if is_full else row.is_saved)
     )
     return 2 * products + (attention_flops_per_token(config, seq_len) // 3 if is_full else 0)
 

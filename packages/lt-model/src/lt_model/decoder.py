@@ -12,8 +12,7 @@ Shapes: B batch, T tokens, D hidden_size, H query heads, G key/value heads, K he
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,20 +20,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lt_model.attention import AttentionFn, attention_backend
-from lt_model.config import ModelConfig
+from lt_model.config import LayerKind, ModelConfig
 from lt_model.documents import DocumentBoundaries
 from lt_model.errors import ModelError
+from lt_model.feed_forward import MLP, MoE
 from lt_model.loss import LossParts, linear_loss_parts
 from lt_model.norm import make_norm
 from lt_model.params import NORM_NAMES
 from lt_model.rope import apply_rope, rope_tables
-from lt_model.swiglu import swiglu
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-}
 
 
 class KVCache:
@@ -99,36 +92,13 @@ class Attention(nn.Module):
         return self.o_proj(self.attend(q_BTHK, k_BTGK, v_BTGK, mask).flatten(2))
 
 
-class MLP(nn.Module):
-    """Feed-forward layer: down(activation(gate(x)) * up(x)), or down(activation(up(x))) without a gate."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.activation = config.activation
-        if config.gated:
-            self.gate_proj = nn.Linear(hidden, inner, bias=bias)
-        self.up_proj = nn.Linear(hidden, inner, bias=bias)
-        self.down_proj = nn.Linear(inner, hidden, bias=bias)
-        self.is_gated = config.gated
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        """Return the feed-forward output [B, T, D]."""
-        if not self.is_gated:
-            return self.down_proj(ACTIVATIONS[self.activation](self.up_proj(x_BTD)))
-        gate, up = self.gate_proj(x_BTD), self.up_proj(x_BTD)
-        return self.down_proj(
-            swiglu(gate, up) if self.activation == "silu" else ACTIVATIONS[self.activation](gate) * up
-        )
-
-
 class DecoderBlock(nn.Module):
     """One decoder layer: x + attention(x), then x + mlp(x), with up to four norms (`NORM_NAMES`)."""
 
-    def __init__(self, config: ModelConfig, attend: AttentionFn) -> None:
+    def __init__(self, config: ModelConfig, attend: AttentionFn, kind: LayerKind) -> None:
         super().__init__()
         self.self_attn = Attention(config, attend)
-        self.mlp = MLP(config)
+        self.mlp = MoE(config) if kind.experts else MLP(config, config.intermediate_size)
         self.norm_names = NORM_NAMES[config.norm_place]
         for name in filter(None, self.norm_names):
             setattr(self, name, make_norm(config.norm, config.hidden_size, config.norm_eps))
@@ -176,7 +146,7 @@ class DecoderLayers(nn.Module):
     def __init__(self, config: ModelConfig, attend: AttentionFn) -> None:
         super().__init__()
         self.embed_tokens = _new_embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderBlock(config, attend) for _ in range(config.n_layers))
+        self.layers = nn.ModuleList(DecoderBlock(config, attend, config.layer(i)) for i in range(config.n_layers))
         self.norm = make_norm(config.norm, config.hidden_size, config.norm_eps)
 
 

@@ -36,9 +36,16 @@ COMMON_DEFAULTS: Mapping[str, Any] = {
     "sliding_window": 4096,
     "max_window_layers": 28,
     "use_sliding_window": False,
+    "router_aux_loss_coef": 0.001,
+    "norm_topk_prob": False,
+    "decoder_sparse_step": 1,
 }
 """What an absent key means to transformers, where the row names nothing else; sizes of a model mean nothing."""
 COMMON_REQUIRED: Mapping[str, Any] = {"clip_qkv": None, "quantization_config": None}
+EXPERT_COUNTS = ("num_experts", "num_local_experts")
+"""Two keys of one number."""
+DENSE_KEYS = ("decoder_sparse_step", "mlp_only_layers")
+"""Every n-th layer has experts, but for those listed."""
 COMMON_IGNORED = frozenset(
     "_name_or_path architectures bos_token_id chunk_size_feed_forward dtype eos_token_id id2label is_encoder_decoder "  # noqa: SIM905
     "label2id model_type output_attentions output_hidden_states pad_token_id problem_type return_dict torch_dtype "
@@ -75,6 +82,7 @@ class Family:
         has_whole_heads: hidden_size is a multiple of n_heads, whatever a head's width is.
         has_own_head_dim: a head's width does not follow from hidden_size and n_heads.
         has_two_ropes: sliding layers have a rotary base of their own, and no scaling.
+        has_dense_layers: a file may name layers without experts (`DENSE_KEYS`).
         partial_key: key of the rotated share of a head before transformers 5, or "" where all is rotated.
         renames: part of our tensor names to part of theirs, in order.
         fused: their tensor of a layer to ours, which it has one below the other ("rows"), or head by head ("heads").
@@ -92,6 +100,7 @@ class Family:
     has_whole_heads: bool = False
     has_own_head_dim: bool = False
     has_two_ropes: bool = False
+    has_dense_layers: bool = False
     partial_key: str = ""
     renames: tuple[tuple[str, str], ...] = ()
     fused: Mapping[str, tuple[tuple[str, ...], Literal["rows", "heads"]]] = field(default_factory=dict)
@@ -121,7 +130,9 @@ class Family:
         """Every key of config.json that decides the model."""
         rope = ("rope_parameters", "rope_scaling", self.theta_key, self.partial_key or "partial_rotary_factor")
         local = ("rope_local_base_freq",) if self.has_two_ropes else ()
-        return frozenset((*self.keys.values(), *rope, *local, *SLIDING_KEYS[self.sliding]))
+        experts = EXPERT_COUNTS if "n_experts" in self.keys else ()
+        dense = DENSE_KEYS if self.has_dense_layers else ()
+        return frozenset((*self.keys.values(), *rope, *local, *experts, *dense, *SLIDING_KEYS[self.sliding]))
 
 
 _BIASES = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
@@ -135,6 +146,10 @@ _GEMMA_DEFAULTS = {
 }
 _GEMMA_FIXED = {"norm": "rms_plus_one", "norm_place": "both", "embed_scale": 0.0}
 _GEMMA_REQUIRED = {"use_bidirectional_attention": False}
+_EXPERT_KEYS = {"n_experts": "num_experts", "experts_per_token": "num_experts_per_tok"}
+_EXPERT_KEYS |= {"expert_size": "intermediate_size", "router_aux_loss_coef": "router_aux_loss_coef"}
+_QWEN_EXPERT_KEYS = {**_EXPERT_KEYS, "expert_size": "moe_intermediate_size", "normalize_top_k": "norm_topk_prob"}
+_EXPERT_IGNORED = frozenset({"output_router_logits"})
 
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(
@@ -321,6 +336,52 @@ FAMILIES: Mapping[str, Family] = {
         },
         sliding="all",
         renames=(("mlp.up_proj", "mlp.c_fc"), ("mlp.down_proj", "mlp.c_proj")),
+    ),
+    "mixtral": Family(
+        architecture="MixtralForCausalLM",
+        since="4.48",
+        fixed={"normalize_top_k": True},
+        own_keys={**_EXPERT_KEYS, "n_experts": "num_local_experts", "head_dim": "head_dim"},
+        defaults={
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "sliding_window": None,
+        },
+        required={"router_jitter_noise": 0.0},
+        ignored=_EXPERT_IGNORED,
+        sliding="all",
+        renames=(("mlp.", "block_sparse_moe."), ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")),
+    ),
+    "olmoe": Family(
+        architecture="OlmoeForCausalLM",
+        since="4.48",
+        fixed={"qk_norm": "full"},
+        own_keys={**_BIASES, **_EXPERT_KEYS, "normalize_top_k": "norm_topk_prob"},
+        defaults={"router_aux_loss_coef": 0.01, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+        ignored=_EXPERT_IGNORED,
+    ),
+    "qwen2_moe": Family(
+        architecture="Qwen2MoeForCausalLM",
+        since="4.48",
+        fixed={"shared_expert_gate": True},
+        own_keys={**_QWEN_EXPERT_KEYS, "qkv_bias": "qkv_bias", "shared_expert_size": "shared_expert_intermediate_size"},
+        defaults={"qkv_bias": True, "max_position_embeddings": 32768, "num_key_value_heads": 16},
+        required={"use_sliding_window": False},
+        ignored=_EXPERT_IGNORED | {"sliding_window", "max_window_layers", "layer_types"},
+        has_dense_layers=True,
+        renames=(("mlp.shared_experts", "mlp.shared_expert"),),
+    ),
+    "qwen3_moe": Family(
+        architecture="Qwen3MoeForCausalLM",
+        since="4.51",
+        fixed={"qk_norm": "head"},
+        own_keys={**_BIASES, **_QWEN_EXPERT_KEYS, "head_dim": "head_dim"},
+        defaults={"max_position_embeddings": 32768, "num_key_value_heads": 4},
+        required={"use_sliding_window": False},
+        ignored=_EXPERT_IGNORED | {"sliding_window", "max_window_layers"},
+        has_dense_layers=True,
     ),
 }
 """Families by transformers' model_type."""

@@ -10,6 +10,7 @@ model is never loaded approximately.
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import math
 import os
@@ -20,7 +21,7 @@ from typing import Any
 
 from lt_model.config import SCALING_FIELDS, LayerKind, ModelConfig, RopeScaling, check_size
 from lt_model.errors import ModelError
-from lt_model.families import COMMON_DEFAULTS, COMMON_REQUIRED, DROPOUTS, FAMILIES, Family
+from lt_model.families import COMMON_DEFAULTS, COMMON_REQUIRED, DROPOUTS, EXPERT_COUNTS, FAMILIES, Family
 
 MAX_CONFIG_BYTES = 2**24
 DTYPES = ("float32", "float64", "float16", "bfloat16")
@@ -96,6 +97,9 @@ def config_from_hf(values: Mapping[str, Any], source: str = "") -> ModelConfig:
     given |= {key: None for key in NULLABLE if key in values and values[key] is None}
     if given.get("num_key_value_heads") is None:
         given["num_key_value_heads"] = given.get("num_attention_heads")
+    for one, other in itertools.permutations(EXPERT_COUNTS):
+        if other in given and given.setdefault(one, given[other]) != given[other]:
+            raise ModelError(f"{where}: {one} = {given[one]!r} and {other} = {given[other]!r} disagree")
     if missing := [key for key in row.keys.values() if key not in given and key != "head_dim"]:
         raise ModelError(f"{where}: {missing[0]} is missing")
     try:
@@ -179,8 +183,10 @@ def _to_key(config: ModelConfig, name: str, key: str) -> Any:
 
 def _read_layers(given: Mapping[str, Any], row: Family, n_layers: int) -> dict[str, Any]:
     """Return the kinds of layers and their window."""
+    dense, step = given.get("mlp_only_layers") or (), given.get("decoder_sparse_step") or 1
+    experts = ["n_experts" in row.keys and i not in dense and (i + 1) % step == 0 for i in range(n_layers)]
     if not row.sliding:
-        return {"layers": (LayerKind(),)}
+        return {"layers": tuple(LayerKind(experts=has_experts) for has_experts in experts)}
     window = given["sliding_window"] or 0
     if row.sliding in ("last", "nope") and not given["use_sliding_window"]:
         window = 0
@@ -201,18 +207,23 @@ def _read_layers(given: Mapping[str, Any], row: Family, n_layers: int) -> dict[s
         if len(values) != n_layers or (key == "layer_types" and not set(values) <= set(names)):
             raise ModelError(f"{key} = {values!r}: must be {n_layers} of {' and '.join(names)}, one for each layer")
     kinds = tuple(
-        LayerKind(sliding=kind == "sliding_attention", rope=bool(rope)) for kind, rope in zip(types, ropes, strict=True)
+        LayerKind(sliding=kind == "sliding_attention", rope=bool(rope), experts=has_experts)
+        for kind, rope, has_experts in zip(types, ropes, experts, strict=True)
     )
     return {"layers": kinds, "sliding_window": window}
 
 
 def _write_layers(config: ModelConfig, row: Family) -> dict[str, Any]:
+    kinds = [config.layer(index) for index in range(config.n_layers)]
+    if row.has_dense_layers:
+        step = _period([kind.experts for kind in kinds])
+        dense = [] if step else [index for index, kind in enumerate(kinds) if not kind.experts]
+        return {"decoder_sparse_step": step or 1, "mlp_only_layers": dense}
     if not row.sliding:
         return {}
     written: dict[str, Any] = {"sliding_window": config.sliding_window or None}
     if row.sliding == "all":
         return written
-    kinds = [config.layer(index) for index in range(config.n_layers)]
     written["layer_types"] = ["sliding_attention" if kind.sliding else "full_attention" for kind in kinds]
     if row.sliding == "pattern":
         period = _period([not kind.sliding for kind in kinds])

@@ -7,7 +7,8 @@ Cost: 9 small objects per layer of a Llama.
 
 Initial weights follow GPT-2: normal with standard deviation `init_std`, and init_std / sqrt(2 * n_layers) for the two
 projections that write into the residual stream (o_proj, down_proj), so that its variance does not grow with depth;
-not where a norm follows them. Norm weights are ones (zeros where they are 1 + w), biases zeros.
+not where a norm follows them. Experts start as feed-forward layers do, routers and gates with `init_std`. Norm weights
+are ones (zeros where they are 1 + w), biases zeros.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from typing import Literal
 from lt_model.config import ModelConfig
 
 ParamRole = Literal["embed", "block", "final"]
-ParamType = Literal["matrix", "embedding", "head", "norm", "bias"]
+ParamType = Literal["matrix", "experts", "router", "embedding", "head", "norm", "bias"]
+PRODUCTS: tuple[ParamType, ...] = ("matrix", "experts", "router")
+"""Types of what a block multiplies by, in the order of the table."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,11 +35,12 @@ class ParamSpec:
         shape: its full (unsharded) shape; linear weights are [out, in].
         layer: index of its block, or None outside the blocks.
         role: "embed" (input embedding), "block", or "final" (last norm and head); the unit of pipeline stages.
-        type: what it is: "matrix" (of a product in a block), "embedding", "head", "norm" or "bias".
+        type: what it is: "matrix" (of a product in a block), "experts" (stacked matrices [experts, out, in]), "router"
+            (scores of experts, and the gate of a shared one), "embedding", "head", "norm" or "bias".
         kind: module name: "embed_tokens", "q_proj", "down_proj", "input_layernorm", "lm_head" and so on.
         tp_dim: the dimension that tensor parallelism splits: 0 (vocabulary rows or output features), 1 (input
-            features), or None when every rank has all of it.
-        decay: whether weight decay applies (to matrices and the head).
+            features), one more of stacked matrices, or None when every rank has all of it.
+        decay: whether weight decay applies (to matrices, experts, routers and the head).
         init: initial values: the standard deviation of normal ones, or "ones" or "zeros".
         is_saved: whether "selective" recomputation saves the output of its product: every other one of a block.
     """
@@ -88,24 +92,34 @@ def _iter_param_specs(config: ModelConfig) -> Iterator[ParamSpec]:
 
 
 def _block_specs(config: ModelConfig, layer: int) -> Iterator[ParamSpec]:
-    hidden, inner = config.hidden_size, config.intermediate_size
+    hidden = config.hidden_size
     q_width, kv_width = config.n_heads * config.head_width, config.n_kv_heads * config.head_width
     is_deep = config.init_residual == "depth" or (config.init_residual == "auto" and config.norm_place == "pre")
     residual_std = config.init_std / math.sqrt(2 * config.n_layers) if is_deep else config.init_std
-    products = [
+    products: list[_Product] = [
         ("self_attn.q_proj", (q_width, hidden), 0, config.qkv_bias),
         ("self_attn.k_proj", (kv_width, hidden), 0, config.qkv_bias),
         ("self_attn.v_proj", (kv_width, hidden), 0, config.qkv_bias),
         ("self_attn.o_proj", (hidden, q_width), 1, config.o_bias),
-        *([("mlp.gate_proj", (inner, hidden), 0, config.mlp_bias)] if config.gated else []),
-        ("mlp.up_proj", (inner, hidden), 0, config.mlp_bias),
-        ("mlp.down_proj", (hidden, inner), 1, config.mlp_bias),
     ]
+    if not config.layer(layer).experts:
+        products += _mlp_products("mlp", hidden, config.intermediate_size, config)
+    else:
+        products.append(("mlp.gate", (config.n_experts, hidden), None, False))
+        products += _mlp_products("mlp.experts", hidden, config.expert_size, config)
+        if config.shared_expert_size:
+            products += _mlp_products("mlp.shared_experts", hidden, config.shared_expert_size, config)
+        if config.shared_expert_gate:
+            products.append(("mlp.shared_expert_gate", (1, hidden), None, False))
     prefix = f"model.layers.{layer}"
     for index, (name, shape, tp_dim, has_bias) in enumerate(products):
-        std = residual_std if tp_dim == 1 else config.init_std
-        weight = f"{prefix}.{name}.weight"
-        yield _spec(weight, shape, layer, "matrix", tp_dim=tp_dim, init=std, is_saved=index % 2 == 0)
+        std, is_saved = residual_std if tp_dim == 1 else config.init_std, index % 2 == 0
+        if name.startswith("mlp.experts."):
+            shape, dim = (config.n_experts, *shape), 1 + (tp_dim or 0)
+            yield _spec(f"{prefix}.{name}", shape, layer, "experts", tp_dim=dim, init=std, is_saved=is_saved)
+            continue
+        type_: ParamType = "router" if tp_dim is None else "matrix"
+        yield _spec(f"{prefix}.{name}.weight", shape, layer, type_, tp_dim=tp_dim, init=std, is_saved=is_saved)
         if has_bias:  # of a row-parallel product whole on every rank, and added once, after the sum
             yield _spec(f"{prefix}.{name}.bias", shape[:1], layer, "bias", tp_dim=None if tp_dim else 0, init="zeros")
         if name == "self_attn.o_proj" and config.qk_norm == "head":
@@ -116,6 +130,18 @@ def _block_specs(config: ModelConfig, layer: int) -> Iterator[ParamSpec]:
             yield from _norm_specs(config, f"{prefix}.self_attn.k_norm", kv_width, layer, 0)
     for name in filter(None, NORM_NAMES[config.norm_place]):
         yield from _norm_specs(config, f"{prefix}.{name}", hidden, layer)
+
+
+_Product = tuple[str, tuple[int, ...], int | None, bool]
+"""Name, shape, dimension of tensor parallelism, whether there is a bias."""
+
+
+def _mlp_products(name: str, hidden: int, inner: int, config: ModelConfig) -> list[_Product]:
+    return [
+        *([(f"{name}.gate_proj", (inner, hidden), 0, config.mlp_bias)] if config.gated else []),
+        (f"{name}.up_proj", (inner, hidden), 0, config.mlp_bias),
+        (f"{name}.down_proj", (hidden, inner), 1, config.mlp_bias),
+    ]
 
 
 def _norm_specs(
@@ -144,9 +170,9 @@ def _spec(
         layer=layer,
         role=role,
         type=type_,
-        kind=name.split(".")[-2],
+        kind=name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2],
         tp_dim=tp_dim,
-        decay=type_ in ("matrix", "head"),
+        decay=type_ in (*PRODUCTS, "head"),
         init=init,
         is_saved=is_saved,
     )

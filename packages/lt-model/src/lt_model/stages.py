@@ -8,6 +8,7 @@ from __future__ import annotations
 from itertools import accumulate, pairwise
 
 from lt_model.config import ModelConfig
+from lt_model.costs import active_numel
 from lt_model.params import param_specs
 
 
@@ -22,7 +23,7 @@ def stage_layers(config: ModelConfig, n_stages: int) -> list[range]:
         n_stages: stages of all ranks.
     """
     assert config.n_layers >= n_stages
-    block = sum(spec.numel for spec in param_specs(config) if spec.layer is not None) / config.n_layers
+    block = sum(active_numel(row, config) for row in param_specs(config) if row.layer is not None) / config.n_layers
     head = config.vocab_size * config.hidden_size / block
     per_stage = (config.n_layers + head) / n_stages
     last = max(1, min(round(per_stage - head), config.n_layers - (n_stages - 1)))

@@ -47,6 +47,8 @@ YARN = {
 DEFAULT = {"rope_type": "default", "rope_theta": 100.0}
 LINEAR = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0}
 GEMMA = {"head_dim": 12, "query_pre_attn_scalar": 20}
+EXPERTS = {"num_local_experts": 5, "num_experts_per_tok": 2}
+QWEN_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 NEOX = {"num_key_value_heads": None, "layer_norm_eps": 1e-3}
 CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("llama", {"rope_parameters": LLAMA3}),
@@ -102,6 +104,17 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "starcoder2",
         {"sliding_window": 6, "norm_epsilon": 1e-3, "rope_parameters": DEFAULT, "initializer_range": 0.018042},
     ),
+    "mixtral, window": ("mixtral", {**EXPERTS, "sliding_window": 7, "head_dim": 12}),
+    "olmoe": ("olmoe", EXPERTS),
+    "olmoe, normalized": ("olmoe", {**EXPERTS, "norm_topk_prob": True, "router_aux_loss_coef": 0.02}),
+    "qwen2_moe, dense layers": (
+        "qwen2_moe",
+        {**QWEN_EXPERTS, "shared_expert_intermediate_size": 40, "decoder_sparse_step": 2},
+    ),
+    "qwen3_moe, head 12": (
+        "qwen3_moe",
+        {**QWEN_EXPERTS, "head_dim": 12, "norm_topk_prob": True, "mlp_only_layers": [1]},
+    ),
 }
 """Case to model_type and changes of `SHAPE`; together they use every field of `ModelConfig`."""
 
@@ -124,7 +137,7 @@ def make_config(case: str, **changes: Any) -> transformers.PretrainedConfig:
 
 def make_model(config: transformers.PretrainedConfig) -> torch.nn.Module:
     """Return a model of transformers in float64 with large random weights."""
-    config._attn_implementation = "eager"
+    config._attn_implementation = config._experts_implementation = "eager"
     torch.set_default_dtype(torch.float64)
     try:
         model = getattr(transformers, FAMILIES[config.model_type].architecture)(config)
@@ -141,7 +154,8 @@ def make_model(config: transformers.PretrainedConfig) -> torch.nn.Module:
 def our_tensors(theirs: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
     """Return tensors of transformers (weights or gradients) under our names, fused ones apart."""
     row, found = FAMILIES[config.family], {}
-    renames = [(ours, new) for ours, new in row.renames if ours != "lm_head"]  # renamed in files only
+    # in files only: the head of NeoX, the names of Mixtral
+    renames = [pair for pair in row.renames if pair[0] != "lm_head" and config.family != "mixtral"]
 
     def rename(name: str) -> str:
         for ours, new in renames:
@@ -162,6 +176,9 @@ def our_tensors(theirs: Mapping[str, Tensor], config: ModelConfig) -> dict[str, 
                     pieces = list(whole.split([shapes[name][0] for name in names]))
                 found |= dict(zip(names, pieces, strict=True))
     for spec in param_specs(config):
-        if spec.name not in found:
+        if spec.type == "experts" and "down_proj" not in spec.name:
+            path, _, name = spec.name.rpartition(".")
+            found[spec.name] = theirs[f"{path}.gate_up_proj"].chunk(2, dim=1)[name == "up_proj"]
+        elif spec.name not in found:
             found[spec.name] = theirs[rename(spec.name)]
     return found

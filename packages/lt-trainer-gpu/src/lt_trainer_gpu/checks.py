@@ -78,9 +78,15 @@ def check_recipe(recipe: Recipe, world: World) -> None:
     recipe.parallel.data_parallel_size(world.size)  # first: too few ranks break other rules, too
     _refuse_broken(recipe, _recipe_rules(recipe, world))
     recipe.accumulation_steps(world.size)
-    attention = recipe.engine["gpu"].attention
-    lacks = ATTENTION_LACKS.get(attention, ())
-    check_features(model_config(recipe, recipe.model.vocab_size or 1), f"engine.gpu.attention = {attention}", lacks)
+    attention, model = recipe.engine["gpu"].attention, model_config(recipe, recipe.model.vocab_size or 1)
+    check_features(model, f"engine.gpu.attention = {attention}", ATTENTION_LACKS.get(attention, ()))
+    if (fp8 := recipe.engine["gpu"].fp8) != "off":
+        check_features(model, f"engine.gpu.fp8 = {fp8}", ("n_experts",))
+    for name in ("expert_size", "shared_expert_size"):
+        if (size := getattr(model, name)) % recipe.parallel.tp:
+            problem = f"tensor-parallel ranks need equal parts of {name} = {size}"
+            remedy = f"set it to a divisor of {size}"
+            raise RecipeError(problem, values={"parallel.tp": recipe.parallel.tp}, remedy=remedy)
 
 
 def check_device(recipe: Recipe, facts: DeviceFacts) -> None:

@@ -87,7 +87,7 @@ class ShardedMatrices:
 
     def _cost(self, name: str) -> int:
         shape = self._specs[name].shape
-        return math.prod(shape) * min(shape)
+        return math.prod(shape) * min(shape[-2:])
 
     def _transform_round(
         self, names: Sequence[str], slices: Sequence[Tensor], transform: Callable[[Tensor], Tensor]

@@ -100,7 +100,7 @@ def _parallelize(
         if options.activation_checkpointing in ("full", "selective"):
             from lt_trainer_gpu.activation_checkpointing import apply_activation_checkpointing
 
-            apply_activation_checkpointing(stage.blocks, options.activation_checkpointing, stage.config)
+            apply_activation_checkpointing(stage, options.activation_checkpointing)
         if computation.compile:
             from lt_trainer_gpu.compilation import compile_blocks
 

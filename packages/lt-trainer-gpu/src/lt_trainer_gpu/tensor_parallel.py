@@ -2,9 +2,10 @@
 
 The parameter table names the sharded dimension. Column-parallel weights (dimension 0: queries, keys, values, gate, up)
 yield this rank's heads or inner features; row-parallel weights (dimension 1: o, down) take them and yield a partial sum
-of the layer's output, to which each adds its share of a bias. Embedding and head are sharded along the vocabulary, in
-shards that may differ by a row. Norms are replicated, but for a norm of all queries or keys together, whose weight is
-sharded and whose mean of squares is over the ranks.
+of the layer's output, to which each adds its share of a bias. Of experts each rank has a part of every width, in
+stacked weights (dimensions 1 and 2). Embedding and head are sharded along the vocabulary, in shards that may differ by
+a row. Norms are replicated, but for a norm of all queries or keys together, whose weight is sharded and whose mean of
+squares is over the ranks.
 
 Parameters become smaller plain tensors, not DTensors: FSDP shards each rank's shard as it shards a model, and
 `mesh_layout` maps the shard to the unsharded tensor. Modules change their class to one that differs only in `forward`,
@@ -22,7 +23,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lt_model import param_specs
-from lt_model.decoder import MLP, Attention, KVCache, vocab_parallel_embedding
+from lt_model.decoder import Attention, KVCache, vocab_parallel_embedding
+from lt_model.feed_forward import MLP, MoE, Router
 from lt_model.norm import RMSNorm, rms_norm_plus_one
 from lt_trainer_gpu.collectives import (
     TensorParallelGroup,
@@ -53,9 +55,39 @@ class TensorParallelMLP(MLP):
 
     tp_group: TensorParallelGroup
 
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output of all features, summed over ranks."""
+        return reduce_from_tp(super().forward(copy_to_tp(x, self.tp_group)), self.tp_group)
+
+
+class TensorParallelMoE(MoE):
+    """Mixture of experts of which each rank has a part of every width; the router is within the parallel region."""
+
+    tp_group: TensorParallelGroup
+
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Return the output of all features, summed over ranks."""
         return reduce_from_tp(super().forward(copy_to_tp(x_BTD, self.tp_group)), self.tp_group)
+
+
+class PartialGradRouter(Router):
+    """Router, the same on every rank; each rank's part of the experts gives it a part of its gradient."""
+
+    tp_group: TensorParallelGroup
+
+    def forward(self, x_ND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the choice of experts."""
+        return self.choose(x_ND, sum_grad(self.weight, self.tp_group))
+
+
+class PartialGradLinear(nn.Linear):
+    """Gate of a shared expert, the same on every rank, of whose gradient each has a part."""
+
+    tp_group: TensorParallelGroup
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return input @ weight^T."""
+        return F.linear(input, sum_grad(self.weight, self.tp_group))
 
 
 class TensorParallelRMSNorm(RMSNorm):
@@ -133,6 +165,8 @@ class VocabParallelEmbedding(nn.Embedding):
 _TENSOR_PARALLEL_CLASSES: dict[type, type] = {
     Attention: TensorParallelAttention,
     MLP: TensorParallelMLP,
+    MoE: TensorParallelMoE,
+    Router: PartialGradRouter,
     RMSNorm: TensorParallelRMSNorm,
     nn.LayerNorm: TensorParallelLayerNorm,
     nn.Embedding: VocabParallelEmbedding,
@@ -145,7 +179,9 @@ def apply_tensor_parallel(model: DecoderStage, mesh_layout: MeshLayout, tp_group
     for name, parameter in stage_param_specs(model).items():
         if parameter.kind in ("q_norm", "k_norm"):
             classes[name.rpartition(".")[0]] = HeadNorm if parameter.tp_dim is None else SplitNorm
-        elif parameter.tp_dim == 1:
+        elif parameter.kind == "shared_expert_gate":
+            classes[name.rpartition(".")[0]] = PartialGradLinear
+        elif parameter.type == "matrix" and parameter.tp_dim == 1:
             classes[name.rpartition(".")[0]] = RowParallelLinear
         if parameter.tp_dim is None:
             continue
@@ -167,6 +203,6 @@ def apply_tensor_parallel(model: DecoderStage, mesh_layout: MeshLayout, tp_group
     model.tie_weights()
     for name, module in model.named_modules():
         kind = classes.get(name) or _TENSOR_PARALLEL_CLASSES.get(type(module))
-        if kind is not None:
+        if kind is not None and not name.endswith(".shared_experts"):  # the mixture sums over ranks
             module.__class__ = kind
             module.tp_group = tp_group  # pyright: ignore[reportArgumentType]

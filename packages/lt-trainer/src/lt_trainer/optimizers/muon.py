@@ -1,4 +1,4 @@
-"""Muon for the matrices of the blocks, AdamW for embedding, head, norms and biases.
+"""Muon for the matrices of the blocks, AdamW for embedding, head, routers, norms and biases.
 
     m = mu m + (1 - mu) g,    u = mu m + (1 - mu) g (Nesterov; else u = m),    w = w - lr s O(u) - lr d w
 
@@ -13,7 +13,8 @@ The scale s, for a matrix of R rows and C columns, is `optimizer.adjust_lr`:
   and weight decay of AdamW can be used as they are (Moonlight, arXiv:2502.16982);
 - "original": sqrt(max(1, R / C)) (Jordan et al.), with a learning rate of its own, as 0.02.
 
-Query, key and value projections are parameters of their own and need no splitting. O needs whole matrices: the rest is
+Query, key and value projections are parameters of their own and need no splitting; of stacked experts each has its own
+O(u). O needs whole matrices: the rest is
 per slice. The results do not depend on the mesh, as O is computed by one rank that has all of u.
 
 Cost: 1 state element per element of a matrix; 2 R C R + R^3 multiplications and as many additions per step of the
@@ -45,8 +46,10 @@ ADAMW_RMS = 0.2
 
 def lr_factor(options: OptimizerOptions, shape: tuple[int, ...]) -> float:
     """Return the factor s of a matrix of this shape."""
-    rows, columns = shape
-    return max(1.0, rows / columns) ** 0.5 if options.adjust_lr == "original" else ADAMW_RMS * max(shape) ** 0.5
+    rows, columns = shape[-2:]
+    if options.adjust_lr == "original":
+        return max(1.0, rows / columns) ** 0.5
+    return ADAMW_RMS * max(rows, columns) ** 0.5
 
 
 def _direction(options: OptimizerOptions, gradient: Tensor, slots: Slots) -> tuple[Tensor, Slots]:
@@ -58,13 +61,19 @@ def _direction(options: OptimizerOptions, gradient: Tensor, slots: Slots) -> tup
 
 def _orthogonalize(options: OptimizerOptions, matrix: Tensor) -> Tensor:
     a, b, c = COEFFICIENTS
-    x_RC = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
-    x_RC = x_RC / x_RC.norm().clamp(min=MIN_NORM)
+    is_tall = matrix.shape[-2] > matrix.shape[-1]
+    x_RC = matrix.mT if is_tall else matrix
+    x_RC = x_RC / x_RC.norm(dim=(-2, -1), keepdim=True).clamp(min=MIN_NORM)
     for _ in range(options.newton_schulz_steps):
-        gram_RR = x_RC @ x_RC.T
-        factor_RR = gram_RR.addmm(gram_RR, gram_RR, beta=b, alpha=c)
-        x_RC = x_RC.addmm(factor_RR, x_RC, beta=a)
-    return x_RC.T if matrix.shape[0] > matrix.shape[1] else x_RC
+        gram_RR = x_RC @ x_RC.mT
+        factor_RR = _add_product(gram_RR, gram_RR, gram_RR, b, c)
+        x_RC = _add_product(x_RC, factor_RR, x_RC, a, 1.0)
+    return x_RC.mT if is_tall else x_RC
+
+
+def _add_product(x: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float) -> Tensor:
+    """Return beta x + alpha left @ right, of a matrix or of each of a stack."""
+    return (x.baddbmm if x.ndim == 3 else x.addmm)(left, right, beta=beta, alpha=alpha)
 
 
 def _make_update(options: OptimizerOptions, lr: Tensor | float, step: Tensor) -> UpdateFn:
@@ -89,6 +98,6 @@ MUON = OptimizerSpec(
         transform=_orthogonalize,
         dtype=lambda options: "bfloat16" if options.newton_schulz_dtype == "bfloat16" else "",
     ),
-    applies_to=lambda spec: spec.type == "matrix",
+    applies_to=lambda spec: spec.type in ("matrix", "experts"),
     others=ADAMW,
 )

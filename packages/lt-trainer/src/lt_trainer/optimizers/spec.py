@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
-ROLES = {"embedding": "embedding", "head": "head", "matrix": "matrices", "norm": "norm", "bias": "norm"}
+ROLES = {"embedding": "embedding", "head": "head", "norm": "norm", "bias": "norm"}
+ROLES |= {"matrix": "matrices", "experts": "matrices", "router": "matrices"}
 """Type of a parameter → field of `[optimizer.lr_scale]`."""
 
 Shape = tuple[int, ...]

@@ -1,0 +1,143 @@
+"""Feed-forward layers: one for all tokens, or a mixture of experts.
+
+A router scores the experts for each token in fp32 or wider; the token is computed by the `experts_per_token` best ones,
+whatever the load: none is dropped. Rows are sorted by expert, multiplied by the stacked weights [E, out, in] in one
+grouped product each (`grouped_product`), and returned by the inverse permutation to [N, K, D], where they are weighted
+and summed in fp32 or wider: one rounding, no atomics, and the same order wherever the experts are.
+
+Cost: per token the products of K experts and of the router; memory of K rows per token where the feed-forward layer
+has one. Without float64 and from torch 2.10 on there is no wait for the host, and a block compiles as one graph.
+
+Shapes: B batch, T tokens, N = B * T, D hidden_size, E experts, K experts per token, R = N * K rows, F inner width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lt_model.config import ModelConfig
+from lt_model.grouped_product import grouped_product
+from lt_model.swiglu import swiglu
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+
+
+def _activate(name: str, gate: Tensor, up: Tensor) -> Tensor:
+    return swiglu(gate, up) if name == "silu" else ACTIVATIONS[name](gate) * up
+
+
+class MLP(nn.Module):
+    """Feed-forward layer: down(activation(gate(x)) * up(x)), or down(activation(up(x))) without a gate."""
+
+    def __init__(self, config: ModelConfig, inner: int) -> None:
+        super().__init__()
+        hidden, bias = config.hidden_size, config.mlp_bias
+        self.activation = config.activation
+        if config.gated:
+            self.gate_proj = nn.Linear(hidden, inner, bias=bias)
+        self.up_proj = nn.Linear(hidden, inner, bias=bias)
+        self.down_proj = nn.Linear(inner, hidden, bias=bias)
+        self.is_gated = config.gated
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the feed-forward output, of the shape of x."""
+        if not self.is_gated:
+            return self.down_proj(ACTIVATIONS[self.activation](self.up_proj(x)))
+        return self.down_proj(_activate(self.activation, self.gate_proj(x), self.up_proj(x)))
+
+
+class Router(nn.Linear):
+    """Scores of the experts, and the choice of some for each token."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config.hidden_size, config.n_experts, bias=False)
+        self.top_k, self.normalize = config.experts_per_token, config.normalize_top_k
+
+    def forward(self, x_ND: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return weights [N, K], experts [N, K] and logits [N, E], in fp32 or wider."""
+        return self.choose(x_ND, self.weight)
+
+    def choose(self, x_ND: Tensor, weight_ED: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what `forward` does, with the weight given."""
+        wide = torch.promote_types(x_ND.dtype, torch.float32)
+        logits_NE = F.linear(x_ND.to(wide), weight_ED.to(wide))
+        weights_NK, experts_NK = logits_NE.softmax(dim=-1).topk(self.top_k, dim=-1)
+        if self.normalize:
+            weights_NK = weights_NK / weights_NK.sum(dim=-1, keepdim=True)
+        return weights_NK, experts_NK, logits_NE
+
+
+class Experts(nn.Module):
+    """Weights of all experts, stacked."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.activation = config.activation
+        n, hidden, inner = config.n_experts, config.hidden_size, config.expert_size
+        self.gate_proj = nn.Parameter(torch.empty(n, inner, hidden))
+        self.up_proj = nn.Parameter(torch.empty(n, inner, hidden))
+        self.down_proj = nn.Parameter(torch.empty(n, hidden, inner))
+        if not self.down_proj.is_meta:
+            for weight in self.parameters():
+                nn.init.normal_(weight, std=0.02)
+
+    def forward(self, rows_RD: Tensor, ends_E: Tensor) -> Tensor:
+        """Return the experts' outputs [R, D]; the rows of expert e end before `ends_E[e]` (int32)."""
+        gate, up = (grouped_product(rows_RD, weight, ends_E) for weight in (self.gate_proj, self.up_proj))
+        return grouped_product(_activate(self.activation, gate, up), self.down_proj, ends_E)
+
+
+class MoE(nn.Module):
+    """Mixture of experts, with a shared one that computes every token."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate = Router(config)
+        self.experts = Experts(config)
+        self.shared_experts = MLP(config, config.shared_expert_size) if config.shared_expert_size else None
+        self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False) if config.shared_expert_gate else None
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Return the outputs of each token's experts, weighted and summed, [B, T, D]."""
+        x_ND = x_BTD.flatten(0, -2)
+        weights_NK, experts_NK, _ = self.gate(x_ND)
+        n_copies = experts_NK.shape[1]
+        sorted_R, order_R = experts_NK.flatten().sort(stable=True)
+        places_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
+        every_expert = torch.arange(self.gate.out_features, device=order_R.device)
+        ends_E = torch.searchsorted(sorted_R, every_expert, right=True, out_int32=True)
+        out_RD = self.experts(_TakeRows.apply(x_ND, order_R, places_R, n_copies), ends_E)
+        out_NKD = _TakeRows.apply(out_RD, places_R, order_R, 1).unflatten(0, (-1, n_copies))
+        out_ND = (out_NKD.to(weights_NK.dtype) * weights_NK[..., None]).sum(dim=1).to(x_ND.dtype)
+        if self.shared_experts is not None:
+            shared_ND = self.shared_experts(x_ND)
+            if self.shared_expert_gate is not None:
+                shared_ND = shared_ND * self.shared_expert_gate(x_ND).sigmoid()
+            out_ND = out_ND + shared_ND
+        return out_ND.view_as(x_BTD)
+
+
+class _TakeRows(torch.autograd.Function):
+    """Rows of `n_copies` adjacent copies of each row of x, in another order; no atomics in the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, places: Tensor, n_copies: int) -> Tensor:
+        """Return the copies numbered by `order`, of which `places` is the inverse."""
+        ctx.save_for_backward(places)
+        ctx.n_copies = n_copies
+        return x[order // n_copies]
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (places,) = ctx.saved_tensors
+        return upstream[places].unflatten(0, (-1, ctx.n_copies)).sum(dim=1), None, None, None
