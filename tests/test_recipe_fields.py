@@ -112,6 +112,8 @@ CASES = [
     Case("model.sliding_window", "4", "losses", SLIDING, base_value="8"),
     Case("model.rope_theta", "100.0", "losses"),
     Case("model.norm_eps", "0.1", "losses"),
+    Case("model.init_std", "0.5", "losses"),
+    Case("model.init_residual", "flat", "losses"),
     Case("model.tie_word_embeddings", "true", "losses"),
     Case("model.rope_scaling.factor", "8.0", "losses", ROPE[1:], base_value="4"),
     Case("model.rope_scaling.low_freq_factor", "2.0", "losses", ROPE),

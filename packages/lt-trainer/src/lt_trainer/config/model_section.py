@@ -53,6 +53,10 @@ class ModelOptions(Section, table="model"):
     norm_eps: float = option(1e-5, "epsilon of the norms", gt=0)
     tie_word_embeddings: bool = option(False, "share the matrix of input embedding and output head")
     rope_scaling: RopeScalingOptions = RopeScalingOptions()
+    init_std: float = option(0.02, "standard deviation of initial weights", gt=0)
+    init_residual: Literal["auto", "depth", "flat"] = option(
+        "auto", "o_proj and down_proj: depth = init_std / sqrt(2 n_layers), flat = init_std, auto = by the family"
+    )
     shape: str = option("", "JSON of all else that a preset, config or init_from says of the architecture")
     init_from: str = option("", "pretrained model in any format of `lt ckpt`, or hf://org/name@revision")
     init_config: str = option("", "config.json of init_from, if its format has none")

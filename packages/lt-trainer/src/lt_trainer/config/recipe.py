@@ -54,7 +54,7 @@ DEFAULT = "default"
 ENGINE_PACKAGES = {"gpu": "lt-trainer-gpu", "neuron": "lt-trainer-neuron"}
 """Engines that a recipe may name even if their package is not installed here, with that package."""
 HUB_PREFIX, PENDING = "hf://", "from hf://"
-_OF_OTHER_FAMILIES = ("rope_scaling.", "head_dim", "sliding_window", "shape")
+_OF_OTHER_FAMILIES = ("rope_scaling.", "head_dim", "sliding_window", "init_std", "init_residual", "shape")
 """Beginnings of model fields that Llama does without: a recipe that gives all others need not read the model."""
 _NOT_ARCHITECTURE = ("preset", "config", "init_from", "init_config", "allow_tokenizer_mismatch", "resize_vocab")
 
