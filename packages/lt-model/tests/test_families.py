@@ -109,6 +109,27 @@ def test_windows_stay_within_documents(case, attention):
     assert not torch.equal(ours(changed)[1, reach - 1], ours(ids)[1, reach - 1])
 
 
+@pytest.mark.parametrize("window", [0, 1, 3, 9, 40])
+def test_masks_of_kernels_for_gpus_have_the_window_of_the_dense_one(window):
+    """What flex and flash-attn are given, without the kernels: pairs that are seen, and how far back."""
+    from lt_model.documents import DocumentBoundaries, varlen_metadata
+    from lt_model.flex import flex_mask
+    from lt_model.sdpa import document_bias
+
+    doc_ids = torch.tensor([[0] * 7 + [1] * 13, [0] * 20])
+    boundaries, cpu = DocumentBoundaries.from_doc_ids(doc_ids), torch.device("cpu")
+    wanted = document_bias(boundaries, cpu, torch.float64, window)[:, 0] == 0
+    rows, queries, keys = torch.meshgrid(torch.arange(2), torch.arange(20), torch.arange(20), indexing="ij")
+    assert torch.equal(flex_mask(boundaries, cpu, window).mask_mod(rows, torch.zeros(()), queries, keys), wanted)
+    furthest = (queries - keys)[wanted].max().item()
+    options = varlen_metadata(boundaries, cpu, window).kernel_options
+    if window:
+        assert options == {"window_size": (window - 1, 0)}
+        assert furthest == min(window, 20) - 1
+    else:
+        assert options == {}
+
+
 def test_a_window_costs_time_linear_in_the_row():
     """On a CPU, 8 windows take 8 calls of w queries over at most 2 w keys: FLOPs at T = 8 w and at 16 w."""
     from torch.utils.flop_counter import FlopCounterMode

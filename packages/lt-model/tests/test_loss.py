@@ -6,7 +6,7 @@ from plain_loss import cross_entropy_sum, linear_loss  # noqa: E402
 
 from lt_model import IGNORE_INDEX  # noqa: E402
 from lt_model.loss import linear_loss_parts  # noqa: E402
-from lt_model.norm import RMSNorm, rms_norm  # noqa: E402
+from lt_model.norm import RMSNorm, rms_norm, rms_norm_plus_one  # noqa: E402
 from lt_model.swiglu import swiglu  # noqa: E402
 
 
@@ -154,8 +154,8 @@ def test_what_a_compiler_is_given_is_the_same_function(monkeypatch):
     upstream = torch.randn(5, 8, generator=generator, dtype=torch.float64)
 
     def results():
-        outs = rms_norm(x, weight, 0.3), swiglu(gate, up)
-        return [*outs, *torch.autograd.grad(outs, (x, weight, gate, up), (upstream, upstream))]
+        outs = rms_norm(x, weight, 0.3), rms_norm_plus_one(x, weight, 0.3), swiglu(gate, up)
+        return [*outs, *torch.autograd.grad(outs, (x, weight, gate, up), (upstream, upstream, upstream))]
 
     own = results()
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
