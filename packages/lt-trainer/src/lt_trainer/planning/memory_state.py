@@ -116,7 +116,11 @@ class RankWeights:
         layout, wide = self._layout, self.embedding * self._layout.master_bytes
         unsharded = wide if layout.keeps_unsharded else self.embedding * layout.element_bytes
         # First the unsharded gradient and its copy to send, then that copy and the shard.
-        return max(unsharded + wide - wide / layout.fsdp_size, wide)
+        found = max(unsharded + wide - wide / layout.fsdp_size, wide)
+        if self.is_tied and layout.uses_fsdp and not layout.keeps_unsharded:
+            # Before them the gradients of both uses and their sum, while the last block's is being reduced.
+            found = max(found, 3 * unsharded - wide / layout.fsdp_size + self.block * layout.master_bytes)
+        return found
 
     @property
     def earlier_gradients(self) -> float:
