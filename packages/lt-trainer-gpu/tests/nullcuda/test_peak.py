@@ -38,7 +38,7 @@ SLOW_CASES: dict[str, tuple[Job, str]] = {
     "one-wide-head": (job(FULL, vocab_size=128256), "loss"),
     "fsdp-few-words": (job(ranks=2, vocab_size=1024), "last block"),
     "fsdp-little-batch": (job(ranks=4, vocab_size=1024, seq_len=512), "first block"),
-    "fsdp-little-batch-tied": (job(ranks=2, vocab_size=64000, seq_len=64, n_layers=2, tied=True), "embedding reduction"),
+    "fsdp-short-tied": (job(ranks=2, vocab_size=64000, seq_len=64, n_layers=2, tied=True), "embedding reduction"),
     "fsdp-accumulation": (job(ranks=4, rows=8), "loss"),
     "fsdp-accumulation-few-words": (job(ranks=2, rows=4, vocab_size=1024), "last block"),
     "fsdp-reduce-each": (job(EACH, ranks=4, rows=8), "loss"),
