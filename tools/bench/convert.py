@@ -6,7 +6,8 @@
 A Hugging Face model of the preset's shapes (fewer layers for a small disk; random bits) is written once. Then,
 alternating and several times: read the model's bytes and write the output's with plain large direct I/O and one fsync
 (the disk's limits), each alone (`read_limit_s`, `write_limit_s`) and both at the same time (`copy_limit_s`, the work of
-a conversion), and convert, with the model dropped from the page cache. `of_limit` is the slower direction's time over
+a conversion), and convert, with the model dropped from the page cache. `--source nxd` converts it to two tensor-parallel
+ranks first; `--listed` lets the conversion verify the model by a SHA256SUMS, which is otherwise not there. `of_limit` is the slower direction's time over
 the conversion's, `of_copy_limit` that of both at once. Peak memory is that of a process of its own, compared with one
 that converts a model of a few kB.
 """
@@ -95,7 +96,7 @@ def direct_read(folder: Path, n_bytes: int) -> float:
     """Return the seconds to read about `n_bytes` of the folder's files with large direct reads."""
     buffer = make_aligned_buffer()
     done, start = 0, time.perf_counter()
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
         position = 0
         while done < n_bytes and (got := os.preadv(descriptor, [buffer.data], position)):
@@ -173,6 +174,8 @@ def main() -> None:
     parser.add_argument(
         "--model", type=Path, default=None, help="create the model here and keep it, or use the existing one"
     )
+    parser.add_argument("--source", choices=("hf", "nxd"), default="hf")
+    parser.add_argument("--listed", action="store_true", help="with a SHA256SUMS, which is verified first")
     parser.add_argument("--out", type=Path, default=None, help="also write the JSON here")
     options, arguments = parser.parse_known_args()
     preset = PRESETS[options.preset]
@@ -183,6 +186,13 @@ def main() -> None:
         if not model.exists():
             make_model(model, config, 5 * 10**9)
         n_bytes = 2 * sum(parameter.numel for parameter in param_specs(config))
+        if options.source == "nxd":
+            run_conversion(model, folder / "nxd", ["--to", "nxd", "--tp", "2"])
+            model = folder / "nxd"
+        if options.source == "nxd" and not options.listed:
+            (model / "SHA256SUMS").unlink()
+        if options.source == "hf" and options.listed:
+            subprocess.run("sha256sum *.json *.safetensors > SHA256SUMS", shell=True, check=True, cwd=model)
         tiny = replace(config, vocab_size=64, hidden_size=64, intermediate_size=64, n_heads=8, n_kv_heads=8)
         make_model(folder / "tiny", tiny, 10**9)
         base = run_conversion(folder / "tiny", folder / "tiny-out", ["--to", "hf"])["peak_bytes"]
@@ -206,6 +216,7 @@ def main() -> None:
         "python": platform.python_version(),
         "preset": options.preset,
         "layers": config.n_layers,
+        "source": f"{options.source}{', listed' if options.listed else ''}",
         "arguments": arguments,
         "model_bytes": n_bytes,
         "rounds": rounds,

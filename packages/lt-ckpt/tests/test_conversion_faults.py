@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 from disks import Disk
 
-from lt_ckpt import CheckpointError, conversion, files, find_latest_valid
+from lt_ckpt import CheckpointError, files, find_latest_valid
 from lt_ckpt.comparison import compare
 from lt_ckpt.formats import ConvertOptions, convert_checkpoint, open_source
 from lt_ckpt.nxd.options import NxdOptions
+from lt_ckpt.output_hashes import OutputHashes
 
 ZERO = Path(__file__).parent / "data" / "nxd" / "llama2-mha-tp2-dp2-zero1"
 KINDS = ["hf", "hf in shards", "lt", "dcp", "pt", "nxd gqa", "nxd v1", "nxd xser", "state"]
@@ -139,7 +140,7 @@ from lt_ckpt.formats import ConvertOptions, convert_checkpoint, open_source
 from lt_ckpt.nxd.options import NxdOptions
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
-conversion.sync_and_hash = die
+conversion.OutputHashes.finish = die
 convert_checkpoint(open_source(sys.argv[1]), sys.argv[2], ConvertOptions(format=sys.argv[3], nxd=NxdOptions(tp=2)))
 """
 
@@ -169,13 +170,13 @@ def test_a_hidden_folder_of_someone_else_is_not_touched(tmp_path, model, monkeyp
         convert_checkpoint(open_source(model), tmp_path / "out", options)
     hidden.unlink()
 
-    def convert_again(folder: Path, real: Any = conversion.sync_and_hash) -> Any:
-        monkeypatch.setattr(conversion, "sync_and_hash", real)
+    def convert_again(hashes: OutputHashes, folder: Path, real: Any = OutputHashes.finish) -> Any:
+        monkeypatch.setattr(OutputHashes, "finish", real)
         with pytest.raises(CheckpointError, match="another process is writing it"):
             convert_checkpoint(open_source(model), tmp_path / "out", options)
-        return real(folder)
+        return real(hashes, folder)
 
-    monkeypatch.setattr(conversion, "sync_and_hash", convert_again)
+    monkeypatch.setattr(OutputHashes, "finish", convert_again)
     require_whole("hf", model, convert_checkpoint(open_source(model), tmp_path / "out", options))
 
 

@@ -117,7 +117,7 @@ CAUSES = {
     "wrapped": (lambda w: {f"module.{name}": t for name, t in w.items()}, r"begin with 'module\.': save"),
     "inner": (lambda w: {n.removeprefix("model."): t for n, t in w.items()}, r"names lack 'model\.'"),
     "no head": (lambda w: {n: t for n, t in w.items() if n != HEAD}, r"lm_head.*set tie_word_embeddings to true"),
-    "other family": (lambda w: {n.replace("gate_proj", "w1"): t for n, t in w.items()}, "another family than Llama"),
+    "other family": (lambda w: {n.replace("gate_proj", "w1"): t for n, t in w.items()}, "or of another family"),
     "lost": (lambda w: dict(list(w.items())[:-2]), r"2 missing: .*a file was not copied"),
 }
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lt_ckpt import CheckpointError, open_source
+from lt_ckpt import CheckpointError, laid_out_files, open_source, output_hashes
 from lt_ckpt.checksums import describe_checksums, iter_damages
 from lt_ckpt.hash_list import HASH_LIST, parse_hash_list
 
@@ -18,10 +18,13 @@ FOLDERS = ["hf", "hf in shards", "dcp", "nxd", "nxd v1", "nxd gqa", "nxd xser", 
 
 @pytest.fixture(scope="module")
 def made(memory, models) -> dict[str, Path]:
-    """Name → the folder with the list."""
+    """Name → the folder with the list; written in small blocks, whose files are hashed in small steps."""
     model = models.make(memory / "hash-list" / "model")
     (model / "tokenizer.json").write_text("{}")
-    outputs = {name: models.output(model, memory / "hash-list" / name, name) for name in FOLDERS}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(laid_out_files, "BLOCK_BYTES", 400)
+        patch.setattr(output_hashes, "STEP_BYTES", 1)
+        outputs = {name: models.output(model, memory / "hash-list" / name, name) for name in FOLDERS}
     return {name: next(path.rglob(HASH_LIST)).parent for name, path in outputs.items()}
 
 

@@ -96,12 +96,12 @@ def test_room_takes_no_memory_and_is_zeros(tmp_path):
 def test_torch_reads_and_writes_one_file_of_a_kind(tmp_path, monkeypatch):
     n_read = 0
 
-    def counted(stream, where, real=tensor_files.load_pt_stream):
+    def counted(path, real=tensor_files.load_pt):
         nonlocal n_read
         n_read += 1
-        return real(stream, where)
+        return real(path)
 
-    monkeypatch.setattr(tensor_files, "load_pt_stream", counted)
+    monkeypatch.setattr(tensor_files, "load_pt", counted)
     kinds = [lambda i: BASE + i, lambda i: (BASE + i).bfloat16(), lambda i: (BASE + i)[:, 2:5], lambda i: BASE.T + i]
     known = TensorFiles()
     for i in range(40):

@@ -28,6 +28,7 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -53,10 +54,7 @@ def allocate_host_memory(n_bytes: int) -> np.ndarray:
 
 def _buffer_offsets(shards: Iterable[Shard]) -> list[int]:
     """Return each shard's offset in the copy buffer, followed by the buffer's size."""
-    offsets = [0]
-    for shard in shards:
-        offsets.append(offsets[-1] + -(-shard.n_bytes // ALIGN) * ALIGN)
-    return offsets
+    return [*accumulate((-(-shard.n_bytes // ALIGN) * ALIGN for shard in shards), initial=0)]
 
 
 class AsyncRankSaver:

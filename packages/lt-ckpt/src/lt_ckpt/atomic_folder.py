@@ -30,15 +30,11 @@ class AtomicFolder:
         self._hidden = folder.with_name(f".{folder.name}.converting")
         self.temp_path = self._hidden / OUTPUT
 
-    def file_path(self, relative: str) -> Path:
-        """Return the path at which to create a file of the folder, and make its parent folders."""
+    def write_file(self, relative: str, data: bytes) -> None:
+        """Write a small file, and the folders above it that are missing."""
         path = self.temp_path / relative
         files.make_folders(path.parent)
-        return path
-
-    def write_file(self, relative: str, data: bytes) -> None:
-        """Write a small file."""
-        files.write_file(self.file_path(relative), data)
+        files.write_file(path, data)
 
     def __enter__(self) -> "AtomicFolder":
         folder = self._folder

@@ -22,7 +22,7 @@ from lt_ckpt.dtypes import item_bytes
 from lt_ckpt.errors import CheckpointError, translate_os_errors
 from lt_ckpt.folders import COMMIT, HF, MANIFEST, TOKENIZER
 from lt_ckpt.manifest import MAX_MANIFEST_BYTES, CheckpointManifest, parse_committed
-from lt_ckpt.parallel import run_in_threads
+from lt_ckpt.parallel import iter_in_threads
 from lt_ckpt.records import TensorRecord
 from lt_ckpt.shards import Box, Ints, is_inside
 from lt_ckpt.source import check_names
@@ -81,9 +81,6 @@ class Checkpoint:
 
     def __init__(self, path: Path, manifest: CheckpointManifest) -> None:
         self.path, self.manifest, self.is_verified = path, manifest, False
-
-    def __repr__(self) -> str:
-        return f"Checkpoint({str(self.path)!r}, step={self.step})"
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> "Checkpoint":
@@ -168,17 +165,15 @@ class Checkpoint:
             out = target.view(f"<u{item_bytes(record.dtype)}").reshape(box[1])
             read_box_into(self.path, record.slices, box, out, name)
 
-        run_in_threads(read, [(*found, target) for found, target in zip(boxes, targets, strict=True)])
+        list(iter_in_threads(read, [(*found, target) for found, target in zip(boxes, targets, strict=True)]))
 
     def _boxes(self, items: Sequence[ReadItem]) -> list[tuple[TensorRecord, str, Box]]:
         boxes: list[tuple[TensorRecord, str, Box]] = []
         for item in items:
             record = self._record(item.group, item.name)
             offset = (0,) * len(record.shape) if item.offset is None else tuple(item.offset)
-            if item.shape is not None:
-                shape = tuple(item.shape)
-            else:
-                shape = tuple(size - o for size, o in zip(record.shape, offset, strict=False))
+            rest = tuple(size - o for size, o in zip(record.shape, offset, strict=False))
+            shape = rest if item.shape is None else tuple(item.shape)
             if not is_inside((offset, shape), record.shape):
                 raise CheckpointError(
                     f"{self.path}: {item.group}/{item.name}: slice at {list(offset)} of shape {list(shape)} "

@@ -1,4 +1,4 @@
-"""Verification of a source's bytes before they are used: one sequential pass over its files.
+"""Verification of a source's bytes before they are used: one pass over its files.
 
 Checkpoints of lt have a hash per slice (`integrity.py`); a folder that a conversion wrote, or that came with one, has a
 list of its files' hashes (`hash_list.py`). Other files have nothing that would show damage.
@@ -11,7 +11,7 @@ from lt_ckpt.files import ProgressCallback
 from lt_ckpt.hash_list import HASH_LIST, HashList
 from lt_ckpt.hf.folder import CONFIG
 from lt_ckpt.integrity import verify
-from lt_ckpt.parallel import ByteCounter
+from lt_ckpt.parallel import ByteCounter, iter_in_threads
 from lt_ckpt.source import Source
 
 
@@ -63,15 +63,15 @@ def check_undamaged(source: Source, *, progress: ProgressCallback | None = None)
 
 
 def _iter_changed_files(listed: HashList, names: Iterable[str], progress: ProgressCallback | None) -> Iterator[str]:
-    sizes: dict[str, int] = {}
-    for file in sorted(names):
-        try:
-            sizes[file] = listed.file_size(file)
-        except CheckpointError as exc:
-            yield str(exc)
-    count_bytes = ByteCounter(sum(sizes.values()), progress)
-    for file in sizes:
+    files = sorted(names)
+    there = [path for file in files if (path := listed.folder / file).is_file()]
+    count_bytes = ByteCounter(sum(path.stat().st_size for path in there), progress)
+
+    def check(file: str) -> str:
         try:
             listed.check_file(file, count_bytes)
         except CheckpointError as exc:
-            yield str(exc)
+            return str(exc)
+        return ""
+
+    yield from filter(None, iter_in_threads(check, [(file,) for file in files]))

@@ -20,7 +20,8 @@ from lt_ckpt.checked_cast import read_cast
 from lt_ckpt.errors import translate_os_errors
 from lt_ckpt.hash_list import HASH_LIST, format_hash_list
 from lt_ckpt.laid_out_files import Fill
-from lt_ckpt.parallel import ByteCounter, run_in_threads
+from lt_ckpt.output_hashes import OutputHashes
+from lt_ckpt.parallel import ByteCounter
 from lt_ckpt.shards import Box
 from lt_ckpt.source import Source
 from lt_ckpt.tensorfile import TensorSpec
@@ -81,24 +82,12 @@ def convert(
         files.check_free_space(folder.parent, n_bytes)
         for path, data in target.aux_files.items():
             output.write_file(path, data)
-        target.fill(output.temp_path, read, ByteCounter(n_bytes, progress))
-        hashes = sync_and_hash(output.temp_path / target.hashed_folder)
+        written = OutputHashes()
+        target.fill(output.temp_path, read, ByteCounter(n_bytes, progress), written.settle)
+        hashes = written.finish(output.temp_path / target.hashed_folder)
         for path, data in target.marker_files.items():
             output.write_file(path, data)
             hashes[Path(path).relative_to(target.hashed_folder).as_posix()] = hashlib.sha256(data).hexdigest()
         if not target.single_file:
             output.write_file(str(Path(target.hashed_folder, HASH_LIST)), format_hash_list(hashes))
     return folder
-
-
-def sync_and_hash(folder: Path) -> dict[str, str]:
-    """Flush all files of a folder to the disk; return path relative to the folder → SHA-256."""
-    found: dict[str, str] = {}
-
-    def finish(path: Path) -> None:
-        with os.fdopen(files.open_for_reading(path), "rb") as file:
-            files.fsync(file.fileno())
-            found[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
-
-    run_in_threads(finish, [(path,) for path in sorted(folder.rglob("*")) if path.is_file()])
-    return found

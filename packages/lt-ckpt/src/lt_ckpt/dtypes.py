@@ -9,26 +9,17 @@ import numpy as np
 
 from lt_ckpt.errors import CheckpointError
 
-ITEM_BYTES: dict[str, int] = {
-    "BOOL": 1,
-    "U8": 1,
-    "I8": 1,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "I16": 2,
-    "U16": 2,
-    "F16": 2,
-    "BF16": 2,
-    "I32": 4,
-    "U32": 4,
-    "F32": 4,
-    "I64": 8,
-    "U64": 8,
-    "F64": 8,
+TORCH_NAMES = {
+    **{"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"},
+    **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "BOOL": "bool"},
+    **{"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8"},
+    **{"U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8"},
 }
-"""Bytes per element of every supported element type."""
+"""Name in torch of every supported element type."""
+ITEM_BYTES = {code: 1 if "8" in code or code == "BOOL" else int(code[-2:]) // 8 for code in TORCH_NAMES}
+"""Bytes per element."""
 
-_TORCH_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_FLOATS = ("F64", "F32", "F16", "BF16")
 _BY_RANGE = ("F16", "BF16", "F32", "F64")
 """Floating-point types, the one with the smallest largest value first."""
 _NUMPY = {"F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2")}
@@ -43,17 +34,17 @@ def item_bytes(dtype: str) -> int:
 
 def parse_float_dtype(name: str) -> str:
     """Return the safetensors code of a floating-point dtype name: bf16, bfloat16, BF16, fp32."""
-    for code, long_name in _TORCH_NAMES.items():
-        if name.lower() in (code.lower(), code.lower().replace("f", "fp"), long_name):
+    for code in _FLOATS:
+        if name.lower() in (code.lower(), code.lower().replace("f", "fp"), TORCH_NAMES[code]):
             return code
     raise CheckpointError(f"dtype {name!r} is not a floating type that can be cast to; use f64, f32, f16 or bf16")
 
 
 def torch_dtype_name(code: str) -> str:
     """Return the torch and Hugging Face name of a floating-point safetensors code, e.g. `bfloat16`."""
-    if code not in _TORCH_NAMES:
-        raise CheckpointError(f"dtype {code!r} is not one of {', '.join(_TORCH_NAMES)}")
-    return _TORCH_NAMES[code]
+    if code not in _FLOATS:
+        raise CheckpointError(f"dtype {code!r} is not one of {', '.join(_FLOATS)}")
+    return TORCH_NAMES[code]
 
 
 def _to_float32_round_to_odd(values: np.ndarray) -> np.ndarray:
@@ -111,8 +102,8 @@ def cast(data: np.ndarray, source: str, target: str) -> np.ndarray:
     """
     if source == target:
         return data
-    if source not in _TORCH_NAMES or target not in _TORCH_NAMES:
-        raise CheckpointError(f"cannot cast {source} to {target}: only {', '.join(_TORCH_NAMES)} are cast")
+    if source not in _FLOATS or target not in _FLOATS:
+        raise CheckpointError(f"cannot cast {source} to {target}: only {', '.join(_FLOATS)} are cast")
     if source == "BF16":
         values = (data.view("<u2").astype("<u4") << np.uint32(16)).view("<f4")
     else:

@@ -156,11 +156,11 @@ def iter_blocks(path: Path, position: int, n_bytes: int) -> Iterator[memoryview]
             yield block
 
 
-def start_writeback(descriptor: int) -> None:
-    """Let the system write a file now, and forget those of its pages that are on the disk.
+def start_writeback(descriptor: int, begin: int = 0, end: int = 0) -> None:
+    """Let the system write a file or a range of it now, and forget those of its pages that are on the disk.
 
     Otherwise nothing is written until the fsync, and a save takes the page cache that training needs; what was
     forgotten is memory for the next bytes, and new memory is most of a save's work in a virtual machine.
     """
     if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(descriptor, begin, end - begin, os.POSIX_FADV_DONTNEED)

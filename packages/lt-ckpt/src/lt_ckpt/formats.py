@@ -35,7 +35,7 @@ _OPENERS = {
     "hf": "lt_ckpt.hf.format:open_hf",
     "nxd": "lt_ckpt.nxd.format:open_nxd",
     "dcp": "lt_ckpt.dcp.format:open_dcp",
-    "pt": "lt_ckpt.torchfile.format:open_pt",
+    "pt": "lt_ckpt.hf.format:open_hf",
     "meta": "lt_ckpt.meta_llama.format:open_meta",
 }
 """Format → the function that opens it; imported when it is needed, torch with it."""
@@ -153,11 +153,11 @@ def open_source(
         lt_model.ModelError: The configuration is of no supported family.
     """
     given_config = None if config is None else read_config(Path(config))
+    nxd = {"master_weights": master_weights, "optimizer": optimizer, "head_order": head_order}
     if str(path).startswith(HUB):
         from lt_ckpt.hub.model import fetch_model
 
         fetched = fetch_model(str(path), cache=cache_dir, verify=verify, progress=progress)
-        nxd = {"master_weights": master_weights, "optimizer": optimizer, "head_order": head_order}
         source = open_source(fetched.path, config=config, **nxd)
         return replace(source, format_info={**source.format_info, **fetched.about})
     path = Path(path)
@@ -189,8 +189,7 @@ def open_source(
         raise CheckpointError(
             f"{path}: has no model configuration ({CONFIG}); give the model's Hugging Face one (--config config.json)"
         )
-    nxd = {"master_weights": master_weights, "optimizer": optimizer, "head_order": head_order} if kind == "nxd" else {}
-    source: Source = pkgutil.resolve_name(_OPENERS[kind])(path, config=known, **nxd)
+    source: Source = pkgutil.resolve_name(_OPENERS[kind])(path, config=known, **(nxd if kind == "nxd" else {}))
     aux_files = read_aux_files(folder) if has_config or kind != "pt" else {}
     if config is not None and kind != "hf":
         aux_files |= read_aux_files(Path(config) if Path(config).is_dir() else Path(config).parent)
@@ -278,6 +277,7 @@ def convert_checkpoint(
     from lt_ckpt.checksums import check_undamaged
     from lt_ckpt.comparison import find_replica_mismatches
     from lt_ckpt.conversion import convert
+    from lt_ckpt.hf.format import hf_target, pt_target
     from lt_ckpt.llama_tensors import check_tied_head
 
     if options.verify:
@@ -295,8 +295,6 @@ def convert_checkpoint(
 
         return save_lt(source, out, dtype=options.dtype, allow_overflow=options.allow_overflow, progress=progress)
     if options.format == "hf":
-        from lt_ckpt.hf.format import hf_target
-
         target = hf_target(source, dtype=options.dtype, max_shard_bytes=options.max_shard_bytes)
     elif options.format == "nxd":
         from lt_ckpt.nxd.format import nxd_target
@@ -311,8 +309,6 @@ def convert_checkpoint(
 
         target = dcp_target(source, dtype=options.dtype)
     elif options.format == "pt":
-        from lt_ckpt.torchfile.format import pt_target
-
         target = pt_target(source, Path(out).name, dtype=options.dtype)
     else:
         raise CheckpointError(f"format {options.format!r} is not one of {', '.join(FORMATS)}")

@@ -7,7 +7,6 @@ files are checked, also after the first problem. Cost: one read of the checkpoin
 
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from lt_ckpt.checkpoint import read_manifest
 from lt_ckpt.errors import CheckpointError, translate_os_errors
 from lt_ckpt.folders import COMMIT, MANIFEST, iter_files
 from lt_ckpt.manifest import Segment
-from lt_ckpt.parallel import THREADS, ByteCounter
+from lt_ckpt.parallel import ByteCounter, iter_in_threads
 from lt_ckpt.records import FileRecord
 
 
@@ -77,8 +76,7 @@ def verify(path: str | os.PathLike[str], *, progress: files.ProgressCallback | N
         except CheckpointError as exc:
             return [str(exc)]
 
-    with ThreadPoolExecutor(THREADS, "lt-ckpt-verify") as pool:
-        problems = [problem for found in pool.map(check, manifest.files) for problem in found]
+    problems = [problem for found in iter_in_threads(check, [(name,) for name in manifest.files]) for problem in found]
     return VerificationReport(
         path=folder,
         problems=tuple(problems),

@@ -16,8 +16,8 @@ import numpy as np
 
 from lt_ckpt import files
 from lt_ckpt.dtypes import item_bytes
-from lt_ckpt.layout import FileLayout, Layout, TensorRegion
-from lt_ckpt.parallel import run_in_threads
+from lt_ckpt.layout import FileLayout, Layout, TensorRegion, stored_specs
+from lt_ckpt.parallel import iter_in_threads
 from lt_ckpt.shards import Box, intersect, split_rows
 from lt_ckpt.tensorfile import TensorSpec, make_header
 
@@ -34,17 +34,21 @@ ReadBlock = Callable[[str, Box], np.ndarray]
 """Returns a box of a model tensor in the target's dtype, as unsigned integers, of the box's shape."""
 
 CountBytes = Callable[[int], None]
-Fill = Callable[[Path, ReadBlock, CountBytes], None]
+Settle = Callable[[Path, int], None]
+"""Told that the bytes of a file up to a position do not change any more."""
+Fill = Callable[[Path, ReadBlock, CountBytes, Settle], None]
 """Writes all tensor files of an output into a folder."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Destination:
-    """Region of a model tensor, and the place of its first row in a file."""
+    """Region of a model tensor, the place of its first row in a file, and the bytes of it that are written."""
 
     region: TensorRegion
     path: Path
     byte_offset: int
+    n_bytes: int
+    n_written: int = 0
 
     def write(self, box: Box, block: np.ndarray) -> int:
         """Write the part of a block of whole rows that belongs here; return its bytes."""
@@ -67,12 +71,13 @@ def write_layout(layout: Layout, specs: Mapping[str, TensorSpec], lay_out: LayOu
         lay_out: Lays out one file.
     """
 
-    def fill(folder: Path, read: ReadBlock, count_bytes: CountBytes) -> None:
+    def fill(folder: Path, read: ReadBlock, count_bytes: CountBytes, settle: Settle) -> None:
         destinations: dict[str, list[_Destination]] = {}
+        waiting: dict[Path, list[_Destination]] = {}
         for file in layout:
             path = folder / file.path
             files.make_folders(path.parent)
-            stored = {t.key: TensorSpec(specs[t.regions[0].name].dtype, t.shape) for t in file.tensors}
+            stored = stored_specs(file.tensors, specs)
             places = lay_out(path, file, stored)
             for tensor in file.tensors:
                 target, begin = places[tensor.key]
@@ -80,20 +85,31 @@ def write_layout(layout: Layout, specs: Mapping[str, TensorSpec], lay_out: LayOu
                 for region in tensor.regions:
                     assert region.shape[1:] == tensor.shape[1:], f"{tensor.key}: joined along columns"
                     at = begin + (region.stored_offset[0] * row_bytes if tensor.shape else 0)
-                    destinations.setdefault(region.name, []).append(_Destination(region, target, at))
+                    n_bytes = prod(region.shape) * item_bytes(stored[tensor.key].dtype)
+                    destination = _Destination(region, target, at, n_bytes)
+                    destinations.setdefault(region.name, []).append(destination)
+                    waiting.setdefault(target, []).append(destination)
+        for found in waiting.values():
+            found.sort(key=lambda destination: -destination.byte_offset)
 
-        def copy(name: str, box: Box) -> None:
+        def copy(name: str, box: Box) -> list[tuple[_Destination, int]]:
             block = read(name, box)
-            count_bytes(sum(destination.write(box, block) for destination in destinations[name]))
+            return [(destination, destination.write(box, block)) for destination in destinations[name]]
 
-        run_in_threads(
-            copy,
-            [
-                (name, box)
-                for name in destinations
-                for box in split_rows(specs[name].shape, BLOCK_BYTES // item_bytes(specs[name].dtype))
-            ],
-        )
+        blocks = [
+            (name, box)
+            for name in destinations
+            for box in split_rows(specs[name].shape, BLOCK_BYTES // item_bytes(specs[name].dtype))
+        ]
+        for written in iter_in_threads(copy, blocks):
+            for destination, n_bytes in written:
+                count_bytes(n_bytes)
+                destination.n_written += n_bytes
+                ahead = waiting[destination.path]
+                while ahead and ahead[-1].n_written == ahead[-1].n_bytes:
+                    ahead.pop()
+                if ahead:
+                    settle(destination.path, ahead[-1].byte_offset + ahead[-1].n_written)
 
     return fill
 

@@ -9,13 +9,11 @@ anything missing or stored twice?) follow from it.
 Pure: no file is accessed. Cost: O(regions).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import prod
 
-from lt_ckpt.dtypes import item_bytes
 from lt_ckpt.errors import CheckpointError
-from lt_ckpt.shards import Box, Ints
+from lt_ckpt.shards import Box, Ints, intersect
 from lt_ckpt.tensorfile import TensorSpec
 
 
@@ -62,14 +60,24 @@ Layout = tuple[FileLayout, ...]
 """All files of a format for one model."""
 
 
+def stored_specs(tensors: Iterable[TensorLayout], specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+    """Return key → dtype and shape of stored tensors, given the model tensors' specs.
+
+    Raises:
+        CheckpointError: Model tensors of two dtypes are to be stored as one.
+    """
+    found: dict[str, TensorSpec] = {}
+    for tensor in tensors:
+        dtypes = {specs[region.name].dtype for region in tensor.regions}
+        if len(dtypes) > 1:
+            raise CheckpointError(f"{tensor.key}: its parts are {' and '.join(sorted(dtypes))}; cast them (--dtype)")
+        found[tensor.key] = TensorSpec(dtypes.pop(), tensor.shape)
+    return found
+
+
 def layout_bytes(layout: Layout, specs: Mapping[str, TensorSpec]) -> int:
     """Return the bytes of all stored tensors, given the model tensors' specs."""
-    return sum(prod(t.shape) * item_bytes(specs[t.regions[0].name].dtype) for file in layout for t in file.tensors)
-
-
-def whole_file(path: str, shapes: Mapping[str, Ints]) -> FileLayout:
-    """Return a file of model tensors stored whole."""
-    return FileLayout(path=path, tensors=tuple(whole_tensor(name, shape) for name, shape in shapes.items()))
+    return sum(spec.n_bytes for file in layout for spec in stored_specs(file.tensors, specs).values())
 
 
 def whole_tensor(name: str, shape: Ints, key: str = "") -> TensorLayout:
@@ -92,6 +100,26 @@ def stack_rows(key: str, boxes: list[tuple[str, Box]]) -> TensorLayout:
         )
         rows += shape[0]
     return TensorLayout(key=key, shape=(rows, *row_shape), regions=tuple(regions))
+
+
+def slice_rows(tensor: TensorLayout, first: int, n_rows: int) -> TensorLayout:
+    """Return rows of a rank's tensor as a tensor."""
+    shape = (n_rows, *tensor.shape[1:])
+    begin: Ints = (first, *(0,) * (len(shape) - 1))
+    regions: list[TensorRegion] = []
+    for region in tensor.regions:
+        common = intersect((begin, shape), (region.stored_offset, region.shape))
+        if common is not None:
+            at, size = common
+            regions.append(
+                TensorRegion(
+                    name=region.name,
+                    offset=tuple(o + a - p for o, a, p in zip(region.offset, at, region.stored_offset, strict=True)),
+                    shape=size,
+                    stored_offset=tuple(a - b for a, b in zip(at, begin, strict=True)),
+                )
+            )
+    return TensorLayout(key=tensor.key, shape=shape, regions=tuple(regions))
 
 
 def shard_box(shape: Ints, dim: int, index: int, count: int, name: str) -> Box:

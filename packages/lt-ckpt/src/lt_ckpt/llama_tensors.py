@@ -4,7 +4,6 @@ A head tied to the embedding is a tensor of its own here: formats that store it 
 it finds it in the embedding's bytes.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -15,32 +14,16 @@ from lt_ckpt.errors import CheckpointError
 from lt_ckpt.shards import Ints, split_rows
 from lt_ckpt.source import Source, TensorGroup, check_names
 from lt_ckpt.tensorfile import TensorSpec
-from lt_model import ModelConfig, ModelError
+from lt_model import ModelConfig
 from lt_model import param_specs as model_param_specs
-from lt_model.families import FAMILIES
 from lt_model.params import ParamSpec
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 MASTER_WEIGHTS = "master"
 """Group of the fp32 master weights."""
 
-IGNORED_BUFFERS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
-"""Buffers in old files that every reader recomputes."""
-
-
 BLOCK_BYTES = 4 * 2**20
 MAX_LAYERS = 100_000
-
-
-def check_named_as_ours(config: ModelConfig) -> None:
-    """Check that files of the model's family have our names and tensors.
-
-    Raises:
-        ModelError: The family has other names, or several of our tensors in one.
-    """
-    row = FAMILIES[config.family]
-    if row.renames or row.fused or config.has_experts:
-        raise ModelError(f"family = {config.family!r}: its tensors have other names in files; lt ckpt has no map yet")
 
 
 def param_specs(config: ModelConfig) -> tuple[ParamSpec, ...]:

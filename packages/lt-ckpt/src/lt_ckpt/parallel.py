@@ -4,20 +4,26 @@ Threads help because reading, writing, hashing and casting release the interpret
 """
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from lt_ckpt.files import ProgressCallback
+
+T = TypeVar("T")
 
 THREADS = 4
 
 
-def run_in_threads(task: Callable[..., None], arguments: Iterable[tuple[object, ...]]) -> None:
-    """Run a task for each arguments in threads; after an error no further one begins."""
+def iter_in_threads(task: Callable[..., T], arguments: Iterable[tuple[object, ...]]) -> Iterator[T]:
+    """Run a task for each arguments in threads and yield what they return, in order.
+
+    After an error, of a task or of the caller, no further one begins.
+    """
     with ThreadPoolExecutor(THREADS, "lt-ckpt") as pool:
         try:
             for future in [pool.submit(task, *item) for item in arguments]:
-                future.result()
+                yield future.result()
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise

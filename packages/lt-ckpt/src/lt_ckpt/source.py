@@ -116,8 +116,9 @@ def check_names(expected: Collection[str], found: Collection[str], where: str) -
     Raises:
         CheckpointError: Names those that are missing, those that are extra, and the likely cause.
     """
-    missing = [name for name in expected if name not in set(found)]
-    extra = [name for name in found if name not in set(expected)]
+    known, stored = set(expected), set(found)
+    missing = [name for name in expected if name not in stored]
+    extra = [name for name in found if name not in known]
     if not missing and not extra:
         return
     parts = [
@@ -140,7 +141,7 @@ def _likely_cause(missing: list[str], extra: list[str]) -> str:
     if missing == ["lm_head.weight"] and not extra:
         return "if the head is the embedding, set tie_word_embeddings to true in the configuration"
     if extra:
-        return "the configuration is another model's, or the model is of another family than Llama"
+        return "the configuration is another model's, or of another family"
     return "a file was not copied, or the configuration is another model's"
 
 

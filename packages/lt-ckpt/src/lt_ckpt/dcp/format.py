@@ -12,38 +12,43 @@ Face's names, so that `dcp.load(model.state_dict(), checkpoint_id=folder)` loads
 
 import os
 import pickle
+import re
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+import numpy as np
 
 from lt_ckpt.conversion import Target
+from lt_ckpt.dtypes import item_bytes
 from lt_ckpt.errors import CheckpointError, translate_os_errors
+from lt_ckpt.family_tensors import IGNORED_BUFFERS, family_key, family_tensors, find_family_tensors, module_key
 from lt_ckpt.file_names import check_name
-from lt_ckpt.laid_out_files import CountBytes, ReadBlock
-from lt_ckpt.layout import FileLayout, whole_tensor
-from lt_ckpt.llama_tensors import EMBED, HEAD, IGNORED_BUFFERS, add_tied_head, param_specs, target_specs, tensor_shapes
+from lt_ckpt.laid_out_files import CountBytes, ReadBlock, Settle
+from lt_ckpt.layout import FileLayout, TensorLayout, slice_rows, stored_specs
+from lt_ckpt.llama_tensors import EMBED, HEAD, add_tied_head, param_specs, target_specs, tensor_shapes
 from lt_ckpt.meta_llama.names import dialect_key, unpermute_group
 from lt_ckpt.model_files import model_files
 from lt_ckpt.records import TORCH_ADAMW
-from lt_ckpt.shards import is_inside
-from lt_ckpt.source import Source, TensorGroup, build_tensor_group, check_names
+from lt_ckpt.shards import Ints, is_inside, split_rows
+from lt_ckpt.source import Source, TensorGroup, build_tensor_group
 from lt_ckpt.stored_slices import StoredSlice
 from lt_ckpt.tensorfile import TensorSpec
 from lt_ckpt.torchfile.file import CODES, DTYPES
 from lt_ckpt.torchfile.tensor_files import TensorFiles
-from lt_model import config_from_hf
-from lt_model.params import ParamSpec
+from lt_model import ModelConfig, config_from_hf
 
 try:
     import torch
+    import torch.distributed.checkpoint.metadata as dcp
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-    from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-    from torch.distributed.checkpoint.planner import WriteItem
+    from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
     from torch.distributed.checkpoint.state_dict_saver import save
 except ModuleNotFoundError as exc:
     raise CheckpointError(
@@ -52,16 +57,10 @@ except ModuleNotFoundError as exc:
 
 METADATA = ".metadata"
 _CLASSES = {
-    "torch.distributed.checkpoint.metadata": [
-        "Metadata",
-        "MetadataIndex",
-        "TensorStorageMetadata",
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "TensorProperties",
-        "StorageMeta",
-        "_MEM_FORMAT_ENCODING",
-    ],
+    "torch.distributed.checkpoint.metadata": (
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+        *("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
+    ),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
     "torch.distributed._shard.sharded_tensor.metadata": ("TensorProperties", "MEM_FORMAT_ENCODING"),
     "torch.serialization": ("_get_layout",),
@@ -71,12 +70,8 @@ _CLASSES = {
 }
 """Names that `.metadata` may refer to."""
 
-_KEY_PREFIXES = {
-    "hf": ("model.embed_tokens.", "model.layers.", "model.norm.", "lm_head."),
-    "meta": ("tok_embeddings.", "layers.", "norm.", "output."),
-    "titan": ("tok_embeddings.", "layers.", "norm.", "lm_head."),
-}
-"""Dialect → prefixes of a model's keys; an unknown tensor with one of them means another model."""
+CHUNK_BYTES = 32 * 2**20
+"""Bytes of a tensor that are in memory, and written, at a time."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -89,7 +84,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 class SafeReader(FileSystemReader):
     """Reader of torch whose `.metadata` cannot run code."""
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
         """Read `.metadata`.
 
         Raises:
@@ -103,19 +98,28 @@ class SafeReader(FileSystemReader):
                 raise
             except Exception as exc:  # a damaged pickle may raise any
                 raise CheckpointError(f"{path}: {exc}; it is damaged, or was not written by torch") from exc
-        if not isinstance(found, Metadata):
+        if not isinstance(found, dcp.Metadata):
             raise CheckpointError(f"{path}: holds a {type(found).__name__}, not the metadata of a checkpoint")
         return found
 
 
-class _Naming(NamedTuple):
-    """Naming of the model's tensors in a checkpoint: a dialect behind a prefix."""
+def _rename(dialect: str, config: ModelConfig) -> Callable[[str], str]:
+    return partial(family_key, config=config) if dialect == "hf" else partial(dialect_key, dialect=dialect)
 
-    dialect: str
-    prefix: str
 
-    def key(self, name: str) -> str:
-        return self.prefix + dialect_key(name, self.dialect)
+def _find_tensors(
+    config: ModelConfig, dialect: str, prefix: str, stored: Collection[str], where: str
+) -> tuple[dict[str, TensorLayout], dict[str, Ints]]:
+    """Return the model's tensors by their keys without the prefix, and the shapes of ours in them.
+
+    Unknown keys that begin as some of the model's do mean another model.
+    """
+    rename = _rename(dialect, config)
+    known = [HEAD, *family_tensors(config, tensor_shapes(config), rename)]
+    starts = tuple({re.sub(r"(?<=layers\.).*|[^.]*$", "", key) for key in known})
+    keys = [key.removeprefix(prefix) for key in stored if key.startswith(prefix)]
+    own = [key for key in keys if key.startswith(starts) and not IGNORED_BUFFERS.search(key)]
+    return find_family_tensors(config, own, where, None if dialect == "hf" else rename)
 
 
 def open_dcp(path: str | os.PathLike[str], *, config: Mapping[str, Any]) -> Source:
@@ -132,29 +136,26 @@ def open_dcp(path: str | os.PathLike[str], *, config: Mapping[str, Any]) -> Sour
     """
     folder = Path(path)
     model = config_from_hf(dict(config), source=f"{folder}: config")
-    model.check_features("the format dcp")
     metadata = SafeReader(folder).read_metadata()
-    tensors = {k: m for k, m in metadata.state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)}
-    naming = _detect_naming(tensors, str(folder))
-    head_is_stored = naming.key(HEAD) in tensors
-    table = param_specs(replace(model, tie_word_embeddings=model.tie_word_embeddings and not head_is_stored))
-    keys = {"weights": {p.name: naming.key(p.name) for p in table}, **_find_moments(tensors, naming, table)}
-    used = {key for names in keys.values() for key in names.values()}
-    prefixes = tuple(naming.prefix + prefix for prefix in _KEY_PREFIXES[naming.dialect])
-    own = [key for key in tensors if key.startswith(prefixes) and not IGNORED_BUFFERS.search(key)]
-    check_names(list(keys["weights"].values()), own, str(folder))
+    tensors = {k: m for k, m in metadata.state_dict_metadata.items() if isinstance(m, dcp.TensorStorageMetadata)}
+    dialect, prefix = _detect_naming(model, tensors, str(folder))
+    if dialect != "hf":
+        model.check_features(f"the names of {dialect}")
+    table, shapes = _find_tensors(model, dialect, prefix, tensors, str(folder))
+    keys = {"weights": [prefix + key for key in table], **_find_moments(tensors, dialect, model, table)}
+    used = {key for names in keys.values() for key in names}
     chunks = _ChunkReader(folder, metadata)
     stored = {key: chunks.locate(key, tensors[key]) for key in used}
     groups: dict[str, TensorGroup] = {}
     for kind, names in keys.items():
-        layout = FileLayout(path=METADATA, tensors=tuple(whole_tensor(p.name, p.shape, names[p.name]) for p in table))
+        renamed = tuple(replace(tensor, key=key) for tensor, key in zip(table.values(), names, strict=True))
         found = TensorGroup(
-            specs={key: stored[key][0] for key in names.values()},
-            locations={key: stored[key][1] for key in names.values()},
+            specs={key: stored[key][0] for key in names}, locations={key: stored[key][1] for key in names}
         )
-        group = build_tensor_group((layout,), {METADATA: found}, {p.name: p.shape for p in table}, str(folder))
-        if naming.dialect != "hf":
-            group = unpermute_group(group, table, model.head_width)
+        layout = (FileLayout(path=METADATA, tensors=renamed),)
+        group = build_tensor_group(layout, {METADATA: found}, shapes, str(folder))
+        if dialect != "hf":
+            group = unpermute_group(group, param_specs(model), model.head_width)
         groups[kind] = add_tied_head(group, model)
     others = [key for key in metadata.state_dict_metadata if key not in used]
     return Source(
@@ -165,43 +166,42 @@ def open_dcp(path: str | os.PathLike[str], *, config: Mapping[str, Any]) -> Sour
         groups=groups,
         optimizer=TORCH_ADAMW if groups.keys() >= set(TORCH_ADAMW.slots) else None,
         format_info={
-            "names": naming.dialect,
-            "prefix": naming.prefix,
+            "names": dialect,
+            "prefix": prefix,
             "others": dict(Counter(key.partition(".")[0] for key in others)),
         },
     )
 
 
-def _detect_naming(tensors: Mapping[str, object], where: str) -> _Naming:
-    """Detect the dialect and the prefix of the names."""
-    found: list[_Naming] = []
+def _detect_naming(config: ModelConfig, tensors: Mapping[str, object], where: str) -> tuple[str, str]:
+    """Return the dialect of the model's names, `hf` for the family's own, and the prefix in front of them."""
+    found: list[tuple[str, str]] = []
     for dialect in ("hf", "meta"):
-        embedding = dialect_key(EMBED, dialect)
+        embedding = _rename(dialect, config)(EMBED)
         for key in tensors:
             start = key.removesuffix(embedding)
             if start != key and (not start or start.endswith(".")):
-                titan = _Naming(dialect="titan", prefix=start)
-                is_titan = titan.key("model.layers.0.self_attn.q_proj.weight") in tensors
-                found.append(titan if is_titan else _Naming(dialect=dialect, prefix=start))
+                query = start + dialect_key("model.layers.0.self_attn.q_proj.weight", "titan")
+                found.append(("titan" if query in tensors else dialect, start))
     if not found:
-        raise CheckpointError(f"{where}: contains no embedding of a Llama under a known name")
+        raise CheckpointError(f"{where}: contains no embedding of a model under a known name")
     if len(found) > 1:
-        several = ", ".join(repr(naming.prefix) for naming in found)
+        several = ", ".join(repr(prefix) for _, prefix in found)
         raise CheckpointError(f"{where}: contains several models, behind {several}; save one of them alone")
     return found[0]
 
 
 def _find_moments(
-    tensors: Mapping[str, object], naming: _Naming, table: tuple[ParamSpec, ...]
-) -> dict[str, dict[str, str]]:
-    """Return kind → model tensor → key of the moments that exist for every tensor of the model."""
-    found: dict[str, dict[str, str]] = {}
+    tensors: Mapping[str, object], dialect: str, config: ModelConfig, table: Collection[str]
+) -> dict[str, list[str]]:
+    """Return kind → keys of the moments, in the order of the table, that exist for every tensor of it."""
+    found: dict[str, list[str]] = {}
     for kind in TORCH_ADAMW.slots:
-        end = f"state.{dialect_key(EMBED, naming.dialect)}.{kind}"
+        end = f"state.{_rename(dialect, config)(EMBED)}.{kind}"
         starts = [key.removesuffix(end) for key in tensors if key.endswith(end)]
         for start in starts if len(starts) == 1 else []:
-            keys = {p.name: f"{start}state.{dialect_key(p.name, naming.dialect)}.{kind}" for p in table}
-            if tensors.keys() >= set(keys.values()):
+            keys = [f"{start}state.{key}.{kind}" for key in table]
+            if tensors.keys() >= set(keys):
                 found[kind] = keys
     return found
 
@@ -209,14 +209,14 @@ def _find_moments(
 class _ChunkReader:
     """Locations of chunks in a checkpoint's files."""
 
-    def __init__(self, folder: Path, metadata: Metadata) -> None:
+    def __init__(self, folder: Path, metadata: dcp.Metadata) -> None:
         self._folder, self._files = folder, TensorFiles()
         storage = metadata.storage_data or {}
         self._storage: dict[tuple[str, tuple[int, ...]], Any] = {
             (index.fqn, tuple(index.offset or ())): info for index, info in storage.items()
         }
 
-    def locate(self, key: str, stored: TensorStorageMetadata) -> tuple[TensorSpec, tuple[StoredSlice, ...]]:
+    def locate(self, key: str, stored: dcp.TensorStorageMetadata) -> tuple[TensorSpec, tuple[StoredSlice, ...]]:
         """Return the spec of a tensor, and its chunks as slices of it."""
         where, dtype, shape = f"{self._folder}: {key}", CODES.get(stored.properties.dtype), tuple(stored.size)
         if dtype is None:
@@ -239,20 +239,41 @@ class _ChunkReader:
 
 
 class _ReadingPlanner(DefaultSavePlanner):
-    """Planner of a save whose tensors are read one by one, when they are written."""
+    """Planner of a save in chunks of rows, which are read when they are written."""
 
-    def __init__(self, read: ReadBlock, specs: Mapping[str, TensorSpec], count_bytes: CountBytes) -> None:
+    def __init__(
+        self, read: ReadBlock, tensors: Mapping[str, TensorLayout], dtypes: Mapping[str, str], count_bytes: CountBytes
+    ) -> None:
         super().__init__()
-        self._read, self._specs, self._count_bytes = read, specs, count_bytes
+        self._read, self._tensors, self._dtypes, self._count_bytes = read, tensors, dtypes, count_bytes
+
+    def create_local_plan(self) -> SavePlan:
+        """Return the plan with an item per chunk."""
+        items: list[WriteItem] = []
+        for item in super().create_local_plan().items:
+            key, whole = item.index.fqn, item.tensor_data
+            assert whole is not None, key
+            for box in split_rows(tuple(whole.size), CHUNK_BYTES // item_bytes(self._dtypes[key])):
+                offset, shape = map(torch.Size, box)
+                chunk = replace(whole, chunk=dcp.ChunkStorageMetadata(offset, shape))
+                index = dcp.MetadataIndex(key, offset)
+                items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=chunk))
+        self.plan = SavePlan(items, planner_data=self.plan.planner_data)
+        return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        """Return a tensor."""
-        name = write_item.index.fqn
-        spec = self._specs[name]
-        data = self._read(name, ((0,) * len(spec.shape), spec.shape))
-        self._count_bytes(data.nbytes)
-        signed = torch.from_numpy(data.view(f"i{data.itemsize}"))
-        return signed.view(DTYPES[spec.dtype])
+        """Return a chunk."""
+        key, data = write_item.index.fqn, write_item.tensor_data
+        assert data is not None, key
+        offset, shape = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
+        tensor, dtype = self._tensors[key], self._dtypes[key]
+        rows = slice_rows(tensor, offset[0], shape[0]) if shape else tensor
+        out = np.empty(shape, f"<i{item_bytes(dtype)}")
+        for region in rows.regions:
+            place = tuple(slice(o, o + n) for o, n in zip(region.stored_offset, region.shape, strict=True))
+            out[place] = self._read(region.name, region.box).view(out.dtype)
+        self._count_bytes(out.nbytes)
+        return torch.from_numpy(out).view(DTYPES[dtype])
 
 
 def dcp_target(source: Source, *, dtype: str | None = None) -> Target:
@@ -263,20 +284,22 @@ def dcp_target(source: Source, *, dtype: str | None = None) -> Target:
         dtype: Safetensors code to cast to; None: as stored.
     """
     model = source.model
-    model.check_features("the format dcp")
     specs = target_specs(source, tensor_shapes(model), dtype)
+    layout = family_tensors(model, tensor_shapes(model), partial(module_key, config=model))
+    stored = stored_specs(layout.values(), specs)
 
-    def fill(folder: Path, read: ReadBlock, count_bytes: CountBytes) -> None:
+    def fill(folder: Path, read: ReadBlock, count_bytes: CountBytes, settle: Settle) -> None:
         tensors = {
-            name: torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device="meta") for name, spec in specs.items()
+            key: torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device="meta") for key, spec in stored.items()
         }
+        dtypes = {key: spec.dtype for key, spec in stored.items()}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that no process group is there
             try:
                 save(
                     tensors,
                     storage_writer=FileSystemWriter(folder),
-                    planner=_ReadingPlanner(read, specs, count_bytes),
+                    planner=_ReadingPlanner(read, layout, dtypes, count_bytes),
                     no_dist=True,
                 )
             except CheckpointException as exc:

@@ -94,11 +94,12 @@ def read_stored_arrays(folder: Path) -> dict[str, dict[str, StoredArray]]:
         if (folder / index).exists():
             return _read_indexed_files(folder / index)
         if (folder / single).exists():
-            return {single: _read_file(folder, single)}
+            return {single: read_tensor_file(folder, single)}
     raise CheckpointError(f"{folder}: has none of {', '.join((INDEX_FILE, SINGLE_FILE, BIN_INDEX_FILE, BIN_FILE))}")
 
 
-def _read_file(folder: Path, file: str) -> dict[str, StoredArray]:
+def read_tensor_file(folder: Path, file: str) -> dict[str, StoredArray]:
+    """Read the header of a tensor file of a folder: tensor → its array."""
     path = resolve_confined(folder, file)
     if file.endswith(".safetensors"):
         return read_header(path).tensors
@@ -119,7 +120,7 @@ def _read_indexed_files(source: Path) -> dict[str, dict[str, StoredArray]]:
     foreign = next((file for file in names if "/" in file or not file.endswith(suffix)), None)
     if foreign is not None:
         raise CheckpointError(f"{source}: {foreign!r} is not a {suffix} file of this folder")
-    found = {file: _read_file(source.parent, file) for file in sorted(names)}
+    found = {file: read_tensor_file(source.parent, file) for file in sorted(names)}
     for file, arrays in found.items():
         differing = (names[file] ^ set(arrays)) - {TIED_HEAD}
         if differing:

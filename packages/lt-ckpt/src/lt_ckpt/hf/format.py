@@ -1,6 +1,6 @@
-"""Hugging Face format: config.json, safetensors files of whole tensors, and their index.
+"""Hugging Face format: config.json, safetensors files of a family's tensors, and their index.
 
-Input: the folder of any Llama that `lt_model` supports, pytorch_model.bin too; rotary buffers of old files are ignored.
+Input: the folder of a model of any family that `lt_model` has, pytorch_model.bin too; buffers of old files are ignored.
 Output: what `transformers` loads: files of at most `max_shard_bytes`, an index if there are several, the tokenizer's
 files, and generation_config.json. A tied model is written without its head.
 """
@@ -12,12 +12,13 @@ from typing import Any
 
 from lt_ckpt import json_objects
 from lt_ckpt.conversion import Target
-from lt_ckpt.hf.folder import CONFIG, INDEX_FILE, SINGLE_FILE, read_stored_arrays
+from lt_ckpt.family_tensors import build_family_group, family_tensors
+from lt_ckpt.hf.folder import CONFIG, INDEX_FILE, SINGLE_FILE, read_stored_arrays, read_tensor_file
 from lt_ckpt.laid_out_files import lay_out_safetensors, write_layout
-from lt_ckpt.layout import whole_file
-from lt_ckpt.llama_tensors import HEAD, IGNORED_BUFFERS, add_tied_head, check_named_as_ours, stored_shapes, target_specs
+from lt_ckpt.layout import FileLayout, stored_specs
+from lt_ckpt.llama_tensors import stored_shapes, target_specs, tensor_shapes
 from lt_ckpt.model_files import model_files
-from lt_ckpt.source import Source, build_tensor_group, check_names, group_of_arrays
+from lt_ckpt.source import Source
 from lt_ckpt.tensorfile import TensorSpec, file_order
 from lt_model import config_from_hf
 
@@ -25,25 +26,22 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 
 def open_hf(path: str | os.PathLike[str], *, config: Mapping[str, Any]) -> Source:
-    """Open a folder with config.json and safetensors.
+    """Open a folder of a model, or a file that `torch.save(model.state_dict(), path)` wrote.
+
+    Args:
+        path: The folder or the file, whose state dict may also be under "model", "state_dict" or "module".
+        config: The model's config.json.
 
     Raises:
         CheckpointError: A file is missing or damaged, or the tensors are not those of the model.
         lt_model.ModelError: The configuration is of no supported family.
     """
-    folder = Path(path)
-    model = config_from_hf(dict(config), source=f"{folder}: {CONFIG}")
-    check_named_as_ours(model)
-    stored = {
-        file: {name: array for name, array in arrays.items() if not IGNORED_BUFFERS.search(name)}
-        for file, arrays in read_stored_arrays(folder).items()
-    }
-    shapes = stored_shapes(model, any(HEAD in arrays for arrays in stored.values()))
-    check_names(shapes, [name for arrays in stored.values() for name in arrays], str(folder))
-    layout = tuple(whole_file(file, {name: shapes[name] for name in arrays}) for file, arrays in sorted(stored.items()))
-    groups = {file: group_of_arrays(file, arrays) for file, arrays in stored.items()}
-    group = add_tied_head(build_tensor_group(layout, groups, shapes, str(folder)), model)
-    return Source(format="hf", path=folder, root=folder, config=dict(config), groups={"weights": group})
+    found = Path(path)
+    model = config_from_hf(dict(config), source=f"{found}: {CONFIG}")
+    kind, root = ("pt", found.parent) if found.is_file() else ("hf", found)
+    stored = {found.name: read_tensor_file(root, found.name)} if kind == "pt" else read_stored_arrays(root)
+    groups = {"weights": build_family_group(model, stored, str(found))}
+    return Source(format=kind, path=found, root=root, config=dict(config), groups=groups)
 
 
 def hf_target(source: Source, *, dtype: str | None = None, max_shard_bytes: int = MAX_SHARD_BYTES) -> Target:
@@ -55,21 +53,39 @@ def hf_target(source: Source, *, dtype: str | None = None, max_shard_bytes: int 
         max_shard_bytes: Maximum bytes of tensors per file.
     """
     model = source.model
-    check_named_as_ours(model)
-    shapes = stored_shapes(model, not model.tie_word_embeddings)
-    specs = target_specs(source, shapes, dtype)
-    shards = _split_into_shards({name: specs[name] for name in file_order(specs)}, max_shard_bytes)
+    specs = target_specs(source, stored_shapes(model, not model.tie_word_embeddings), dtype)
+    tensors = family_tensors(model, {name: spec.shape for name, spec in specs.items()})
+    stored = stored_specs(tensors.values(), specs)
+    shards = _split_into_shards({key: stored[key] for key in file_order(stored)}, max_shard_bytes)
     aux_files = model_files(source, specs)
     if len(shards) > 1:
-        weight_map = {name: file for file, group in shards.items() for name in group}
+        weight_map = {key: file for file, group in shards.items() for key in group}
         index = {"metadata": {"total_size": sum(s.n_bytes for s in specs.values())}, "weight_map": weight_map}
         aux_files[INDEX_FILE] = json_objects.dumps(index, INDEX_FILE, indent=2)
-    layout = tuple(whole_file(file, {name: shapes[name] for name in group}) for file, group in shards.items())
+    layout = tuple(
+        FileLayout(path=file, tensors=tuple(tensors[key] for key in group)) for file, group in shards.items()
+    )
     return Target(
         specs=specs,
         fill=write_layout(layout, specs, lay_out_safetensors),
         aux_files=aux_files,
     )
+
+
+def pt_target(source: Source, name: str, *, dtype: str | None = None) -> Target:
+    """Return the target of one file as torch.save writes it, with the head of a tied model.
+
+    Args:
+        source: What will be converted.
+        name: The file's name.
+        dtype: Safetensors code to cast to; None: as stored.
+    """
+    from lt_ckpt.torchfile.file import lay_out_pt  # needs torch
+
+    shapes = tensor_shapes(source.model)
+    specs, tensors = target_specs(source, shapes, dtype), family_tensors(source.model, shapes)
+    layout = (FileLayout(path=name, tensors=tuple(tensors.values())),)
+    return Target(specs=specs, fill=write_layout(layout, specs, lay_out_pt), single_file=name)
 
 
 def _split_into_shards(specs: Mapping[str, TensorSpec], max_bytes: int) -> dict[str, dict[str, TensorSpec]]:

@@ -5,13 +5,12 @@ pytorch_model.bin. A file of the cache is a link to a blob, which is named after
 large file, git's SHA-1 of a small one. Whenever a model is opened its files are hashed and compared with that, offline
 too, so that neither a broken line nor a broken disk goes unseen.
 
-Cost: one read of the files, by as many threads as there are cores.
+Cost: one read of the files, by several threads.
 """
 
 import hashlib
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from lt_ckpt import files
 from lt_ckpt.errors import CheckpointError, translate_os_errors
 from lt_ckpt.hf.folder import CHAT_TEMPLATES, CONFIG, GENERATION_CONFIG, TOKENIZER_NAMES, read_json, read_weight_map
 from lt_ckpt.hub.address import Address, asking, import_library
+from lt_ckpt.parallel import iter_in_threads
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _INDEXES = tuple(f"{name}.index.json" for name in _WEIGHTS)
@@ -109,10 +109,11 @@ def _fetch(address: Address, names: Sequence[str], cache: str | os.PathLike[str]
 
 def _verify(model: HubModel, names: Sequence[str], progress: files.ProgressCallback | None) -> None:
     paths = sorted({path for name in names for path in model.path.glob(name)})
-    with translate_os_errors("verifying", model.path), ThreadPoolExecutor(os.cpu_count()) as pool:
+    with translate_os_errors("verifying", model.path):
         links = [os.path.basename(os.readlink(path)) if path.is_symlink() else "" for path in paths]
         sizes, done = [path.stat().st_size for path in paths], 0
-        for path, link, size, found in zip(paths, links, sizes, pool.map(hash_as, paths, links), strict=True):
+        hashes = iter_in_threads(hash_as, zip(paths, links, strict=True))
+        for path, link, size, found in zip(paths, links, sizes, hashes, strict=True):
             if found != link:
                 raise CheckpointError(
                     f"{path}: is not what the hub has: its hash is {found}, not {link or 'known'}; remove the file and "

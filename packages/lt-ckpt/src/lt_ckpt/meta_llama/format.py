@@ -82,7 +82,10 @@ def open_meta(path: str | os.PathLike[str], *, config: Mapping[str, Any] | None 
     names = [FILE_TEMPLATE.format(i) for i in range(len(found))]
     if not found or found != names:
         raise CheckpointError(f"{folder}: must hold {FILE_TEMPLATE.format(0)} and so on without a gap, holds {found}")
-    arrays_by_file = {name: _read_arrays(folder / name) for name in names}
+    arrays_by_file = {
+        name: {key: array for key, array in read_state_dict(folder / name).items() if not _IGNORED_BUFFERS.search(key)}
+        for name in names
+    }
     with translate_os_errors("reading", folder / PARAMS):
         params = json_objects.loads(files.read_bounded(folder / PARAMS, 2**20), str(folder / PARAMS))
     first = arrays_by_file[names[0]]
@@ -107,10 +110,6 @@ def open_meta(path: str | os.PathLike[str], *, config: Mapping[str, Any] | None 
         groups={"weights": unpermute_group(group, param_specs(model), model.head_width)},
         format_info={"files": len(names), "embedding_cut": "columns" if by_columns else "rows"},
     )
-
-
-def _read_arrays(path: Path) -> dict[str, StoredArray]:
-    return {key: array for key, array in read_state_dict(path).items() if not _IGNORED_BUFFERS.search(key)}
 
 
 def _tensor_shape(arrays: Mapping[str, StoredArray], key: str, where: str) -> tuple[int, ...]:

@@ -62,14 +62,12 @@ def open_nxd(
     model = config_from_hf(dict(config), source="config.json")
     model.check_features("the format nxd")
     checkpoint = read_nxd_checkpoint(path, model, locate_tensors=not master_weights, head_order=head_order)
-    nxd_files, inferred, files = checkpoint.files, checkpoint.options, checkpoint.rank_files.values()
+    nxd_files, inferred = checkpoint.files, checkpoint.options
     names = ("layout", "tag", "tp", "pp", "virtual_pp", "qkv", "kv_size_multiplier", "head_order", "xser")
     format_info = {name: getattr(inferred, name) for name in names}
     optional_info = {
         "stage_layers": [list(layers) for layers in inferred.stage_layers],
         "skipped_tags": list(nxd_files.skipped_tags),
-        "ignored_keys": sorted({key for file in files for key in file.ignored_keys}),
-        "extra_keys": sorted({key for file in files for key in file.extra_keys}),
     }
     format_info |= {name: value for name, value in optional_info.items() if value}
     if optimizer is None:

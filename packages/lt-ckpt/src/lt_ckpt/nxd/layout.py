@@ -10,76 +10,66 @@ Pure. Cost: one object per tensor and rank.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from lt_ckpt.layout import FileLayout, Layout, TensorLayout, shard_box, stack_rows, whole_tensor
-from lt_ckpt.llama_tensors import tensor_shapes
+from lt_ckpt.llama_tensors import param_specs
 from lt_ckpt.nxd.options import NxdOptions, Qkv, check_sharding
-from lt_ckpt.shards import Box, Ints
+from lt_ckpt.shards import Box
 from lt_model import ModelConfig
-
-LayerKind = Literal["vocab", "column", "row", "replicated"]
-SHARD_DIMS: Mapping[LayerKind, int | None] = {"vocab": 0, "column": 0, "row": 1, "replicated": None}
-"""Kind of layer → the sharded dimension of its weight."""
+from lt_model.params import ParamSpec
 
 Heads = Literal["", "query", "key_value"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class ShardingRule:
     """Key of NxD and its model tensors; in a layer, names are those below `model.layers.N.`.
 
     Attributes:
         key: NxD's name.
-        kind: Kind of layer, which determines the sharding.
-        names: The model tensors, stacked along dim 0.
-        heads: Heads whose order determines the rank's share of each, in the GQA layer; "": rank t has share t.
+        names: The model tensors, stacked along dim 0; empty: the one of that name.
+        heads: Heads whose order determines the rank's share of each, in the GQA layer; empty: rank t has share t.
     """
 
     key: str
-    kind: LayerKind
-    names: tuple[str, ...]
-    heads: tuple[Heads, ...]
-
-
-def _make_rule(key: str, kind: LayerKind, *names: str, heads: tuple[Heads, ...] = ()) -> ShardingRule:
-    names = names or (key,)
-    return ShardingRule(key=key, kind=kind, names=names, heads=heads or ("",) * len(names))
+    names: tuple[str, ...] = ()
+    heads: tuple[Heads, ...] = ()
 
 
 _Q, _K, _V, _O = (f"self_attn.{x}_proj.weight" for x in "qkvo")
-_OUT = _make_rule(_O, "row")
-_GQA_OUT = _make_rule(_O, "row", heads=("query",))
+_OUT = ShardingRule(_O)
+_GQA_OUT = ShardingRule(_O, heads=("query",))
 
-FIRST_STAGE_RULES = (_make_rule("model.embed_tokens.weight", "vocab"),)
+FIRST_STAGE_RULES = (ShardingRule("model.embed_tokens.weight"),)
 """Rules of the first stage."""
 
 ATTENTION_RULES: Mapping[Qkv, tuple[ShardingRule, ...]] = {
-    "separate": (_make_rule(_Q, "column"), _make_rule(_K, "column"), _make_rule(_V, "column"), _OUT),
-    "coalesced": (_make_rule("self_attn.qkv_proj.weight", "column", _Q, _K, _V), _OUT),
+    "separate": (ShardingRule(_Q), ShardingRule(_K), ShardingRule(_V), _OUT),
+    "coalesced": (ShardingRule("self_attn.qkv_proj.weight", (_Q, _K, _V)), _OUT),
     "gqa": (
-        _make_rule("self_attn.qkv_proj.weight_q", "column", _Q, heads=("query",)),
-        _make_rule("self_attn.qkv_proj.weight_k", "column", _K, heads=("key_value",)),
-        _make_rule("self_attn.qkv_proj.weight_v", "column", _V, heads=("key_value",)),
+        ShardingRule("self_attn.qkv_proj.weight_q", (_Q,), heads=("query",)),
+        ShardingRule("self_attn.qkv_proj.weight_k", (_K,), heads=("key_value",)),
+        ShardingRule("self_attn.qkv_proj.weight_v", (_V,), heads=("key_value",)),
         _GQA_OUT,
     ),
     "gqa_fused": (
-        _make_rule("self_attn.qkv_proj.weight_qkv", "column", _Q, _K, _V, heads=("query", "key_value", "key_value")),
+        ShardingRule("self_attn.qkv_proj.weight_qkv", (_Q, _K, _V), heads=("query", "key_value", "key_value")),
         _GQA_OUT,
     ),
 }
 """Rules of a layer's attention, by kind of attention layer."""
 
 LAYER_RULES = (
-    _make_rule("mlp.gate_up_proj.weight", "column", "mlp.gate_proj.weight", "mlp.up_proj.weight"),
-    _make_rule("mlp.down_proj.weight", "row"),
-    _make_rule("input_layernorm.weight", "replicated"),
-    _make_rule("post_attention_layernorm.weight", "replicated"),
+    ShardingRule("mlp.gate_up_proj.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight")),
+    ShardingRule("mlp.down_proj.weight"),
+    ShardingRule("input_layernorm.weight"),
+    ShardingRule("post_attention_layernorm.weight"),
 )
 """Rules of the rest of a layer."""
 
-LAST_STAGE_RULES = (_make_rule("model.norm.weight", "replicated"), _make_rule("lm_head.weight", "column"))
+LAST_STAGE_RULES = (ShardingRule("model.norm.weight"), ShardingRule("lm_head.weight"))
 """Rules of the last stage."""
 
 
@@ -137,24 +127,24 @@ def rank_tensors(config: ModelConfig, options: NxdOptions, tp_rank: int, pp_rank
         CheckpointError: The options do not fit the model.
     """
     check_sharding(config, options)
-    shapes = tensor_shapes(config)
+    table = {parameter.name: parameter for parameter in param_specs(replace(config, tie_word_embeddings=False))}
     return tuple(
-        _tensor_layout(prefix, rule, shapes, config.n_kv_heads, options, tp_rank)
+        _tensor_layout(prefix, rule, table, config.n_kv_heads, options, tp_rank)
         for prefix, rule in rank_rules(config, options, pp_rank)
     )
 
 
 def _tensor_layout(
-    prefix: str, rule: ShardingRule, shapes: Mapping[str, Ints], kv_heads: int, options: NxdOptions, tp_rank: int
+    prefix: str, rule: ShardingRule, table: Mapping[str, ParamSpec], kv_heads: int, options: NxdOptions, tp_rank: int
 ) -> TensorLayout:
-    key, names = prefix + rule.key, [prefix + name for name in rule.names]
-    dim = SHARD_DIMS[rule.kind]
+    key, names = prefix + rule.key, [prefix + name for name in rule.names or (rule.key,)]
+    dim = table[names[0]].tp_dim
     if dim is None:
-        return whole_tensor(names[0], shapes[names[0]], key)
+        return whole_tensor(names[0], table[names[0]].shape, key)
     boxes: list[Box] = []
-    for name, heads in zip(names, rule.heads, strict=True):
+    for name, heads in zip(names, rule.heads or ("",) * len(names), strict=True):
         share, count = _rank_share(heads, kv_heads, options, tp_rank)
-        boxes.append(shard_box(shapes[name], dim, share, count, name))
+        boxes.append(shard_box(table[name].shape, dim, share, count, name))
     return stack_rows(key, list(zip(names, boxes, strict=True)))
 
 

@@ -28,12 +28,12 @@ from lt_ckpt import files
 from lt_ckpt.dtypes import item_bytes
 from lt_ckpt.integrity import hash_file
 from lt_ckpt.laid_out_files import Place, pwrite
-from lt_ckpt.layout import TensorLayout
+from lt_ckpt.layout import TensorLayout, slice_rows
 from lt_ckpt.llama_tensors import EMBED, HEAD, MASTER_WEIGHTS, tensor_shapes
 from lt_ckpt.nxd.layout import rank_path, rank_tensors
 from lt_ckpt.nxd.options import NxdOptions
 from lt_ckpt.nxd.xser import info_path, lay_out, tensor_path
-from lt_ckpt.nxd.zero1 import shard_rows, slice_rows
+from lt_ckpt.nxd.zero1 import shard_rows
 from lt_ckpt.nxd.zero1_writer import MOMENTS, build_state_tree, lay_out_state
 from lt_ckpt.records import FileRecords, TensorRecord, TensorRecords
 from lt_ckpt.shards import Shard

@@ -17,8 +17,9 @@ from itertools import product
 from pathlib import Path
 
 from lt_ckpt.errors import CheckpointError
+from lt_ckpt.family_tensors import IGNORED_BUFFERS
 from lt_ckpt.layout import Layout
-from lt_ckpt.llama_tensors import HEAD, IGNORED_BUFFERS, add_tied_head, stored_shapes
+from lt_ckpt.llama_tensors import HEAD, add_tied_head, stored_shapes
 from lt_ckpt.nxd.discovery import NxdFiles, find_nxd_files
 from lt_ckpt.nxd.layout import layers_per_stage, nxd_layout
 from lt_ckpt.nxd.options import HeadOrder, NxdOptions, Qkv
@@ -30,7 +31,6 @@ from lt_ckpt.torchfile.file import TensorReference
 from lt_ckpt.torchfile.tensor_files import TensorFiles
 from lt_model import ModelConfig
 
-_BIAS = re.compile(r"\.bias(_\w+)?$")
 _LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.")
 _ATTENTION: Mapping[str, Qkv] = {
     "qkv_proj.weight_qkv": "gqa_fused",
@@ -48,15 +48,11 @@ class RankFile:
         file: The file, relative to the checkpoint.
         group: The tensors by key; without locations if their files were not looked at.
         is_xser: Whether tensors have files of their own.
-        ignored_keys: Ignored keys, which every reader recomputes.
-        extra_keys: Other keys of the file besides the model.
     """
 
     file: str
     group: TensorGroup
     is_xser: bool
-    ignored_keys: tuple[str, ...] = ()
-    extra_keys: tuple[str, ...] = ()
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -74,12 +70,12 @@ def read_rank_file(root: Path, file: str, tensor_files: TensorFiles, *, locate_t
         locate_tensors: Read those, which a checkpoint with master weights may lack.
 
     Raises:
-        CheckpointError: It is missing, damaged, not a state dict, or has biases.
+        CheckpointError: It is missing, damaged, or not a state dict.
     """
     saved = XserFile.open(root, file, tensor_files)
-    tree, extra_keys = saved.tree, ()
+    tree = saved.tree
     if isinstance(tree, dict) and isinstance(tree.get("model"), dict):
-        tree, extra_keys = tree["model"], tuple(str(key) for key in tree if key != "model")
+        tree = tree["model"]
     if not isinstance(tree, dict):
         raise CheckpointError(f"{root / file}: holds a {type(tree).__name__}, not a model's tensors by name")
     is_xser = any(isinstance(leaf, TensorReference) for leaf in tree.values())
@@ -90,15 +86,12 @@ def read_rank_file(root: Path, file: str, tensor_files: TensorFiles, *, locate_t
         )
     specs: dict[str, TensorSpec] = {}
     locations: dict[str, tuple[StoredSlice, ...]] = {}
-    ignored_keys: list[str] = []
     for key, leaf in tree.items():
         if not isinstance(key, str) or not isinstance(leaf, StoredArray | TensorReference):
             raise CheckpointError(f"{root / file}: {key!r} is not a tensor but a {type(leaf).__name__}")
-        if _BIAS.search(key):
-            raise CheckpointError(f"{root / file}: {key}: models with biases are not supported by lt_model")
         if IGNORED_BUFFERS.search(key):
-            ignored_keys.append(key)
-        elif locate_tensors:
+            continue
+        if locate_tensors:
             path, array = saved.locate(leaf, key)
             specs[key], locations[key] = array.spec, (array.stored_slice(path),)
         else:
@@ -107,8 +100,6 @@ def read_rank_file(root: Path, file: str, tensor_files: TensorFiles, *, locate_t
         file=file,
         group=TensorGroup(specs=specs, locations=locations),
         is_xser=is_xser,
-        ignored_keys=tuple(ignored_keys),
-        extra_keys=extra_keys,
     )
 
 

@@ -19,14 +19,14 @@ import numpy as np
 from lt_ckpt.dtypes import cast, item_bytes
 from lt_ckpt.errors import CheckpointError
 from lt_ckpt.json_objects import translate_format_errors
-from lt_ckpt.layout import FileLayout, TensorLayout, TensorRegion
+from lt_ckpt.layout import FileLayout, TensorLayout, slice_rows
 from lt_ckpt.llama_tensors import HEAD, MASTER_WEIGHTS, add_tied_head, stored_shapes
 from lt_ckpt.nxd.discovery import NxdFiles, has_optimizer_files, optimizer_dp_degree
 from lt_ckpt.nxd.layout import rank_path
 from lt_ckpt.nxd.options import NxdOptions
 from lt_ckpt.nxd.reader import NxdCheckpoint
 from lt_ckpt.nxd.xser import Leaf, XserFile
-from lt_ckpt.shards import GROUP_NAME, Ints, intersect
+from lt_ckpt.shards import GROUP_NAME, Ints
 from lt_ckpt.source import TensorGroup, build_tensor_group
 from lt_ckpt.stored_slices import StoredSlice, read_box, slice_box
 from lt_ckpt.tensorfile import StoredArray, TensorSpec
@@ -59,26 +59,6 @@ def shard_rows(rows: int, dp: int, dp_rank: int) -> tuple[int, int, int]:
     stored = -(-rows // dp)
     first = min(dp_rank * stored, rows)
     return first, min(stored, rows - first), stored
-
-
-def slice_rows(tensor: TensorLayout, first: int, n_rows: int) -> TensorLayout:
-    """Return rows of a rank's tensor as a tensor."""
-    shape = (n_rows, *tensor.shape[1:])
-    begin: Ints = (first, *(0,) * (len(shape) - 1))
-    regions: list[TensorRegion] = []
-    for region in tensor.regions:
-        common = intersect((begin, shape), (region.stored_offset, region.shape))
-        if common is not None:
-            at, size = common
-            regions.append(
-                TensorRegion(
-                    name=region.name,
-                    offset=tuple(o + a - p for o, a, p in zip(region.offset, at, region.stored_offset, strict=True)),
-                    shape=size,
-                    stored_offset=tuple(a - b for a, b in zip(at, begin, strict=True)),
-                )
-            )
-    return TensorLayout(key=tensor.key, shape=shape, regions=tuple(regions))
 
 
 def has_zero1_state(nxd_files: NxdFiles) -> bool:

@@ -19,13 +19,13 @@ from typing import Any
 
 from lt_ckpt.conversion import Target
 from lt_ckpt.errors import CheckpointError
-from lt_ckpt.laid_out_files import CountBytes, Place, ReadBlock, pwrite, write_layout
-from lt_ckpt.layout import FileLayout, TensorLayout, layout_bytes
+from lt_ckpt.laid_out_files import CountBytes, Place, ReadBlock, Settle, pwrite, write_layout
+from lt_ckpt.layout import FileLayout, TensorLayout, layout_bytes, slice_rows
 from lt_ckpt.llama_tensors import HEAD, MASTER_WEIGHTS, add_tied_head, stored_shapes
 from lt_ckpt.nxd.layout import nxd_layout, rank_path
 from lt_ckpt.nxd.options import NxdOptions
 from lt_ckpt.nxd.xser import lay_out
-from lt_ckpt.nxd.zero1 import MASTER_WEIGHTS_KEY, SHAPES_KEY, STATE_KEY, shard_rows, slice_rows
+from lt_ckpt.nxd.zero1 import MASTER_WEIGHTS_KEY, SHAPES_KEY, STATE_KEY, shard_rows
 from lt_ckpt.records import TORCH_ADAMW
 from lt_ckpt.source import Source, TensorGroup
 from lt_ckpt.tensorfile import TensorSpec
@@ -62,11 +62,8 @@ def add_optimizer_states(source: Source, target: Target, options: NxdOptions, dp
     groups = {kind: add_tied_head(group, model) for kind, group in _state_groups(source, model).items()}
     settings, step = source.format_info.get("param_groups"), source.format_info.get("step")
     if type(step) is not int or not settings or len(settings) > 2:
-        missing = (
-            "step"
-            if type(step) is not int
-            else "settings of the optimizer (lr, betas, ...) for all tensors, or for the norms and for all others"
-        )
+        settings_of = "settings of the optimizer (lr, betas, ...) for all tensors, or for the norms and for all others"
+        missing = "step" if type(step) is not int else settings_of
         raise CheckpointError(f"{source.path}: has no {missing}; an optimizer state cannot be made")
     specs, locations = dict(source.weights.specs), dict(source.weights.locations)
     for kind, group in groups.items():
@@ -106,9 +103,9 @@ def add_optimizer_states(source: Source, target: Target, options: NxdOptions, dp
 
     fill_state = write_layout(state_layout, state_specs, lay_out_file)
 
-    def fill(folder: Path, read: ReadBlock, count_bytes: CountBytes) -> None:
-        target.fill(folder, read, count_bytes)
-        fill_state(folder, read, count_bytes)
+    def fill(folder: Path, read: ReadBlock, count_bytes: CountBytes, settle: Settle) -> None:
+        target.fill(folder, read, count_bytes, settle)
+        fill_state(folder, read, count_bytes, settle)
 
     return (
         replace(source, groups={"weights": TensorGroup(specs=specs, locations=locations)}),

@@ -11,7 +11,8 @@ Both are half private in torch (`_checkpoint_offset`, `skip_data`); a test pins 
 import os
 import pickle
 import re
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from lt_ckpt import files
+from lt_ckpt.dtypes import TORCH_NAMES
 from lt_ckpt.errors import CheckpointError, translate_os_errors
+from lt_ckpt.laid_out_files import Place
+from lt_ckpt.layout import FileLayout
 from lt_ckpt.tensorfile import StoredArray, TensorSpec
 
 try:
@@ -34,23 +38,7 @@ except ModuleNotFoundError as exc:
 STATE_DICT_KEYS = ("model", "state_dict", "model_state_dict", "module")
 """Usual keys of the state dict in files that hold more than it."""
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
+DTYPES = {code: getattr(torch, name) for code, name in TORCH_NAMES.items()}
 Size = torch.Size
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
@@ -96,11 +84,18 @@ def load_pt(path: str | os.PathLike[str]) -> Any:
     """
     path = Path(path)
     with translate_os_errors("reading", path), os.fdopen(files.open_for_reading(path), "rb") as file:
-        return load_pt_stream(file, str(path))
+        return _load(file, str(path))
 
 
-def load_pt_stream(stream: Any, where: str) -> Any:
-    """Read the content of a file like `load_pt`, from an open one."""
+def load_pt_part(path: Path, begin: int, n_bytes: int) -> Any:
+    """Read the content of a torch.save file in a range of another, like `load_pt`; positions count from `begin`."""
+    from torch.distributed.checkpoint.utils import _create_file_view
+
+    with translate_os_errors("reading", path), os.fdopen(files.open_for_reading(path), "rb") as file:
+        return _load(_create_file_view(file, begin, n_bytes), str(path))
+
+
+def _load(stream: Any, where: str) -> Any:
     try:
         with torch.serialization.safe_globals([(TensorReference, _REFERENCE)]), _OffsetMode():
             tree = torch.load(stream, weights_only=True, map_location="cpu")
@@ -182,6 +177,12 @@ def write_pt(path: str | os.PathLike[str], tree: Any) -> None:
                 torch.save(full, path, pickle_module=module)
         except RuntimeError as exc:  # of torch's own writer and of its memory
             raise CheckpointError(f"{path}: torch cannot write it: {str(exc).partition(chr(10))[0]}") from exc
+
+
+def lay_out_pt(path: Path, file: FileLayout, tensors: Mapping[str, TensorSpec]) -> dict[str, Place]:
+    """Lay out a file with a state dict (`lt_ckpt.laid_out_files.LayOut`)."""
+    write_pt(path, OrderedDict(tensors))
+    return {key: (path, array.byte_offset) for key, array in load_pt(path).items()}
 
 
 def has_leaf(tree: Any, kind: type) -> bool:

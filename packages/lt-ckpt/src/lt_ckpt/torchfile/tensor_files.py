@@ -7,7 +7,6 @@ recognized by, and made from, its bytes.
 Cost: one small read per file instead of some milliseconds.
 """
 
-import io
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from lt_ckpt import files
 from lt_ckpt.errors import CheckpointError, translate_os_errors
 from lt_ckpt.laid_out_files import Place
 from lt_ckpt.tensorfile import StoredArray, TensorSpec
-from lt_ckpt.torchfile.file import load_pt, load_pt_stream, write_pt
+from lt_ckpt.torchfile.file import load_pt, load_pt_part, write_pt
 
 HEAD_BYTES = 4096
 """Bytes that are read of a file of one tensor; its pickle and headers have about 1,000."""
@@ -53,10 +52,9 @@ class TensorFiles:
                 for pattern, array in known:
                     if head[: array.byte_offset].replace(stem + b"/", b"/") == pattern:
                         return replace(array, byte_offset=begin + array.byte_offset)
-                stream = io.BufferedReader(_FileRange(descriptor, begin, n_bytes))
-                array = load_pt_stream(stream, f"{path}: {name}")
             finally:
                 os.close(descriptor)
+        array = load_pt(path) if size is None else load_pt_part(path, begin, size)
         if not isinstance(array, StoredArray):
             raise CheckpointError(f"{path}: must hold a tensor ({name}), holds a {type(array).__name__}")
         if array.byte_offset <= len(head):
@@ -81,27 +79,3 @@ class TensorFiles:
                 file.seek(len(head) + spec.n_bytes)
                 file.write(tail.replace(old + b"/", stem + b"/"))
         return path, len(found[0])
-
-
-class _FileRange(io.RawIOBase):
-    """Part of a file as a file."""
-
-    def __init__(self, descriptor: int, begin: int, size: int) -> None:
-        self._descriptor, self._begin, self._size, self._position = descriptor, begin, size, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
-        self._position = start + offset
-        return self._position
-
-    def readinto(self, buffer: memoryview) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
-        n = max(0, min(len(buffer), self._size - self._position))
-        done = os.preadv(self._descriptor, [memoryview(buffer)[:n]], self._begin + self._position)
-        self._position += done
-        return done

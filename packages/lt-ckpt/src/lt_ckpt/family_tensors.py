@@ -1,0 +1,108 @@
+"""Tensors of a family's files: its own names, and several of our tensors in one.
+
+Our tensors have one name each in all families (`lt_model.param_specs`). Files of a family have its own, by the row of
+`lt_model.families`: most are ours, Phi-3 has query, key and value one below the other in one tensor, GPT-NeoX head by
+head. All are boxes of rows of ours, so that reading, writing and checking follow from layouts (`layout.py`).
+
+Pure. Cost: one object per tensor, where heads alternate one per head.
+"""
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+
+from lt_ckpt.layout import FileLayout, TensorLayout, shard_box, stack_rows, whole_tensor
+from lt_ckpt.llama_tensors import HEAD, add_tied_head, stored_shapes
+from lt_ckpt.shards import Ints
+from lt_ckpt.source import TensorGroup, build_tensor_group, check_names, group_of_arrays
+from lt_ckpt.tensorfile import StoredArray
+from lt_model import ModelConfig, ModelError
+from lt_model.families import FAMILIES
+
+IGNORED_BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attention\.(masked_)?bias)$")
+"""Buffers in old files that every reader recomputes."""
+
+_LAYER = re.compile(r"model\.layers\.\d+\.")
+
+
+def family_key(name: str, config: ModelConfig) -> str:
+    """Return the family's name of one of our tensors, where it is not a part of another."""
+    for ours, theirs in FAMILIES[config.family].renames:
+        name = name.replace(ours, theirs)
+    return name
+
+
+def family_tensors(
+    config: ModelConfig, shapes: Mapping[str, Ints], rename: Callable[[str], str] | None = None
+) -> dict[str, TensorLayout]:
+    """Return a family's tensors by their names.
+
+    Args:
+        config: The model.
+        shapes: Our tensors.
+        rename: Returns the name of one of our tensors; by default as `family_key`.
+
+    Raises:
+        ModelError: The family has experts.
+    """
+    if config.has_experts:
+        raise ModelError(f"family = {config.family!r}: its files have a tensor per expert; lt ckpt has no map yet")
+    rename = rename or partial(family_key, config=config)
+    fused = {part: (key, *how) for key, how in FAMILIES[config.family].fused.items() for part in how[0]}
+    found: dict[str, TensorLayout] = {}
+    for name, shape in shapes.items():
+        layer = match[0] if (match := _LAYER.match(name)) else ""
+        part, _, end = name.removeprefix(layer).rpartition(".")
+        if not layer or part not in fused:
+            found[rename(name)] = whole_tensor(name, shape, rename(name))
+            continue
+        stem, parts, order = fused[part]
+        key, members = rename(f"{layer}{stem}.{end}"), [f"{layer}{member}.{end}" for member in parts]
+        n_heads = config.n_heads if order == "heads" else 1
+        boxes = [(m, shard_box(shapes[m], 0, head, n_heads, m)) for head in range(n_heads) for m in members]
+        found[key] = stack_rows(key, boxes)
+    return found
+
+
+def module_key(name: str, config: ModelConfig) -> str:
+    """Return the name of a tensor in transformers' module of the family, where the head is called so in all."""
+    return name if name == HEAD else family_key(name, config)
+
+
+def find_family_tensors(
+    config: ModelConfig, keys: Collection[str], where: str, rename: Callable[[str], str] | None = None
+) -> tuple[dict[str, TensorLayout], dict[str, Ints]]:
+    """Return the family's tensors among stored ones, by their names, and the shapes of ours in them.
+
+    A tied head may be missing, and any head may have the name of transformers' modules.
+
+    Raises:
+        CheckpointError: Names the tensors that are missing and those that are not the model's.
+    """
+    rename = rename or partial(module_key if HEAD in keys else family_key, config=config)
+    shapes = stored_shapes(config, rename(HEAD) in keys)
+    found = family_tensors(config, shapes, rename)
+    check_names(found, keys, where)
+    return found, shapes
+
+
+def build_family_group(config: ModelConfig, stored: Mapping[str, Mapping[str, StoredArray]], where: str) -> TensorGroup:
+    """Assemble a model from files with its family's tensors.
+
+    Args:
+        config: The model.
+        stored: File → its tensors.
+        where: The source, for messages.
+
+    Raises:
+        CheckpointError: The tensors are not those of the model.
+    """
+    files = {
+        file: {name: array for name, array in arrays.items() if not IGNORED_BUFFERS.search(name)}
+        for file, arrays in sorted(stored.items())
+    }
+    keys = list(dict.fromkeys(name for arrays in files.values() for name in arrays))
+    tensors, shapes = find_family_tensors(config, keys, where)
+    layout = tuple(FileLayout(path=file, tensors=tuple(tensors[key] for key in names)) for file, names in files.items())
+    groups = {file: group_of_arrays(file, arrays) for file, arrays in files.items()}
+    return add_tied_head(build_tensor_group(layout, groups, shapes, where), config)
