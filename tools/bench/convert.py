@@ -6,8 +6,8 @@
 A Hugging Face model of the preset's shapes (fewer layers for a small disk; random bits) is written once. Then,
 alternating and several times: read the model's bytes and write the output's with plain large direct I/O and one fsync
 (the disk's limits), each alone (`read_limit_s`, `write_limit_s`) and both at the same time (`copy_limit_s`, the work of
-a conversion), and convert, with the model dropped from the page cache. `--source nxd` converts it to two tensor-parallel
-ranks first; `--listed` lets the conversion verify the model by a SHA256SUMS, which is otherwise not there. `of_limit` is the slower direction's time over
+a conversion), and convert, with the model dropped from the page cache. `--source nxd` converts it to two ranks of NxD
+first; `--listed` lets the conversion verify the model by its SHA256SUMS. `of_limit` is the slower direction's time over
 the conversion's, `of_copy_limit` that of both at once. Peak memory is that of a process of its own, compared with one
 that converts a model of a few kB.
 """
@@ -156,10 +156,10 @@ def run_child(arguments: list[str]) -> None:
     for name in ("lt_ckpt.dcp.format", "lt_ckpt.nxd.format"):  # torch, once and before the clock starts
         importlib.import_module(name)
 
-    start = time.perf_counter()
+    start, before = time.perf_counter(), time.process_time()
     app(["convert", *arguments], standalone_mode=False)
     usage = resource.getrusage(resource.RUSAGE_SELF)
-    seconds, cpu = time.perf_counter() - start, usage.ru_utime + usage.ru_stime
+    seconds, cpu = time.perf_counter() - start, time.process_time() - before
     print(json.dumps({"seconds": seconds, "cpu_s": cpu, "peak_bytes": usage.ru_maxrss * 1024}))
 
 
