@@ -5,17 +5,22 @@ draws a quarter of the pairs, another one each day; the slow set trains all. Ran
 """
 
 import datetime
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
-from lt_model import config_from_hf
+from lt_model import config_from_hf, param_specs
+from lt_model.decoder import Decoder
 from lt_test_helpers import layouts
 from lt_test_helpers.layouts import StateSlice, assemble, assert_near
 from lt_trainer.config.model_section import architecture_values
 from lt_trainer.config.section import unflatten
 from lt_trainer.errors import RecipeError
+from lt_trainer_gpu import checks
 from lt_trainer_gpu import engine as engine_module
+from lt_trainer_gpu.fp8 import TensorwiseLinear, apply_fp8, fp8_products
 
 STEPS, ROWS, SEQ_LEN, VOCAB = 2, 4, 32, 61
 SIZES = {
@@ -102,6 +107,107 @@ def test_families_train_on_an_axis_as_in_one_process(ranks) -> None:
 @pytest.mark.slow
 def test_every_family_trains_on_every_axis_as_in_one_process(ranks) -> None:
     compare(ranks, set(PAIRS))
+
+
+def one_process(open_on, family: str, *sets: str, n_steps: int = 3) -> tuple[list[float], dict[str, set[str]]]:
+    """Losses of steps on the same batch, and the names of the parameters in each group of the state."""
+    (batch,) = layouts.global_batches(1, rows=ROWS, seq_len=SEQ_LEN, vocab=VOCAB)
+    engine = open_on("cpu", CONFIGS[family], "optimizer.name=muon", "engine.gpu.dtype=bfloat16", *sets)
+    before = layouts.copy_slices(one for one in engine.state().shards if one.group == "weights")
+    losses = [one.loss for one in engine.fetch_metrics([engine.step(batch, 3e-3) for _ in range(n_steps)])]
+    shards, groups = list(engine.state().shards), dict[str, set[str]]()
+    for one in shards:
+        groups.setdefault(one.group, set()).add(one.name)
+    after = layouts.copy_slices(one for one in shards if one.group == "weights")
+    moved = {b.name for a, b in zip(before, after, strict=True) if (a.values != b.values).any()}
+    assert moved == groups["weights"]
+    return losses, groups
+
+
+OPTIONS = {
+    "fp8": ("engine.gpu.fp8=tensorwise",),
+    "fp8 by row": ("engine.gpu.fp8=rowwise",),
+    "bfloat16": ("optimizer.weights_dtype=bfloat16",),
+    "both": ("optimizer.weights_dtype=bfloat16", "engine.gpu.fp8=tensorwise"),
+}
+OPTION_PAIRS = [(family, option) for family in CONFIGS for option in OPTIONS]
+
+
+@pytest.mark.parametrize(
+    ("family", "option"),
+    [
+        pytest.param(*pair, marks=() if (number * 7 + TODAY) % 11 == 0 else pytest.mark.slow)
+        for number, pair in enumerate(OPTION_PAIRS)
+    ],
+)
+def test_muon_trains_families_in_narrow_formats(open_on, family: str, option: str) -> None:
+    """Matrices have Muon's momentum; norms and biases AdamW's moments; all move, and losses are near the wide ones."""
+    losses, groups = one_process(open_on, family, *OPTIONS[option])
+    matrices = {spec.name for spec in param_specs(CONFIGS[family]) if spec.type == "matrix"}
+    assert groups["momentum"] == matrices
+    assert groups["exp_avg"] == groups["weights"] - matrices
+    wanted, _ = one_process(open_on, family)
+    assert losses == pytest.approx(wanted, rel=0.01)
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("family", [name for name, config in CONFIGS.items() if config.qkv_bias or config.mlp_bias])
+def test_fp8_adds_every_bias_in_the_compute_dtype(family: str) -> None:
+    config = CONFIGS[family]
+    model = Decoder(config).to(torch.bfloat16)
+    assert apply_fp8(model, "tensorwise", 1) == 2 * (7 if config.gated else 6)
+    generator, with_bias = torch.Generator().manual_seed(0), set()
+    for name, module in model.named_modules():
+        if isinstance(module, TensorwiseLinear) and module.bias is not None:
+            x, bias = torch.randn(16, module.in_features, generator=generator).bfloat16(), module.bias
+            torch.nn.init.normal_(bias, generator=generator)
+            module.bias = None
+            product = module(x)
+            module.bias = bias
+            assert torch.equal(module(x), product + bias)
+            with_bias.add(f"{name}.bias")
+    products = {spec.name.removesuffix(".weight") for spec in fp8_products(config, 1)}
+    table = {spec.name for spec in param_specs(config) if spec.type == "bias"}
+    assert with_bias == {name for name in table if name.removesuffix(".bias") in products}
+
+
+def compile_and_compare(open_on, monkeypatch, family: str) -> None:
+    """The compiled losses are the eager ones, and batches with other documents make no graph anew."""
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setattr(checks, "COMPILE_TORCH_VERSIONS", (checks.parse_torch_version(torch.__version__),))
+    batches = layouts.global_batches(4, rows=ROWS, seq_len=SEQ_LEN, vocab=VOCAB)
+    losses, graphs = dict[bool, list[float]](), list[int]()
+    torch._dynamo.reset()
+    for compiled in (False, True):
+        engine = open_on("cpu", CONFIGS[family], f"engine.gpu.compile={compiled}".lower())
+        for batch in batches:
+            found = engine.fetch_metrics([engine.step(batch, 1e-3)])[0].loss
+            losses.setdefault(compiled, []).append(found)
+            graphs.append(counters["stats"]["unique_graphs"])
+    assert losses[True] == pytest.approx(losses[False], rel=1e-9)
+    kinds = {(CONFIGS[family].window(n) > 0, CONFIGS[family].rope(n) is None) for n in range(4)}
+    n_graphs = graphs[4] - graphs[3]
+    assert 0 < n_graphs <= len(kinds) + 2, "of each kind of layer one, and two of the loss"
+    assert graphs[4:] == [graphs[4]] * 4
+
+
+TRACES = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch's own, while it traces
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", CONFIGS)
+@TRACES
+def test_blocks_of_every_family_compile_as_one_graph(open_on, monkeypatch, family: str) -> None:
+    compile_and_compare(open_on, monkeypatch, family)
+
+
+@pytest.mark.parametrize("family", [name for number, name in enumerate(CONFIGS) if (number + TODAY) % 4 == 0])
+@TRACES
+def test_blocks_of_families_are_traced_as_one_graph(open_on, monkeypatch, family: str) -> None:
+    """As the compiler's first part does; its code generator takes half a minute for each and is left out."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    compile_and_compare(open_on, monkeypatch, family)
 
 
 def test_what_an_attention_lacks_is_refused_with_the_field() -> None:

@@ -12,7 +12,7 @@ from lt_model.decoder import Decoder
 from lt_test_helpers import layouts
 from lt_test_helpers.layouts import TrainResult, assemble, step_batch
 from lt_trainer.engine import StepMetrics
-from lt_trainer_gpu.fp8 import E4M3, E5M2, LINEAR_CLASSES, apply_fp8, quantize
+from lt_trainer_gpu.fp8 import E4M3, E5M2, LINEAR_CLASSES, apply_fp8, fp8_flops_share, quantize
 
 SCALINGS = ("tensorwise", "rowwise")
 
@@ -220,9 +220,30 @@ def test_a_run_says_that_it_computes_in_float8(open_on) -> None:
     config = ModelConfig(vocab_size=VOCAB, max_position_embeddings=SEQ_LEN, **MODEL)
     device = open_on("cpu", config, "engine.gpu.fp8=tensorwise").device
     assert device.resolved["engine.gpu.fp8"] == "tensorwise"
-    wanted = "fp8 tensorwise in the blocks' linear layers; mfu is relative to the bfloat16 peak"
+    share = f"{fp8_flops_share(config, 4096, 'tensorwise', 1):.1%} of the model's FLOPs"
+    wanted = f"fp8 tensorwise in the blocks' linear layers: {share}; mfu is relative to the bfloat16 peak"
     assert device.notes[-1].startswith(wanted)
     assert open_on("cpu", config).device.resolved["engine.gpu.fp8"] == "off"
+
+
+@pytest.mark.parametrize(("scaling", "passes"), [("tensorwise", 3), ("rowwise", 2)])
+@pytest.mark.parametrize("gated", [True, False])
+def test_the_share_of_flops_is_that_of_the_products_in_float8(gated: bool, scaling: Any, passes: int) -> None:
+    """Against what torch counts: in a step, and by module in its forward pass."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    family = {} if gated else {"family": "gpt_neox", "norm": "layer", "mlp_bias": True, "gated": False}
+    config = ModelConfig(vocab_size=VOCAB, max_position_embeddings=64, **MODEL | {"n_layers": 4}, **family)
+    model, ids = Decoder(config, attention="reference"), torch.zeros(1, 64, dtype=torch.int64)
+    with FlopCounterMode(display=False) as step:
+        model(ids, labels_BT=ids).backward()
+    with FlopCounterMode(display=False) as forward, torch.no_grad():
+        model(ids)
+    counts = {name: sum(flops.values()) for name, flops in forward.get_flop_counts().items()}
+    inner = sum(n for name, n in counts.items() if name.endswith("_proj") and name.split(".")[-3] in ("1", "2"))
+    assert len([name for name in counts if name.endswith("_proj")]) == 4 * (7 if gated else 6)
+    share = inner * passes / step.get_total_flops()
+    assert fp8_flops_share(config, 64, scaling, 1) == pytest.approx(share, rel=0.03)
 
 
 # ---- a loss curve ----

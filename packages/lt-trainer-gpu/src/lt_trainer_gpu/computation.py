@@ -83,8 +83,14 @@ def choose_computation(recipe: Recipe, config: ModelConfig, world: World) -> Com
     check_device(recipe, facts)
     notes = [compile_note] if compile_note else []
     if options.fp8 != "off":
+        from lt_trainer_gpu.fp8 import fp8_flops_share
+
+        share = fp8_flops_share(config, recipe.data.seq_len, options.fp8, options.fp8_skipped_blocks)
         eager = "" if compile else "; without compile its casts cost more than it gains"
-        notes.append(f"fp8 {options.fp8} in the blocks' linear layers; mfu is relative to the bfloat16 peak{eager}")
+        notes.append(
+            f"fp8 {options.fp8} in the blocks' linear layers: {share:.1%} of the model's FLOPs; mfu is relative to the "
+            f"bfloat16 peak{eager}"
+        )
     torch.set_float32_matmul_precision(options.float32_matmul_precision)
     if options.deterministic:
         torch.use_deterministic_algorithms(True)

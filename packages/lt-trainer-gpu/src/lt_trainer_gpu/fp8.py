@@ -37,7 +37,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lt_model import param_specs
+from lt_model import ModelConfig, ParamSpec, flops_per_token, param_specs
 from lt_model.decoder import Decoder
 from lt_trainer_gpu.checks import parse_torch_version
 from lt_trainer_gpu.tensor_parallel import row_parallel_bias
@@ -149,6 +149,19 @@ class RowwiseLinear(TensorwiseLinear):
 LINEAR_CLASSES: dict[str, type[TensorwiseLinear]] = {"tensorwise": TensorwiseLinear, "rowwise": RowwiseLinear}
 
 
+def fp8_products(config: ModelConfig, skipped_blocks: int) -> list[ParamSpec]:
+    """Return the weights whose products are in float8: the matrices of all blocks but so many at either end."""
+    inner = range(skipped_blocks, config.n_layers - skipped_blocks)
+    return [spec for spec in param_specs(config) if spec.type == "matrix" and spec.layer in inner]
+
+
+def fp8_flops_share(config: ModelConfig, seq_len: int, scaling: Scaling, skipped_blocks: int) -> float:
+    """Return the share of a training step's FLOPs ("full" convention) that are in float8."""
+    passes = 3 if scaling == "tensorwise" else 2  # rowwise computes weight gradients in the compute dtype
+    products = sum(spec.numel for spec in fp8_products(config, skipped_blocks))
+    return 2 * passes * products / flops_per_token(config, seq_len)
+
+
 def apply_fp8(model: Decoder, scaling: Scaling, skipped_blocks: int) -> int:
     """Change the matrix products of blocks (by the parameter table) to float8, in place; return their number.
 
@@ -157,8 +170,7 @@ def apply_fp8(model: Decoder, scaling: Scaling, skipped_blocks: int) -> int:
         scaling: "tensorwise" or "rowwise".
         skipped_blocks: blocks that keep the compute dtype, at either end of the whole model.
     """
-    inner = range(skipped_blocks, model.config.n_layers - skipped_blocks)
-    products = {spec.name for spec in param_specs(model.config) if spec.type == "matrix" and spec.layer in inner}
+    products = {spec.name for spec in fp8_products(model.config, skipped_blocks)}
     count = 0
     for name, module in model.named_modules():
         if f"{name}.weight" in products and isinstance(module, nn.Linear):
