@@ -13,10 +13,10 @@ import torch
 
 from lt_data import TokenStore, pack
 from lt_model import n_parameters
-from lt_model.devices import DEVICES
 from lt_test_helpers.pool import RankPool
 from lt_test_helpers.runs import run
 from lt_trainer.config.recipe import load
+from lt_trainer.planning.devices import DEVICES
 from lt_trainer.planning.plan import make_plan
 from lt_trainer.run_directory.jsonl import read_jsonl
 

@@ -124,3 +124,20 @@ def test_the_readme_example_runs(tmp_path):
     costs, new_ids = _run("-c", example, cwd=tmp_path).stdout.splitlines()
     assert costs == f"8030261248 {lt_model.flops_per_token(lt_model.preset('llama3-8b'), 8192, 'causal')}"
     assert len(json.loads(new_ids)) == 20
+
+
+def test_list_and_show_name_the_family_and_what_differs_between_layers(tmp_path):
+    lines = _run("-m", "lt_model", "list").stdout.splitlines()
+    assert {line.split()[0]: line.split()[1] for line in lines[1:]} == {
+        name: config.family for name, config in lt_model.PRESETS.items()
+    }
+    text = _run("-m", "lt_model", "show", "gemma3-1b").stdout
+    assert re.search(r"^family +gemma3_text$", text, re.MULTILINE)
+    assert re.search(r"^layers +5 x sliding, rope; 1 x rope, repeated$", text, re.MULTILINE)
+    values = {"model_type": "qwen2_moe", "num_hidden_layers": 4, "mlp_only_layers": [0], "num_experts_per_tok": 2}
+    values |= {"num_attention_heads": 4, "num_key_value_heads": 4, "hidden_size": 64, "intermediate_size": 96}
+    values |= {"vocab_size": 99, "num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    text = _run("-m", "lt_model", "show", str(tmp_path)).stdout
+    assert re.search(r"^model\.layers\.\*\.mlp\.up_proj\.weight +\[96, 64\] +x 1$", text, re.MULTILINE)
+    assert re.search(r"^model\.layers\.\*\.mlp\.gate\.weight +\[4, 64\] +x 3$", text, re.MULTILINE)

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lt_model import PRESETS, flops_per_token, n_parameters, param_specs
-from lt_model.devices import DEVICES
 from lt_trainer.config.optimizer_section import OptimizerOptions
 from lt_trainer.config.recipe import load, model_config
 from lt_trainer.config.sections import Recipe
 from lt_trainer.errors import RecipeError
+from lt_trainer.planning.devices import DEVICES
 from lt_trainer.planning.layout import PlannedLayout
 from lt_trainer.planning.memory import RESERVE_BYTES, RESERVE_SHARE, plan_memory
 from lt_trainer.planning.plan import (

@@ -51,22 +51,13 @@ def _is_path(text: str) -> bool:
 
 @app.command("list")
 def list_presets() -> None:
-    """List the presets with their sizes."""
+    """List the presets with family and sizes."""
     from lt_model.costs import n_parameters
     from lt_model.presets import PRESETS
 
-    row = "{:<18} {:>15} {:>6} {:>6} {:>12} {:>5} {:>8} {:>7} {:>8}"
-    typer.echo(
-        row.format("preset", "parameters", "layers", "hidden", "intermediate", "heads", "kv heads", "vocab", "context")
-    )
+    names = ("n_layers", "hidden_size", "intermediate_size", "n_heads", "n_kv_heads", "vocab_size")
+    row = "{:<18} {:<12} {:>15} {:>9} {:>12} {:>18} {:>8} {:>11} {:>11} {:>8}"
+    typer.echo(row.format("preset", "family", "parameters", *names, "context"))
     for name, config in PRESETS.items():
-        sizes = (
-            config.n_layers,
-            config.hidden_size,
-            config.intermediate_size,
-            config.n_heads,
-            config.n_kv_heads,
-            config.vocab_size,
-            config.max_position_embeddings,
-        )
-        typer.echo(row.format(name, f"{n_parameters(config):,}", *sizes))
+        sizes = [getattr(config, field) for field in (*names, "max_position_embeddings")]
+        typer.echo(row.format(name, config.family, f"{n_parameters(config):,}", *sizes))

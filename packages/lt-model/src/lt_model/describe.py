@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import asdict
+from itertools import groupby
 from typing import Any
 
 from lt_model.config import ModelConfig
@@ -61,10 +64,14 @@ def format_description(config: ModelConfig, *, seq_len: int, micro_batch_size: i
 
 
 def _iter_lines(config: ModelConfig, facts: dict[str, Any]) -> Iterator[str]:
-    for name, value in (facts["config"] | {"head_dim": config.head_width}).items():
+    shown = {"family": config.family, **facts["config"], "head_dim": config.head_width}
+    if "layers" in shown:
+        kinds = [", ".join(name for name, is_so in asdict(kind).items() if is_so) or "plain" for kind in config.layers]
+        shown["layers"] = "; ".join(f"{len([*run])} x {kind}" for kind, run in groupby(kinds)) + ", repeated"
+    for name, value in shown.items():
         yield f"{name:<24} {value}"
     yield ""
-    yield from _iter_shape_lines(param_specs(config), config.n_layers)
+    yield from _iter_shape_lines(param_specs(config))
     yield ""
     yield f"parameters               {facts['parameters']:,}"
     yield f"  multiplied per token   {facts['compute_parameters']:,} (without the input embedding, with the head)"
@@ -81,15 +88,11 @@ def _iter_lines(config: ModelConfig, facts: dict[str, Any]) -> Iterator[str]:
         yield f"warning: {warning}"
 
 
-def _iter_shape_lines(table: tuple[ParamSpec, ...], n_layers: int) -> Iterator[str]:
-    """List each tensor once; those of block 0 represent all layers."""
-    for parameter in table:
-        if parameter.layer not in (None, 0):
-            continue
-        name, times = parameter.name, ""
-        if parameter.layer == 0:
-            name, times = name.replace("layers.0.", "layers.*."), f" x {n_layers}"
-        yield f"{name:<48} {list(parameter.shape)!s:<16}{times}".rstrip()
+def _iter_shape_lines(table: tuple[ParamSpec, ...]) -> Iterator[str]:
+    """List each tensor once, those of blocks with the number of layers that have it."""
+    names = [(spec.name.replace(f"layers.{spec.layer}.", "layers.*."), spec.shape) for spec in table]
+    for (name, shape), count in Counter(names).items():
+        yield f"{name:<48} {list(shape)!s:<16}{f' x {count}' if '*' in name else ''}".rstrip()
 
 
 def _nearest_aligned(size: int) -> str:

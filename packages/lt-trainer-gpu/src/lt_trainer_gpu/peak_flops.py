@@ -3,9 +3,9 @@
 A datasheet peak makes MFU comparable between machines; for a CPU, and for dtypes other than bfloat16, only a measured
 one is meaningful. A GPU is looked up by its exact model name: what follows may only be its memory or form factor
 ("A100-SXM4-80GB" is an A100; "RTX A1000", "RTX 4090 Laptop GPU" and a MIG slice are not what their names contain). A
-GPU outside of the table (`lt_model.devices`) has no peak: MFU is nan, and the log says so. With fp8 layers the peak
-stays that of bfloat16, so that the MFU of a run with and without fp8 can be compared; it may exceed that of any
-bfloat16 run.
+GPU outside of the table (`lt_trainer.planning.devices`) has no peak: MFU is nan, and the log says so. With fp8 layers
+the peak stays that of bfloat16, so that the MFU of a run with and without fp8 can be compared; it may exceed that of
+any bfloat16 run.
 
 The measurement takes about a quarter of a second; the returned source names its size and dtype.
 """
@@ -18,7 +18,7 @@ import time
 
 import torch
 
-from lt_model.devices import PEAK_TFLOPS
+from lt_trainer.planning.devices import PEAK_TFLOPS
 
 FORM_FACTOR = re.compile(r"(SXM\d?|PCIE|PCIe|AC|OAM|HBM\d\w?|\d+GB?)")
 """Word after a model name that does not change the peak of those in the table."""
@@ -45,7 +45,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype, device_name: str) -> tu
     if device.type == "cuda" and dtype == torch.bfloat16:
         found = find_datasheet_peak(device_name)
         if found is None:
-            return math.nan, f"unknown: {device_name!r} is not in the table of lt_model.devices"
+            return math.nan, f"unknown: {device_name!r} is not in the table of lt_trainer.planning.devices"
         return found[1], f"datasheet of {found[0]}, dense bfloat16"
     return measure_matmul_flops(device, dtype)
 

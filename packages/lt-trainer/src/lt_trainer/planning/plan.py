@@ -17,12 +17,12 @@ from typing import Any
 
 from lt_model import PRESETS, ModelConfig, n_parameters
 from lt_model.describe import alignment_warnings
-from lt_model.devices import DEVICES, DeviceModel
 from lt_trainer.config.recipe import ResolvedRecipe, model_config
 from lt_trainer.config.sections import Recipe
 from lt_trainer.constants import GIB
 from lt_trainer.engine import World, engine_names, engine_spec
 from lt_trainer.errors import RecipeError
+from lt_trainer.planning.devices import DEVICES, DeviceModel
 from lt_trainer.planning.layout import PlannedLayout, engine_table, layout_from_recipe
 from lt_trainer.planning.memory import PlannedMemory, plan_memory
 from lt_trainer.planning.run_time import PlannedTime, plan_time

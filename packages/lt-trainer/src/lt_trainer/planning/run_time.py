@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from lt_model import ModelConfig, flops_per_token
 from lt_model.costs import recomputed_flops_per_token
-from lt_model.devices import DeviceModel
 from lt_trainer.config.sections import Recipe
+from lt_trainer.planning.devices import DeviceModel
 from lt_trainer.planning.layout import PlannedLayout
 
 ASSUMED_HFU = 0.45
