@@ -16,8 +16,9 @@ import torch.distributed.checkpoint as dcp  # noqa: E402
 from family_models import CASES, make_config, make_model, our_tensors  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-from lt_ckpt import CheckpointError, ConvertOptions, convert_checkpoint, open_source  # noqa: E402
+from lt_ckpt import CheckpointError, ConvertOptions, convert_checkpoint, laid_out_files, open_source  # noqa: E402
 from lt_ckpt.comparison import compare  # noqa: E402
+from lt_ckpt.dcp import format  # noqa: E402
 from lt_ckpt.nxd.options import NxdOptions  # noqa: E402
 from lt_ckpt.source import Source  # noqa: E402
 from lt_model import config_from_hf  # noqa: E402
@@ -29,6 +30,12 @@ OTHERS = [case for case in FILED if case not in FUSED]
 DRAWN = [*FUSED, OTHERS[datetime.date.today().toordinal() % len(OTHERS)]]
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed is disabled", "ignore:.*TypedStorage is deprecated")
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(format, "CHUNK_BYTES", 700)
+    monkeypatch.setattr(laid_out_files, "BLOCK_BYTES", 500)
 
 
 def save_theirs(case: str, folder: Path, **changes: object) -> torch.nn.Module:

@@ -17,16 +17,7 @@ from lt_ckpt import files
 from lt_ckpt.confined_files import resolve_confined
 from lt_ckpt.errors import CheckpointError, translate_os_errors
 from lt_ckpt.hash_list import HashList, read_hash_list
-from lt_ckpt.hf.folder import (
-    BIN_FILE,
-    BIN_INDEX_FILE,
-    CONFIG,
-    INDEX_FILE,
-    SINGLE_FILE,
-    is_model_file,
-    read_aux_files,
-    read_json,
-)
+from lt_ckpt.hf.folder import CONFIG, INDEX_FILE, SINGLE_FILE, WEIGHT_FILES, is_model_file, read_aux_files, read_json
 from lt_ckpt.source import Source
 
 FORMATS = ("hf", "nxd", "lt", "dcp", "pt")
@@ -104,13 +95,13 @@ def _detect_format(path: Path) -> str:
         return "dcp"
     if any(path.glob("consolidated.*.pth")):
         return "meta"
-    if any((path / name).is_file() for name in (INDEX_FILE, SINGLE_FILE, BIN_INDEX_FILE, BIN_FILE)):
+    if any((path / name).is_file() for name in WEIGHT_FILES):
         return "hf"
     if _has_rank_files(path, MAX_SEARCH_DEPTH):
         return "nxd"
     raise CheckpointError(
         f"{path}: unknown checkpoint format: no COMMIT (lt), .metadata (torch.distributed.checkpoint), "
-        f"{SINGLE_FILE}, {BIN_FILE} or their index (Hugging Face), tp_rank_XX_pp_rank_XX (NxD) or consolidated.*.pth "
+        f"{', '.join(WEIGHT_FILES)} (Hugging Face), tp_rank_XX_pp_rank_XX (NxD) or consolidated.*.pth "
         "(Meta) in it"
     )
 

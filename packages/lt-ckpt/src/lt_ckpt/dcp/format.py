@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ _CLASSES = {
 }
 """Names that `.metadata` may refer to."""
 
-CHUNK_BYTES = 32 * 2**20
+CHUNK_BYTES = 16 * 2**20
 """Bytes of a tensor that are in memory, and written, at a time."""
 
 
@@ -239,13 +240,17 @@ class _ChunkReader:
 
 
 class _ReadingPlanner(DefaultSavePlanner):
-    """Planner of a save in chunks of rows, which are read when they are written."""
+    """Planner of a save in chunks of rows, which are read when they are written.
+
+    torch keeps the last chunk of each tensor until the file is closed, so all chunks are views of one buffer.
+    """
 
     def __init__(
         self, read: ReadBlock, tensors: Mapping[str, TensorLayout], dtypes: Mapping[str, str], count_bytes: CountBytes
     ) -> None:
         super().__init__()
         self._read, self._tensors, self._dtypes, self._count_bytes = read, tensors, dtypes, count_bytes
+        self._buffer = np.empty(0, np.uint8)
 
     def create_local_plan(self) -> SavePlan:
         """Return the plan with an item per chunk."""
@@ -262,13 +267,16 @@ class _ReadingPlanner(DefaultSavePlanner):
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        """Return a chunk."""
+        """Return a chunk; it is written before the next one is asked for."""
         key, data = write_item.index.fqn, write_item.tensor_data
         assert data is not None, key
         offset, shape = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
         tensor, dtype = self._tensors[key], self._dtypes[key]
         rows = slice_rows(tensor, offset[0], shape[0]) if shape else tensor
-        out = np.empty(shape, f"<i{item_bytes(dtype)}")
+        n_bytes = prod(shape) * item_bytes(dtype)
+        if self._buffer.size < n_bytes:
+            self._buffer = np.empty(n_bytes, np.uint8)
+        out = np.ndarray(shape, f"<i{item_bytes(dtype)}", self._buffer)
         for region in rows.regions:
             place = tuple(slice(o, o + n) for o, n in zip(region.stored_offset, region.shape, strict=True))
             out[place] = self._read(region.name, region.box).view(out.dtype)
@@ -298,7 +306,7 @@ def dcp_target(source: Source, *, dtype: str | None = None) -> Target:
             try:
                 save(
                     tensors,
-                    storage_writer=FileSystemWriter(folder),
+                    storage_writer=FileSystemWriter(folder, per_thread_copy_ahead=0),
                     planner=_ReadingPlanner(read, layout, dtypes, count_bytes),
                     no_dist=True,
                 )

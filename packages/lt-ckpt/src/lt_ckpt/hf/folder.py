@@ -17,6 +17,7 @@ from lt_ckpt.tensorfile import StoredArray, read_header
 
 CONFIG, SINGLE_FILE, INDEX_FILE = "config.json", "model.safetensors", "model.safetensors.index.json"
 BIN_FILE, BIN_INDEX_FILE = "pytorch_model.bin", "pytorch_model.bin.index.json"
+WEIGHT_FILES = (INDEX_FILE, SINGLE_FILE, BIN_INDEX_FILE, BIN_FILE)
 TIED_HEAD = "lm_head.weight"
 TOKENIZER_NAMES = (
     "tokenizer.json",
@@ -95,7 +96,7 @@ def read_stored_arrays(folder: Path) -> dict[str, dict[str, StoredArray]]:
             return _read_indexed_files(folder / index)
         if (folder / single).exists():
             return {single: read_tensor_file(folder, single)}
-    raise CheckpointError(f"{folder}: has none of {', '.join((INDEX_FILE, SINGLE_FILE, BIN_INDEX_FILE, BIN_FILE))}")
+    raise CheckpointError(f"{folder}: has none of {', '.join(WEIGHT_FILES)}")
 
 
 def read_tensor_file(folder: Path, file: str) -> dict[str, StoredArray]:
