@@ -85,6 +85,7 @@ YARN = (
     "model.rope_scaling.original_max_position_embeddings=4096",
 )
 SLIDING = ('model.shape={"family": "mistral", "layers": [{"sliding": true}]}',)
+EXPERTS = ("model.preset=tiny-30m-a9m",)
 ROPE = ("model.rope_scaling.factor=4", "model.rope_scaling.original_max_position_embeddings=16")
 WSD = ("schedule.kind=wsd", "schedule.decay_steps=2")
 RAMP = ("batch.ramp.start=2", "batch.ramp.increment=2", "batch.ramp.steps=2")
@@ -176,6 +177,8 @@ CASES = [
     Case("optimizer.lr_scale.norm", "0.5", "losses"),
     Case("optimizer.lr_scale.matrices", "0.5", "losses"),
     Case("optimizer.z_loss", "0.1", "losses"),
+    Case("moe.aux_loss", "0", "losses", EXPERTS),
+    Case("moe.router_z_loss", "0.1", "losses", EXPERTS),
     Case("schedule.kind", "linear", "learning_rates losses"),
     Case("schedule.max_steps", "5", "learning_rates checkpoints"),
     Case("schedule.warmup_steps", "2", "learning_rates losses"),

@@ -5,9 +5,11 @@ draws a quarter of the pairs, another one each day; the slow set trains all. Ran
 """
 
 import datetime
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,7 +24,8 @@ from lt_trainer_gpu import checks
 from lt_trainer_gpu import engine as engine_module
 from lt_trainer_gpu.fp8 import TensorwiseLinear, apply_fp8, fp8_products
 
-STEPS, ROWS, SEQ_LEN, VOCAB = 2, 4, 32, 61
+STEPS, ROWS, SEQ_LEN, VOCAB, SLOTS = 2, 4, 32, 61, ("momentum", "exp_avg")
+MICRO_STEP_ROWS = 2  # of all ranks, over which experts are balanced
 SIZES = {
     **{"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": SEQ_LEN, "head_dim": 8},
@@ -42,7 +45,6 @@ FILES: dict[str, dict[str, Any]] = {
     "phi3": {"partial_rotary_factor": 0.5},
     "gpt_neox": {"num_key_value_heads": 4, "rotary_pct": 0.25},
     "granite": {"embedding_multiplier": 6.0, "residual_multiplier": 0.3, "logits_scaling": 4.0, "mlp_bias": True},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "olmoe": {"num_experts": 5, "num_experts_per_tok": 2},
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 40, "decoder_sparse_step": 2},
     "qwen3_moe": {**EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [1]},
@@ -58,31 +60,33 @@ AXES = {
     "dp_shard": (),
     "dp_replicate": ("parallel.dp_replicate=2",),
     "selective": ("parallel.tp=2", "engine.gpu.activation_checkpointing=selective"),
-    "full": ("engine.gpu.activation_checkpointing=full",),
+    "pp, full": ("parallel.pp=2", "engine.gpu.activation_checkpointing=full"),
 }
 PAIRS = [(family, axis) for family in CONFIGS for axis in AXES]
 TODAY = datetime.date.today().toordinal()
 DRAWN = {pair for number, pair in enumerate(PAIRS) if (number * 7 + TODAY) % 5 == 0}
 
 
-def train(axis: tuple[str, ...], families: list[str]) -> dict[str, tuple[list[float], list[Any], list[Any]]]:
+def train(axis: tuple[str, ...], families: list[str]) -> dict[str, tuple[list[Any], ...]]:
     """In a rank: losses, momentum after the first step (the gradients) and last weights of each family."""
     found = {}
     for family in families:
         model = unflatten(architecture_values(CONFIGS[family]))
         sets = (*axis, "optimizer.name=muon", "optimizer.lr_scale.norm=3", "optimizer.weight_decay=0.3")
+        sets += ("moe.aux_loss=0.5", "moe.router_z_loss=0.1") if CONFIGS[family].has_experts else ()
         engine = layouts.open_engine(*sets, model=model, rows=ROWS, seq_len=SEQ_LEN, vocab=VOCAB)
         engine_module.init_process_group = lambda *_: None  # the ranks have met
-        losses: list[float] = []
-        moments: list[StateSlice] = []
+        losses, balance, moments, dp_size = list[float](), list[float](), list[StateSlice](), engine.topology.dp_size
         for step, batch in enumerate(layouts.global_batches(STEPS, rows=ROWS, seq_len=SEQ_LEN, vocab=VOCAB)):
-            part = layouts.rank_batch(batch, engine, 1)
-            metrics = engine.fetch_metrics([engine.step(part, layouts.learning_rate_at(step))])
-            losses += [one.loss for one in metrics]
-            shards = (shard for shard in engine.state().shards if shard.group in ("momentum", "exp_avg"))
-            moments = moments or layouts.copy_slices(shards)
+            order = np.arange(ROWS).reshape(-1, dp_size).T.flatten()  # a micro-step has the same rows in every layout
+            arrays = {name: array[:, order] for name, array in vars(batch).items() if np.ndim(array) == 3}
+            part = layouts.rank_batch(replace(batch, **arrays), engine, MICRO_STEP_ROWS // dp_size)
+            (metrics,) = engine.fetch_metrics([engine.step(part, layouts.learning_rate_at(step))])
+            losses += [metrics.loss]
+            balance += metrics.experts.load + metrics.experts.aux_loss if metrics.experts else ()
+            moments = moments or layouts.copy_slices(s for s in engine.state().shards if s.group in SLOTS)
         weights = layouts.copy_slices(shard for shard in engine.state().shards if shard.group == "weights")
-        found[family] = (losses, moments, weights)
+        found[family] = (losses, moments, weights, balance)
     return found
 
 
@@ -93,20 +97,17 @@ def compare(ranks: Any, pairs: set[tuple[str, str]]) -> None:
         own = [family for family in families if (family, axis) in pairs]
         results = ranks.run(train, sets, own, ranks=2) if own else []
         for family in own:
-            losses, moments, weights = alone[family]
+            losses, moments, weights, balance = alone[family]
             for rank in results:
                 assert rank[family][0] == pytest.approx(losses, rel=1e-12), (family, axis)
+                assert rank[family][3] == pytest.approx(balance, rel=1e-6), (family, axis)
             assert_near(assemble(rank[family][1] for rank in results), assemble([moments]), 1e-10)
             assert_near(assemble(rank[family][2] for rank in results), assemble([weights]), 1e-9)
 
 
-def test_families_train_on_an_axis_as_in_one_process(ranks) -> None:
-    compare(ranks, DRAWN)
-
-
-@pytest.mark.slow
-def test_every_family_trains_on_every_axis_as_in_one_process(ranks) -> None:
-    compare(ranks, set(PAIRS))
+@pytest.mark.parametrize("pairs", [DRAWN, pytest.param(set(PAIRS), marks=pytest.mark.slow)], ids=["drawn", "all"])
+def test_families_train_on_an_axis_as_in_one_process(ranks, pairs: set[tuple[str, str]]) -> None:
+    compare(ranks, pairs)
 
 
 def one_process(open_on, family: str, *sets: str, n_steps: int = 3) -> tuple[list[float], dict[str, set[str]]]:
@@ -130,20 +131,17 @@ OPTIONS = {
     "bfloat16": ("optimizer.weights_dtype=bfloat16",),
     "both": ("optimizer.weights_dtype=bfloat16", "engine.gpu.fp8=tensorwise"),
 }
-OPTION_PAIRS = [(family, option) for family in CONFIGS for option in OPTIONS]
+OPTION_PAIRS = [(f, o) for f, config in CONFIGS.items() for o in OPTIONS if o == "bfloat16" or not config.has_experts]
 
 
 @pytest.mark.parametrize(
     ("family", "option"),
-    [
-        pytest.param(*pair, marks=() if (number * 7 + TODAY) % 11 == 0 else pytest.mark.slow)
-        for number, pair in enumerate(OPTION_PAIRS)
-    ],
+    [pytest.param(*pair, marks=[pytest.mark.slow] * ((n * 7 + TODAY) % 11 > 0)) for n, pair in enumerate(OPTION_PAIRS)],
 )
 def test_muon_trains_families_in_narrow_formats(open_on, family: str, option: str) -> None:
     """Matrices have Muon's momentum; norms and biases AdamW's moments; all move, and losses are near the wide ones."""
     losses, groups = one_process(open_on, family, *OPTIONS[option])
-    matrices = {spec.name for spec in param_specs(CONFIGS[family]) if spec.type == "matrix"}
+    matrices = {spec.name for spec in param_specs(CONFIGS[family]) if spec.type in ("matrix", "experts")}
     assert groups["momentum"] == matrices
     assert groups["exp_avg"] == groups["weights"] - matrices
     wanted, _ = one_process(open_on, family)
@@ -151,7 +149,7 @@ def test_muon_trains_families_in_narrow_formats(open_on, family: str, option: st
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("family", [name for name, config in CONFIGS.items() if config.qkv_bias or config.mlp_bias])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "olmo2", "gpt_neox", "granite"])
 def test_fp8_adds_every_bias_in_the_compute_dtype(family: str) -> None:
     config = CONFIGS[family]
     model = Decoder(config).to(torch.bfloat16)
@@ -186,36 +184,32 @@ def compile_and_compare(open_on, monkeypatch, family: str) -> None:
             losses.setdefault(compiled, []).append(found)
             graphs.append(counters["stats"]["unique_graphs"])
     assert losses[True] == pytest.approx(losses[False], rel=1e-9)
-    kinds = {(CONFIGS[family].window(n) > 0, CONFIGS[family].rope(n) is None) for n in range(4)}
-    n_graphs = graphs[4] - graphs[3]
-    assert 0 < n_graphs <= len(kinds) + 2, "of each kind of layer one, and two of the loss"
+    kinds = {CONFIGS[family].layer(n) for n in range(4)}
+    assert 0 < graphs[4] - graphs[3] <= len(kinds) + 2, "of each kind of layer one, and two of the loss"
     assert graphs[4:] == [graphs[4]] * 4
 
 
-TRACES = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch's own, while it traces
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch's own, while it traces
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", CONFIGS)
-@TRACES
 def test_blocks_of_every_family_compile_as_one_graph(open_on, monkeypatch, family: str) -> None:
     compile_and_compare(open_on, monkeypatch, family)
 
 
 @pytest.mark.parametrize("family", [name for number, name in enumerate(CONFIGS) if (number + TODAY) % 4 == 0])
-@TRACES
 def test_blocks_of_families_are_traced_as_one_graph(open_on, monkeypatch, family: str) -> None:
     """As the compiler's first part does; its code generator takes half a minute for each and is left out."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     compile_and_compare(open_on, monkeypatch, family)
 
 
-def test_what_an_attention_lacks_is_refused_with_the_field() -> None:
-    from lt_trainer.config.recipe import load
-    from lt_trainer.engine import World
-    from lt_trainer_gpu.spec import SPEC
-
-    base = {"model": unflatten(architecture_values(CONFIGS["gemma2"])), "data": {"store": "unused", "seq_len": 32}}
-    recipe = load(base=base, overrides=["engine.gpu.attention=sdpa", "batch.global_batch_size=8"]).recipe
-    with pytest.raises(RecipeError, match=r"attention_softcap = 5\.0 of family = 'gemma2' is not .*attention = sdpa"):
-        SPEC.check(recipe, World(size=2, local_size=2))
+def test_what_options_lack_is_refused_with_the_field() -> None:
+    for family, option, message in (
+        ("gemma2", "engine.gpu.attention=sdpa", r"attention_softcap = 5\.0 of family = 'gemma2' is not .*= sdpa"),
+        ("olmoe", "engine.gpu.fp8=tensorwise", r"n_experts = 5 of family = 'olmoe' is not .*fp8 = tensorwise"),
+    ):
+        model = unflatten(architecture_values(CONFIGS[family]))
+        with pytest.raises(RecipeError, match=message):
+            layouts.open_engine(option, model=model, rows=ROWS, seq_len=SEQ_LEN, vocab=VOCAB)

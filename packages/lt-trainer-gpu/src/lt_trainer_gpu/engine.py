@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lt_ckpt import Checkpoint
 from lt_model import ModelConfig
@@ -32,10 +33,11 @@ from lt_model.scoring import LabelScores
 from lt_trainer.checkpointing.pretrained import PretrainedWeights
 from lt_trainer.config.sections import Recipe
 from lt_trainer.control import Control
-from lt_trainer.engine import Device, Snapshot, StepBatch, StepMetrics, World
+from lt_trainer.engine import Device, ExpertLoad, Snapshot, StepBatch, StepMetrics, World
 from lt_trainer.evaluation.position_scores import PositionScores
 from lt_trainer.torch import GlooControl, PendingStep, allocate_host_memory, local_tensor, translate_dist_errors
 from lt_trainer_gpu import flight_recorder
+from lt_trainer_gpu.balancing import pop_load
 from lt_trainer_gpu.computation import DTYPE_FIELD, Computation, agree_on_cpu_dtype, choose_computation
 from lt_trainer_gpu.context_parallel_rows import rank_positions
 from lt_trainer_gpu.devices import accumulation_dtype, init_process_group
@@ -70,7 +72,7 @@ class GpuEngine:
             init_process_group(computation.device, world, timeout_s)
             self.control: Control = GlooControl(timeout_s) if world.size > 1 else Control()
             computation = agree_on_cpu_dtype(computation, recipe, world, self.control)
-            self._stages = open_stages(config, computation, layout, timeout_s)
+            self._stages = open_stages(config, recipe.moe, computation, layout, timeout_s)
             self._runner: PassRunner = (
                 PipelineRunner(self._stages, computation, layout, timeout_s)
                 if layout.pp > 1
@@ -84,7 +86,7 @@ class GpuEngine:
             cp=layout.cp,
             cp_rank=layout.cp_rank,
             has_ids=any(stage.is_first for stage in self._stages),
-            has_labels=any(stage.is_last for stage in self._stages),
+            has_labels=config.has_experts or any(stage.is_last for stage in self._stages),
         )
         self._state = TrainedState(self._stages, config, recipe, computation, layout)
         self._computation, self._optimizer_options = computation, recipe.optimizer
@@ -129,7 +131,9 @@ class GpuEngine:
                 masters = {name: local_tensor(weight).detach() for name, weight in weights.master_weights.items()}
                 self._state.optimizer.step(masters, gradients, lr, finite, scale)
                 weights.sync_model()
-                return PendingStep(loss, grad_norm)
+                has_experts = self._stages[0].config.has_experts
+                load = pop_load(self._stages, self._mesh_layout.tp) if has_experts else None
+                return PendingStep(loss, grad_norm, load)
         except torch.OutOfMemoryError:
             if self._profiler is not None:
                 self._profiler.on_out_of_memory()
@@ -142,7 +146,18 @@ class GpuEngine:
         with translate_dist_errors():
             # One copy: each would wait for the device.
             pairs = torch.stack([x for pending in pendings for x in (pending.loss, pending.grad_norm)]).tolist()
-        return [StepMetrics(loss=loss, grad_norm=norm) for loss, norm in zip(pairs[::2], pairs[1::2], strict=True)]
+        loads = [
+            None if pending.expert_load is None else self._expert_load(pending.expert_load) for pending in pendings
+        ]
+        values = zip(pairs[::2], pairs[1::2], loads, strict=True)
+        return [StepMetrics(loss=loss, grad_norm=norm, experts=load) for loss, norm, load in values]
+
+    def _expert_load(self, load_LE: Tensor) -> ExpertLoad:
+        config = self._stages[0].config
+        rows = [row for index, row in enumerate(load_LE.tolist()) if config.layer(index).experts]
+        counts, losses = [row[:-1] for row in rows], tuple(row[-1] for row in rows)
+        load = tuple(max(row) * len(row) / max(1.0, sum(row)) for row in counts)
+        return ExpertLoad(load=load, idle=tuple(row.count(0) for row in counts), aux_loss=losses)
 
     @torch.no_grad()
     def validate(self, batches: Iterable[StepBatch]) -> tuple[float, int]:

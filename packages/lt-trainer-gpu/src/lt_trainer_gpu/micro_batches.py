@@ -106,6 +106,8 @@ class ModelRunner:
         """Accumulate the gradients, as `PassRunner` says."""
         losses = []
         for index, (ids, positions, labels, boundaries) in enumerate(micros):
+            if self._model.balance is not None and labels is not None:
+                self._model.balance.begin_pass(labels, len(micros))
             parts = self._model(ids, positions, boundaries, labels, z_loss)
             if self._model.fsdp_sync is not None:
                 self._model.fsdp_sync.on_backward_begin(is_last=index == len(micros) - 1)

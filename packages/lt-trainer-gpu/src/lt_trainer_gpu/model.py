@@ -11,7 +11,7 @@ Shapes: B batch, T positions, D hidden_size.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,9 @@ from lt_model.loss import LossParts, linear_loss_parts
 from lt_model.scoring import LabelScores, linear_label_scores
 from lt_trainer_gpu.collectives import TensorParallelGroup, all_reduce_softmax_terms, copy_to_tp
 from lt_trainer_gpu.fsdp_sync import FsdpSync
+
+if TYPE_CHECKING:
+    from lt_trainer_gpu.balancing import Balance
 
 
 class LossHead(nn.Linear):
@@ -65,9 +68,11 @@ class DecoderStage(Decoder):
         is_first: it has the embedding.
         is_last: it has the norm, the head and the loss.
         fsdp_sync: its communication schedule, where it is sharded or replicated.
+        balance: what its routers share, if the model has experts.
     """
 
     fsdp_sync: FsdpSync | None = None
+    balance: Balance | None = None
     is_first: bool
     is_last: bool
 

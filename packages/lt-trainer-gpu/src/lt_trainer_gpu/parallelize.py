@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lt_model import ModelConfig, stage_layers
+from lt_trainer.config.sections import MoeOptions
 from lt_trainer_gpu.computation import Computation
 from lt_trainer_gpu.devices import current_device
 from lt_trainer_gpu.fsdp_sync import FsdpSync
@@ -35,12 +36,13 @@ MESH_DIM_NAMES = ("pp", "dp_replicate", "fsdp", "tp")
 
 
 def open_stages(
-    config: ModelConfig, computation: Computation, mesh_layout: MeshLayout, timeout_s: float
+    config: ModelConfig, moe: MoeOptions, computation: Computation, mesh_layout: MeshLayout, timeout_s: float
 ) -> list[DecoderStage]:
     """Return this rank's stages: built without memory, parallelized, then allocated with undefined values.
 
     Args:
         config: the whole model.
+        moe: losses of experts.
         computation: dtypes, attention and options.
         mesh_layout: degrees of parallelism and this rank's coordinates.
         timeout_s: timeout of a collective.
@@ -60,15 +62,21 @@ def open_stages(
         )
         for layers_of_stage in layers[mesh_layout.pp_rank :: mesh_layout.pp]
     ]
-    _parallelize(stages, computation, mesh_layout, timeout_s)
+    _parallelize(stages, moe, computation, mesh_layout, timeout_s)
     for stage in stages:
         stage.to_empty(device=computation.device)
         stage.tie_weights()  # to_empty allocates memory for each module separately
+        if stage.balance is not None:
+            stage.balance.allocate_loads(stage, computation)
     return stages
 
 
 def _parallelize(
-    stages: Sequence[DecoderStage], computation: Computation, mesh_layout: MeshLayout, timeout_s: float
+    stages: Sequence[DecoderStage],
+    moe: MoeOptions,
+    computation: Computation,
+    mesh_layout: MeshLayout,
+    timeout_s: float,
 ) -> None:
     """Shard, checkpoint, compile and wrap this rank's stages, in place; they are on the meta device."""
     options, device_type = computation.options, computation.device.type
@@ -93,6 +101,12 @@ def _parallelize(
                 sequence_parallel=mesh_layout.sequence_parallel,
             )
             apply_tensor_parallel(stage, mesh_layout, tp_group)
+        if stage.config.has_experts:
+            from lt_trainer_gpu.balancing import apply_balancing
+
+            sizes = {"dp_replicate": mesh_layout.dp_replicate, "fsdp": mesh_layout.fsdp_size}
+            names = [mesh[axis].get_group().group_name for axis, size in sizes.items() if mesh and size > 1]
+            apply_balancing(stage, moe, tuple(names), mesh_layout.tp)
         if options.fp8 != "off":
             from lt_trainer_gpu.fp8 import apply_fp8
 

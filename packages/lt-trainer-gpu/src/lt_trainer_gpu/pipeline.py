@@ -131,6 +131,9 @@ class PipelineRunner:
         losses = []
         for one, received in self._with_messages(passes, micros):
             key = (one.chunk, one.micro_batch)
+            balance, labels = self._stages[one.chunk].balance, micros[one.micro_batch].labels
+            if balance is not None and labels is not None:  # of a backward pass too, which may compute it again
+                balance.begin_pass(labels, len(micros))
             if one.is_forward:
                 inputs = None if received is None else received.requires_grad_()
                 outputs = self._forward(one, inputs, micros, z_loss)

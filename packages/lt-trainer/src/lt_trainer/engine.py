@@ -124,11 +124,27 @@ class Device:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertLoad:
+    """Load of the experts in one step, by layer with experts.
+
+    Attributes:
+        load: tokens of the busiest expert over the mean of all; 1 = balanced.
+        idle: experts without tokens.
+        aux_loss: load-balancing loss, before its weight; 1 = balanced.
+    """
+
+    load: tuple[float, ...]
+    idle: tuple[int, ...]
+    aux_loss: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepMetrics:
     """Loss in nats per valid token and gradient norm before clipping of one step; equal on all ranks."""
 
     loss: float
     grad_norm: float
+    experts: ExpertLoad | None = None
 
     @property
     def is_finite(self) -> bool:

@@ -95,10 +95,14 @@ class GlooControl(Control):
 
 @dataclass(frozen=True, eq=False)
 class PendingStep:
-    """Step that the device may still be computing: loss and gradient norm over all ranks, device scalars."""
+    """Step that the device may still be computing: loss and gradient norm over all ranks, device scalars.
+
+    With experts also tokens by layer and expert, and in a last column the load-balancing loss.
+    """
 
     loss: Tensor
     grad_norm: Tensor
+    expert_load: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

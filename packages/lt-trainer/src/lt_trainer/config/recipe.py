@@ -41,7 +41,7 @@ from lt_trainer.config.section import (
     toml_value,
     unflatten,
 )
-from lt_trainer.config.sections import CheckpointOptions, Recipe, RunOptions
+from lt_trainer.config.sections import CheckpointOptions, MoeOptions, Recipe, RunOptions
 from lt_trainer.config.toml import dump
 from lt_trainer.errors import RecipeError, as_recipe_error
 
@@ -378,6 +378,10 @@ def model_config(recipe: Recipe, vocab_size: int) -> ModelConfig:
     values["max_position_embeddings"] = model.max_position_embeddings or recipe.data.seq_len
     values["rope_scaling"] = model.rope_scaling.model_dump() if model.rope_scaling.factor != 1 else None
     try:
-        return ModelConfig.from_dict({**json.loads(model.shape or "{}"), **values}, "model")
+        config = ModelConfig.from_dict({**json.loads(model.shape or "{}"), **values}, "model")
     except (ModelError, ValueError) as exc:
         raise RecipeError(str(exc), remedy="change the fields of [model]") from exc
+    for name, value in vars(recipe.moe).items():
+        if not config.has_experts and value != default_of(MoeOptions, name):
+            raise RecipeError("this model has no experts", values={f"moe.{name}": value}, remedy="remove it")
+    return config

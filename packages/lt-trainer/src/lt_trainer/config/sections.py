@@ -151,6 +151,13 @@ class ParallelOptions(Section, table="parallel"):
         return world // model_ranks
 
 
+class MoeOptions(Section, table="moe"):
+    """Losses that balance the load of a mixture of experts; a model without experts has none."""
+
+    aux_loss: float = option(0.01, "weight of each layer's load-balancing loss; 0 = off", ge=0)
+    router_z_loss: float = option(0.0, "weight of logsumexp(router's logits)^2; 1e-3 is typical, 0 = off", ge=0)
+
+
 class CheckpointOptions(Section, table="checkpoint"):
     """Checkpoint interval, retention and mirror."""
 
@@ -224,6 +231,7 @@ class Recipe(Section):
     optimizer: OptimizerOptions = OptimizerOptions()
     schedule: ScheduleOptions = ScheduleOptions()
     parallel: ParallelOptions = ParallelOptions()
+    moe: MoeOptions = MoeOptions()
     checkpoint: CheckpointOptions = CheckpointOptions()
     metrics: MetricsOptions = MetricsOptions()
     evaluation: EvaluationOptions = EvaluationOptions()

@@ -54,7 +54,7 @@ class RunDisplay:
             self.print(
                 f"{step:>15} {record['loss']:>9.4f} {record['learning_rate']:>9.2e} {record['grad_norm']:>8.3f} "
                 f"{format_si(record['tokens_per_sec']):>9} {record['mfu']:>6.1%} {record['memory_gib']:>5.1f} GiB "
-                f"{left:>9}"
+                f"{left:>9}" + (f"  experts {max(record['expert_load']):.2f}" if "expert_load" in record else "")
             )
         elif "val_loss" in record:
             name, bits = f"validation {record.get('val_set', '')}".rstrip(), record.get("val_bits_per_byte")

@@ -195,6 +195,8 @@ class RunLogger:
         record |= dict(zip(rate_names, rates[:4], strict=True))
         record |= {"mfu": rates[3] / peak, "memory_gib": memory_bytes / GIB, "valid_tokens": last.valid_tokens}
         record |= {"elapsed_s": now - self._start, "hfu": rates[4] / peak, "mfu_documents": rates[5] / peak}
+        if last.experts is not None:
+            record |= {f"expert_{name}": list(values) for name, values in vars(last.experts).items()}
         record |= {f"{part}_s": seconds for part, seconds in times.items()}
         joules = None if self._energy is None else self._energy.energy_joules()
         if joules is not None:

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lt_trainer.engine import ExpertLoad
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
@@ -19,6 +21,7 @@ class StepRecord:
     Attributes:
         rows: Rows of the whole run.
         document_length: Length of a position's document, averaged over the positions of rank 0.
+        experts: Load of the experts, of a model that has some.
     """
 
     step: int
@@ -28,6 +31,7 @@ class StepRecord:
     valid_tokens: int
     rows: int
     document_length: float
+    experts: ExpertLoad | None = None
 
 
 NUMBER_REGEX = r"([-+]?(?:[0-9][0-9.]*(?:[eE][-+]?[0-9]+)?|nan|inf))"

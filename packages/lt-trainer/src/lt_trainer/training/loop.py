@@ -173,7 +173,7 @@ class TrainingLoop:
         self._run.watchdog.mark("fetch_metrics", self.step)
         metrics = self._engine.fetch_metrics([handle for _, handle in self._pending])
         pairs = zip(self._pending, metrics, strict=True)
-        records = [replace(record, loss=values.loss, grad_norm=values.grad_norm) for (record, _), values in pairs]
+        records = [replace(record, **vars(values)) for (record, _), values in pairs]
         self._pending = []
         self._log.log_steps(records, self._engine.peak_memory_bytes(), self._engine.stopwatch.pop_times())
         for record in records:

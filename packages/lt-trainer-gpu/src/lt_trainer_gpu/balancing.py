@@ -1,0 +1,156 @@
+"""Losses that balance the load of experts, added in the backward pass, and the load itself.
+
+Of a layer and a micro-step, over the tokens with a label of all ranks that have other tokens of it (dp_replicate,
+dp_shard, cp): f_e is the share of tokens that expert e computes, which add up to K, and P_e its mean score. The
+auxiliary loss is E / K * sum(f * P), 1 where all experts have the same (Switch Transformers, arXiv:2101.03961), through
+whose P gradients flow; the z-loss is the mean of logsumexp(logits)^2 (ST-MoE, arXiv:2202.08906). A step adds them over
+layers, as means over its micro-batches. So the rows of a micro-step are part of what is trained.
+
+Both enter at the weights of the choice (`_AddLoss`, as in Megatron-LM): stages, recomputation and the loss know nothing
+of it. The load goes the same way, as the gradient of a tensor of its own: autograd adds it up over micro-batches, and
+neither a second forward pass nor validation counts.
+
+Cost: one all-reduce of E numbers per layer and micro-batch, one of all layers' per step.
+
+Shapes: N tokens of a rank, E experts, K experts per token, L layers of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lt_model.feed_forward import MoE, Router
+from lt_model.loss import IGNORE_INDEX
+from lt_trainer.config.sections import MoeOptions
+from lt_trainer_gpu.computation import Computation
+from lt_trainer_gpu.devices import accumulation_dtype
+from lt_trainer_gpu.model import DecoderStage
+from lt_trainer_gpu.tensor_parallel import PartialGradRouter
+
+_ops = torch.ops._c10d_functional
+
+
+@dataclass(kw_only=True)
+class Balance:
+    """What the routers of a stage share.
+
+    Attributes:
+        options: coefficients of the losses.
+        group_names: process groups over which a micro-step's tokens are spread.
+        tp: ranks that compute the same losses.
+        counted_N: whether a token of the pass has a label.
+        share: 1 / micro-batches of the step.
+    """
+
+    options: MoeOptions
+    group_names: tuple[str, ...]
+    tp: int
+    counted_N: Tensor | None = None
+    share: Tensor | None = None
+
+    def begin_pass(self, labels_BT: Tensor, n_micro_batches: int) -> None:
+        """Take the micro-batch that the next forward or backward pass is of."""
+        self.counted_N = labels_BT.flatten() != IGNORE_INDEX
+        device = labels_BT.device
+        self.share = torch.full((), 1 / n_micro_batches, dtype=accumulation_dtype(device), device=device)
+
+    def allocate_loads(self, stage: DecoderStage, computation: Computation) -> None:
+        """Make the tensors that collect the load, in the dtype of router logits."""
+        for router in stage_routers(stage).values():
+            assert isinstance(router, BalancedRouter)
+            wide = torch.promote_types(computation.dtype, torch.float32)
+            load = torch.zeros(router.out_features + 1, dtype=wide, device=computation.device, requires_grad=True)
+            router.load = load
+
+
+class BalancedRouter(Router):
+    """Router with the losses of `Balance` in training; made by `apply_balancing`.
+
+    Attributes:
+        balance: what it shares with other routers.
+        load: zeros, whose gradient is this rank's tokens per expert of the step, and its part of the auxiliary loss.
+    """
+
+    balance: Balance
+    load: Tensor
+
+    def choose(self, x_ND: Tensor, weight_ED: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what a router does."""
+        weights_NK, experts_NK, logits_NE = super().choose(x_ND, weight_ED)
+        if not self.training:
+            return weights_NK, experts_NK, logits_NE
+        balance, dtype = self.balance, logits_NE.dtype
+        assert balance.counted_N is not None
+        assert balance.share is not None
+        counted_N1, options = balance.counted_N[:, None].to(dtype), balance.options
+        n_experts, top_k = logits_NE.shape[1], experts_NK.shape[1]
+        counts_E = torch.zeros(n_experts, dtype=dtype, device=x_ND.device)
+        counts_E = counts_E.scatter_add(0, experts_NK.flatten(), counted_N1.expand(-1, top_k).flatten())
+        total_E = counts_E
+        for name in balance.group_names:
+            total_E = _ops.wait_tensor(_ops.all_reduce(total_E, "sum", name))
+        n_tokens = (total_E.sum() / top_k).clamp(min=1)
+        mean_E = (logits_NE.softmax(dim=-1) * counted_N1).sum(dim=0) / n_tokens
+        share = balance.share.to(dtype)
+        aux_loss = share * n_experts / top_k * (total_E / n_tokens * mean_E).sum()
+        z_loss = share * (logits_NE.logsumexp(dim=-1, keepdim=True).square() * counted_N1).sum() / n_tokens
+        loss = (options.aux_loss * aux_loss + options.router_z_loss * z_loss) / balance.tp
+        load = torch.cat((counts_E, aux_loss.detach()[None]))
+        return _AddLoss.apply(weights_NK, loss, self.load, load), experts_NK, logits_NE
+
+
+class BalancedPartialGradRouter(BalancedRouter, PartialGradRouter):
+    """The same on tensor-parallel ranks."""
+
+
+class _AddLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weights_NK: Tensor, loss: Tensor, place: Tensor, load: Tensor) -> Tensor:
+        ctx.save_for_backward(load)
+        ctx.loss_dtype = loss.dtype
+        return weights_NK.view_as(weights_NK)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (load,) = ctx.saved_tensors
+        return upstream, torch.ones((), dtype=ctx.loss_dtype, device=upstream.device), load, None
+
+
+def apply_balancing(stage: DecoderStage, options: MoeOptions, group_names: tuple[str, ...], tp: int) -> None:
+    """Let the routers of a stage balance their experts, in place; call after tensor parallelism."""
+    stage.balance = Balance(options=options, group_names=group_names, tp=tp)
+    for router in stage_routers(stage).values():
+        is_partial = isinstance(router, PartialGradRouter)
+        router.__class__ = BalancedPartialGradRouter if is_partial else BalancedRouter
+        assert isinstance(router, BalancedRouter)
+        router.balance = stage.balance
+
+
+def stage_routers(stage: DecoderStage) -> dict[int, Router]:
+    """Return the routers of a stage by layer."""
+    blocks = zip(stage.layers, stage.blocks, strict=True)
+    return {index: block.mlp.gate for index, block in blocks if isinstance(block.mlp, MoE)}
+
+
+def pop_load(stages: Sequence[DecoderStage], tp: int) -> Tensor:
+    """Return tokens per expert and the auxiliary loss [L, E + 1] of the step, equal on all ranks, and begin anew.
+
+    Collective. Layers without experts have zeros.
+    """
+    config, device = stages[0].config, next(stages[0].parameters()).device
+    load_LE = torch.zeros(config.n_layers, config.n_experts + 1, device=device)
+    for stage in stages:
+        for index, router in stage_routers(stage).items():
+            assert isinstance(router, BalancedRouter)
+            assert router.load.grad is not None
+            load_LE[index] = router.load.grad
+            router.load.grad = None
+    if dist.is_initialized():
+        dist.all_reduce(load_LE)
+    return load_LE / tp
