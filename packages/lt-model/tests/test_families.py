@@ -1,6 +1,7 @@
 """Every family against transformers' own modules in float64: logits, every gradient, configurations, generation."""
 
 import json
+from itertools import pairwise
 
 import pytest
 
@@ -18,11 +19,13 @@ from lt_model import (  # noqa: E402  # noqa: E402
     config_from_hf,
     config_to_hf,
     generate,
+    generate_batch,
     linear_label_scores,
     param_specs,
     preset,
 )
 from lt_model.config import LayerKind  # noqa: E402
+from lt_model.decoder import KVCache  # noqa: E402
 from lt_model.families import COMMON_IGNORED, COMMON_REQUIRED, DROPOUTS, FAMILIES  # noqa: E402
 from lt_model.hf import check_trainable  # noqa: E402
 
@@ -83,6 +86,28 @@ def test_logits_and_every_gradient_are_those_of_transformers(case):
     new = generate(ours, prompt, max_new_tokens=8, temperature=0)
     for count in range(8):
         assert ours(torch.tensor([prompt + new[:count]]))[0, -1].argmax() == new[count]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_generation_with_a_cache_is_that_of_transformers(case):
+    """Logits of tokens that continue a cache, in parts of any length; greedy, a batch of prompts of several lengths."""
+    ids, _ = batch()
+    prompts = [ids[row, :length].tolist() for row, length in ((0, 5), (1, 17))]
+    with NoFloat32():
+        theirs = make_model(make_config(case))
+        logits = theirs(input_ids=ids, use_cache=False).logits
+        options = {"max_new_tokens": 6, "do_sample": False, "use_cache": True}
+        whole = [theirs.generate(torch.tensor([prompt]), **options)[0].tolist() for prompt in prompts]
+    ours = our_model(theirs, config_from_hf(theirs.config.to_dict()))
+    caches = [KVCache(N_TOKENS) for _ in range(ours.config.n_layers)]
+    with torch.no_grad():
+        for first, end in pairwise((0, 11, 12, 13, 30, N_TOKENS)):
+            found = ours.logits(ours.hidden_states(ids[:, first:end], caches=caches))
+            assert relative(found, logits[:, first:end]) < 1e-12
+    new_ids = generate_batch(
+        ours, prompts, max_new_tokens=6, temperature=0, seeds=range(2), is_finished=lambda row, new_ids: False
+    )
+    assert [prompt + new for prompt, new in zip(prompts, new_ids, strict=True)] == whole
 
 
 @pytest.mark.parametrize("case", ["mistral, window 7, head 16", "gemma2, softcaps", "olmo3, yarn in full layers"])
