@@ -13,7 +13,8 @@ from lt_model import (
     param_specs,
     preset,
 )
-from lt_model.costs import memory_bytes
+from lt_model.config import LayerKind
+from lt_model.costs import attention_flops_per_token, memory_bytes
 from lt_model.describe import alignment_warnings
 
 # Published or computed from the published shapes by transformers (sum over state_dict of a model on the meta device).
@@ -135,6 +136,20 @@ def test_flops_are_six_per_multiplied_weight_plus_attention():
     assert flops_per_token(config, 8192, "causal") == 6 * weights + 6 * 32 * 4096 * 8192
     tied = PRESETS["llama3.2-1b"]  # the tied embedding is multiplied as the head
     assert flops_per_token(tied, 1, "full") == 6 * COUNTS["llama3.2-1b"] + 12 * 16 * 2048
+
+
+@pytest.mark.parametrize(("window", "length"), [(7, 64), (64, 64), (64, 32), (1024, 4096)])
+def test_a_window_costs_the_keys_that_a_token_sees_on_average(window, length):
+    """Half a key less than in the mask, as a row without a window counts T / 2 and not (T + 1) / 2."""
+    layers = (LayerKind(sliding=True), LayerKind(sliding=True), LayerKind())
+    fields = {"sliding_rope_theta": 1e4, "qk_norm": "full", "norm_place": "post", "family": "olmo3"}
+    config = ModelConfig(vocab_size=8, n_layers=6, layers=layers, sliding_window=window, **fields)
+    per_key = 12 * config.n_heads * config.head_width
+    seen = {w: sum(min(t, w) for t in range(1, length + 1)) / length for w in (window, length)}
+    for convention, keys in (("full", {w: min(w, length) for w in seen}), ("causal", seen)):
+        found = attention_flops_per_token(config, length, convention) / per_key
+        wanted = 4 * keys[window] + 2 * keys[length] - 3 * (convention == "causal")
+        assert -1e-9 <= found - wanted <= 3
 
 
 def test_flops_match_what_torch_counts():

@@ -8,8 +8,8 @@ Per token of a block of a Llama, with D hidden_size, E = n_kv_heads * head width
 
 - "none" saves the two inputs of the norms and their outputs (4 D), queries, keys and values after rotation and the
   attention's output (2 D + 2 E), gate, up and their product (3 I), and in fp32 two norm factors and the H normalizers
-  of the softmax; other families: each norm of the stream D more, norms of queries and keys their inputs, an activation
-  other than SwiGLU its output;
+  of the softmax; other families: each norm of the stream D more, norms of queries and keys their inputs, a norm with
+  1 + w as much again, an activation other than SwiGLU its output;
 - "full" saves the block's input (D) and recomputes the rest, one block at a time;
 - "selective" saves the input, the attention's output with its normalizers and every other matrix product (`is_saved`
   in the parameter table), and recomputes the rest, one block at a time.
@@ -78,24 +78,32 @@ def activation_bytes_per_token(
         products |= {"experts": config.experts_per_token * sum(experts) * element_bytes}
         return {"input": stream, **attention, **products, "choice of experts": 28 * config.experts_per_token}
     names = ("first norm", "norm after attention", "second norm", "norm after the feed-forward layer")
-    norms = {
-        name: width + factor for name, is_there in zip(names, NORM_NAMES[config.norm_place], strict=True) if is_there
-    }
+    n_copies, has_norm = _normed_copies(config), NORM_NAMES[config.norm_place]
+    # Before a product its output, which is gathered; after it its input.
+    sizes = (width + (n_copies - 1) * stream, n_copies * stream) * 2
+    norms = {name: size + factor for name, size, is_there in zip(names, sizes, has_norm, strict=True) if is_there}
+    # Over all heads, of which a rank has a part, a norm is computed in fp32 step by step, and two steps are kept.
+    qk_copies = 2 * _FP32_BYTES / element_bytes if config.qk_norm == "full" and tp > 1 else n_copies
     return {
-        "input": stream,
+        "input": stream if has_norm[0] else width,
         **norms,
         "queries": heads,
         "keys": kv,
         "values": kv,
-        **({"norms of queries and keys": heads + kv} if config.qk_norm != "none" else {}),
+        **({"norms of queries and keys": qk_copies * (heads + kv)} if config.qk_norm != "none" else {}),
         **attention,
-        **({} if config.parallel_residual else {"stream between": stream}),
+        **({} if config.parallel_residual else {"stream between": stream if has_norm[2] else width}),
         **({"gate": inner} if config.gated else {}),
         "up": inner,
         **({"activation": inner} if config.gated and config.activation != "silu" else {}),
         "product": inner,
         **_mixture_bytes(config, element_bytes),
     }
+
+
+def _normed_copies(config: ModelConfig) -> int:
+    """Return how many tensors of its width a norm saves: of n + n w also n."""
+    return 2 if config.norm == "rms_plus_one" else 1
 
 
 def _representative(config: ModelConfig) -> int:
@@ -137,7 +145,8 @@ def block_backward_bytes_per_token(
     """Return the bytes per token that the backward pass of one block holds beyond what was saved.
 
     The gradient of the residual stream, and in the backward pass of SwiGLU four tensors of the feed-forward's width
-    where one that was saved has just been freed; with recomputation also what it recomputes.
+    where one that was saved has just been freed; with another activation one fewer, and two fewer without a gate; with
+    recomputation also what it recomputes. What a last norm has saved is free by then.
 
     Args:
         config: the model.
@@ -150,7 +159,11 @@ def block_backward_bytes_per_token(
         ModelError: see there.
     """
     options = {"element_bytes": element_bytes, "tp": tp, "sequence_parallel": sequence_parallel}
-    n_bytes = (config.hidden_size + 3 * _inner_size(config) / tp) * element_bytes
+    n_inner = 1 if not config.gated else 3 if config.activation == "silu" else 2
+    n_bytes = (config.hidden_size + n_inner * _inner_size(config) / tp) * element_bytes
+    if NORM_NAMES[config.norm_place][-1]:
+        stream = config.hidden_size * element_bytes / (tp if sequence_parallel else 1)
+        n_bytes -= _normed_copies(config) * stream
     if config.has_experts:  # the gradient of the experts' outputs, in fp32 or wider and cast
         n_bytes += config.experts_per_token * config.hidden_size * (_FP32_BYTES + element_bytes)
     if activation_checkpointing != "none":

@@ -10,7 +10,11 @@ import pytest
 from null_device.ranks import Job, RankResult
 
 from lt_model import ModelConfig
+from lt_model.config import LayerKind
+from lt_model.families import FAMILIES
+from lt_trainer.config.model_section import architecture_values
 from lt_trainer.config.recipe import load
+from lt_trainer.config.section import unflatten
 from lt_trainer.planning.layout import layout_from_recipe
 from lt_trainer.planning.memory import PlannedMemory, plan_memory
 
@@ -18,8 +22,29 @@ NEAR = 0.03
 SHAPE = {"hidden_size": 2048, "intermediate_size": 5632, "n_heads": 16, "n_kv_heads": 4, "n_layers": 8}
 
 
-def job(*overrides: str, seq_len: int = 4096, tied: bool = False, n_layers: int = 8, **fields: Any) -> Job:
+FAMILY_FIELDS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 1024, "layers": (LayerKind(sliding=True),)},
+    "qwen2": {},
+    "qwen3": {"head_dim": 256},
+    "olmo2": {"qkv_bias": True, "o_bias": True},
+    "gemma3_text": {
+        **{"head_dim": 256, "activation": "gelu_tanh", "sliding_window": 512, "sliding_rope_theta": 1e4},
+        "layers": (LayerKind(sliding=True), LayerKind()),
+    },
+    "gpt_neox": {
+        **{"n_kv_heads": 16, "qkv_bias": True, "o_bias": True, "activation": "gelu", "rotary_fraction": 0.25},
+        "parallel_residual": True,
+    },
+    "granite": {"embed_scale": 12.0, "residual_scale": 0.22, "attention_scale": 0.015625, "logits_divisor": 8.0},
+}
+
+
+def job(
+    *overrides: str, seq_len: int = 4096, tied: bool = False, n_layers: int = 8, family: str = "llama", **fields: Any
+) -> Job:
     shape = SHAPE | {"n_layers": n_layers, "tie_word_embeddings": tied}
+    if family != "llama":
+        shape |= {"family": family, **FAMILIES[family].fixed, **FAMILY_FIELDS[family]}
     values = {"vocab_size": 32000, "rows": fields.get("ranks", 1), **fields}
     return Job(model=tuple(shape.items()), overrides=overrides, row_lengths=(seq_len,) * 3, initialize=False, **values)
 
@@ -31,7 +56,7 @@ def config_of(asked: Job) -> ModelConfig:
 def planned_memory(asked: Job) -> PlannedMemory:
     seq_len = asked.row_lengths[0]
     base = {
-        "model": dict(asked.model),
+        "model": unflatten(architecture_values(config_of(asked))),
         "data": {"store": "unused", "seq_len": seq_len},
         "batch": {"global_batch_size": asked.rows, "micro_batch_size": asked.micro_batch_size},
     }

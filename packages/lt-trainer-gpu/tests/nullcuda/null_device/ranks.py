@@ -63,7 +63,9 @@ def train(job: Job) -> RankResult:
 
     from lt_model import ModelConfig
     from lt_test_helpers import layouts
+    from lt_trainer.config.model_section import architecture_values
     from lt_trainer.config.recipe import load
+    from lt_trainer.config.section import unflatten
     from lt_trainer.engine import World
     from lt_trainer_gpu import trained_state
     from lt_trainer_gpu.spec import SPEC
@@ -74,9 +76,10 @@ def train(job: Job) -> RankResult:
     if not job.initialize:
         trained_state.init_parameters = lambda *_: None
     longest = max(job.row_lengths)
+    config = ModelConfig(vocab_size=job.vocab_size, max_position_embeddings=longest, **dict(job.model))
     base = {
         "run": {"dir": job.folder},
-        "model": dict(job.model),
+        "model": unflatten(architecture_values(config)),
         "data": {"store": "unused", "seq_len": longest},
         "batch": {"global_batch_size": job.rows, "micro_batch_size": job.micro_batch_size},
         "optimizer": {"grad_clip": 1.0, "weight_decay": 0.1},
@@ -85,7 +88,6 @@ def train(job: Job) -> RankResult:
     }
     recipe, world = load(base=base, overrides=job.overrides).recipe, World.from_env(os.environ)
     SPEC.check(recipe, world)
-    config = ModelConfig(vocab_size=job.vocab_size, max_position_embeddings=longest, **dict(job.model))
     engine: Any = SPEC.open(recipe, config, world)
     FAULTS[job.fault]()
     result = RankResult(expandable=_expandable_segments())
