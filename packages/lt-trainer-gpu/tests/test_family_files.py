@@ -25,17 +25,11 @@ from lt_model import config_from_hf  # noqa: E402
 from lt_model.families import FAMILIES  # noqa: E402
 
 FUSED = ["phi3, partial", "gpt_neox, parallel", "gpt_neox, sequential"]
-FILED = [case for case, (family, _) in CASES.items() if "n_experts" not in FAMILIES[family].keys]
-OTHERS = [case for case in FILED if case not in FUSED]
+OTHERS = [case for case in CASES if case not in FUSED and "n_experts" not in FAMILIES[CASES[case][0]].keys]
 DRAWN = [*FUSED, OTHERS[datetime.date.today().toordinal() % len(OTHERS)]]
+EACH = [*DRAWN, *(pytest.param(case, marks=pytest.mark.slow) for case in OTHERS if case not in DRAWN)]
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed is disabled", "ignore:.*TypedStorage is deprecated")
-
-
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(format, "CHUNK_BYTES", 700)
-    monkeypatch.setattr(laid_out_files, "BLOCK_BYTES", 500)
 
 
 def save_theirs(case: str, folder: Path, **changes: object) -> torch.nn.Module:
@@ -58,35 +52,27 @@ def assert_reads(source: Source, theirs: dict[str, torch.Tensor], group: str = "
         assert source.read(name, group=group).tobytes() == tensor.contiguous().numpy().tobytes(), name
 
 
-def check_case(case: str, folder: Path) -> None:
-    model = save_theirs(case, folder / "theirs")
-    source, wanted = open_source(folder / "theirs"), tensors_of(folder / "theirs")
+@pytest.mark.parametrize("case", EACH)
+def test_a_family_through_every_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    monkeypatch.setattr(format, "CHUNK_BYTES", 700)
+    monkeypatch.setattr(laid_out_files, "BLOCK_BYTES", 500)
+    model = save_theirs(case, tmp_path / "theirs")
+    source, wanted = open_source(tmp_path / "theirs"), tensors_of(tmp_path / "theirs")
     assert_reads(source, model.state_dict())
     for kind in ("lt", "dcp", "pt", "hf"):
-        made = folder / f"made.{kind}"
+        made = tmp_path / f"made.{kind}"
         convert_checkpoint(source, made, ConvertOptions(format=kind, max_shard_bytes=9000))
-        again = open_source(made, config=folder / "theirs" if kind == "pt" else None)
+        again = open_source(made, config=tmp_path / "theirs" if kind == "pt" else None)
         assert all(found.is_equal for found in compare(source, again))
-        back = convert_checkpoint(again, folder / f"back-{kind}", ConvertOptions(format="hf"))
+        back = convert_checkpoint(again, tmp_path / f"back-{kind}", ConvertOptions(format="hf"))
         assert_same(tensors_of(back), wanted)
     loaded = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
-    dcp.load(loaded, checkpoint_id=folder / "made.dcp", no_dist=True)
+    dcp.load(loaded, checkpoint_id=tmp_path / "made.dcp", no_dist=True)
     assert_same(loaded, dict(model.state_dict()))
-    exported = transformers.AutoModelForCausalLM.from_pretrained(folder / "back-lt", attn_implementation="eager").eval()
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back-lt", attn_implementation="eager")
     ids = torch.arange(40)[None] % 101
     assert torch.equal(exported(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
     assert config_from_hf(exported.config.to_dict()) == source.model
-
-
-@pytest.mark.parametrize("case", DRAWN)
-def test_a_family_through_every_format(tmp_path: Path, case: str) -> None:
-    check_case(case, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", FILED)
-def test_every_family_through_every_format(tmp_path: Path, case: str) -> None:
-    check_case(case, tmp_path)
 
 
 def test_moments_of_fused_tensors_are_taken_apart(tmp_path: Path) -> None:
