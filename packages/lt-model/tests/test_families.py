@@ -269,7 +269,6 @@ def test_what_is_not_supported_is_named_with_its_family(case, changes, message):
         ({"qkv_bias": True}, "o_bias and qkv_bias differ|qkv_bias and o_bias differ"),
         ({"sliding_window": 4}, "sliding_window = 4: no layer of this model has a window"),
         ({"layers": (LayerKind(rope=False),)}, "layers = .* have rotary positions"),
-        ({"layers": (LayerKind(), LayerKind(rope=False)), "n_layers": 1}, "layers lists 2 layers, but n_layers = 1"),
         ({"layers": ()}, "must be LayerKinds"),
         ({"family": "mistral", "rotary_fraction": 0.5}, "rotary_fraction = 0.5: a model of family = 'mistral'"),
         ({"family": "phi3", "rotary_fraction": 0.02}, "it must be an even number"),
@@ -296,6 +295,9 @@ def test_dropout_is_refused_for_training_alone():
 def test_more_layers_repeat_a_pattern_and_plain_lists_are_refused():
     deeper = preset("smollm3-3b", n_layers=41)
     assert [index for index in range(41) if deeper.rope(index) is None] == list(range(3, 41, 4))
+    assert all(preset("smollm3-3b", n_layers=3).rope(index) for index in range(3))
+    assert [preset("gemma3-1b", n_layers=8).window(index) for index in range(8)] == [512] * 5 + [0] + [512] * 2
+    assert preset("gemma3-1b", n_layers=2).layers == (LayerKind(sliding=True),)
     config = config_from_hf(make_config("qwen2, window from layer 2").to_dict())
     assert [config.window(index) for index in range(4)] == [0, 0, 5, 5]
     from lt_model.presets import override

@@ -129,7 +129,7 @@ class ModelConfig:
         tie_word_embeddings: True when the output head is the input embedding.
         family: row of `families.FAMILIES`: how files spell this model.
         head_dim: width of a head; 0: hidden_size / n_heads. `head_width` is the number.
-        layers: kinds of layers, repeated until `n_layers`.
+        layers: kinds of layers, repeated or cut to `n_layers`.
         sliding_window: positions that a sliding layer sees, its own included; 0: all earlier ones.
         sliding_rope_theta: rotary base of sliding layers, without scaling; 0: they rotate as the others do.
         rotary_fraction: share of each head that is rotated.
@@ -266,8 +266,6 @@ class ModelConfig:
         layers = tuple(self.layers) if isinstance(self.layers, tuple | list) else ()
         if not layers or not all(isinstance(kind, LayerKind) for kind in layers):
             raise ModelError(f"layers = {self.layers!r}: must be LayerKinds, at least one")
-        if len(layers) > self.n_layers:
-            raise ModelError(f"layers lists {len(layers)} layers, but n_layers = {self.n_layers}; change one of them")
         kinds = [layers[index % len(layers)] for index in range(self.n_layers)]
         if not any(kind.sliding for kind in kinds) and (self.sliding_window or self.sliding_rope_theta):
             name = "sliding_window" if self.sliding_window else "sliding_rope_theta"

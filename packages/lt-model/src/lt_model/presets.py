@@ -42,7 +42,7 @@ def preset(name: str, **overrides: Any) -> ModelConfig:
 
 
 def override(config: ModelConfig, **fields: Any) -> ModelConfig:
-    """Return `config` with some fields replaced; another number of layers repeats their pattern.
+    """Return `config` with some fields replaced; another number of layers repeats or cuts their pattern.
 
     Raises:
         ModelError: sizes that do not divide, or another n_layers where layers are a plain list without a pattern.
