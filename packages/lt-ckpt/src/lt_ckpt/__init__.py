@@ -11,24 +11,17 @@ import pkgutil
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lt_ckpt.checkpoint import Checkpoint as Checkpoint
-    from lt_ckpt.checkpoint import ReadItem as ReadItem
-    from lt_ckpt.discovery import find_latest_valid as find_latest_valid
-    from lt_ckpt.discovery import list_steps as list_steps
-    from lt_ckpt.discovery import prune_checkpoints as prune_checkpoints
-    from lt_ckpt.errors import CheckpointError as CheckpointError
-    from lt_ckpt.formats import ConvertOptions as ConvertOptions
-    from lt_ckpt.formats import convert_checkpoint as convert_checkpoint
-    from lt_ckpt.formats import open_source as open_source
-    from lt_ckpt.integrity import verify as verify
-    from lt_ckpt.manifest import CheckpointMetadata as CheckpointMetadata
-    from lt_ckpt.records import OptimizerRecord as OptimizerRecord
-    from lt_ckpt.save import begin_save as begin_save
-    from lt_ckpt.save import commit_save as commit_save
-    from lt_ckpt.save import write_rank_files as write_rank_files
-    from lt_ckpt.shards import Shard as Shard
-    from lt_ckpt.source import Source as Source
-    from lt_ckpt.tensorfile import TensorSpec as TensorSpec
+    from lt_ckpt.checkpoint import Checkpoint, ReadItem
+    from lt_ckpt.discovery import find_latest_valid, list_steps, prune_checkpoints
+    from lt_ckpt.errors import CheckpointError
+    from lt_ckpt.formats import ConvertOptions, convert_checkpoint, open_source
+    from lt_ckpt.integrity import verify
+    from lt_ckpt.manifest import CheckpointMetadata
+    from lt_ckpt.records import OptimizerRecord
+    from lt_ckpt.save import begin_save, commit_save, write_rank_files
+    from lt_ckpt.shards import Shard
+    from lt_ckpt.source import Source
+    from lt_ckpt.tensorfile import TensorSpec
 
 _MODULES = {
     "checkpoint": ("Checkpoint", "ReadItem"),
@@ -45,11 +38,14 @@ _MODULES = {
 }
 """Module → names."""
 
+__all__ = ["Checkpoint", "CheckpointError", "CheckpointMetadata", "ConvertOptions", "OptimizerRecord", "ReadItem"]
+__all__ += ["Shard", "Source", "TensorSpec", "begin_save", "commit_save", "convert_checkpoint", "find_latest_valid"]
+__all__ += ["list_steps", "open_source", "prune_checkpoints", "verify", "write_rank_files"]
+
 
 def __getattr__(name: str) -> object:
-    module = next((module for module, names in _MODULES.items() if name in names), None)
-    if module is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = pkgutil.resolve_name(f"{__name__}.{module}:{name}")
-    globals()[name] = value
-    return value
+    for module, names in _MODULES.items():
+        if name in names:
+            globals()[name] = value = pkgutil.resolve_name(f"{__name__}.{module}:{name}")
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

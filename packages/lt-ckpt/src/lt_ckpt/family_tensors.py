@@ -2,13 +2,15 @@
 
 Our tensors have one name each in all families (`lt_model.param_specs`). Files of a family have its own, by the row of
 `lt_model.families`: most are ours, Phi-3 has query, key and value one below the other in one tensor, GPT-NeoX head by
-head. All are boxes of rows of ours, so that reading, writing and checking follow from layouts (`layout.py`).
+head; experts, which we have stacked, are a tensor each. All are boxes of rows of ours, so that reading, writing and
+checking follow from layouts (`layout.py`).
 
 Pure. Cost: one object per tensor, where heads alternate one per head.
 """
 
 import re
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from functools import partial
 
 from lt_ckpt.layout import FileLayout, TensorLayout, shard_box, stack_rows, whole_tensor
@@ -16,7 +18,7 @@ from lt_ckpt.llama_tensors import HEAD, add_tied_head, stored_shapes
 from lt_ckpt.shards import Ints
 from lt_ckpt.source import TensorGroup, build_tensor_group, check_names, group_of_arrays
 from lt_ckpt.tensorfile import StoredArray
-from lt_model import ModelConfig, ModelError
+from lt_model import ModelConfig
 from lt_model.families import FAMILIES
 
 IGNORED_BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attention\.(masked_)?bias)$")
@@ -41,18 +43,19 @@ def family_tensors(
         config: The model.
         shapes: Our tensors.
         rename: Returns the name of one of our tensors; by default as `family_key`.
-
-    Raises:
-        ModelError: The family has experts.
     """
-    if config.has_experts:
-        raise ModelError(f"family = {config.family!r}: its files have a tensor per expert; lt ckpt has no map yet")
     rename = rename or partial(family_key, config=config)
     fused = {part: (key, *how) for key, how in FAMILIES[config.family].fused.items() for part in how[0]}
     found: dict[str, TensorLayout] = {}
     for name, shape in shapes.items():
         layer = match[0] if (match := _LAYER.match(name)) else ""
         part, _, end = name.removeprefix(layer).rpartition(".")
+        if len(shape) == 3:  # stacked experts, which files have one by one
+            for expert in range(shape[0]):
+                key = rename(f"{layer}{part}.{expert}.{end}.weight")
+                one = stack_rows(key, [(name, shard_box(shape, 0, expert, shape[0], name))])
+                found[key] = replace(one, file_shape=shape[1:])
+            continue
         if not layer or part not in fused:
             found[rename(name)] = whole_tensor(name, shape, rename(name))
             continue
@@ -86,6 +89,13 @@ def find_family_tensors(
     return found, shapes
 
 
+def _view(array: StoredArray, tensor: TensorLayout) -> StoredArray:
+    """Return an array in the dimensions of its layout: an expert's as a stack of one."""
+    if array.spec.shape != tensor.file_shape:
+        return array
+    return replace(array, spec=replace(array.spec, shape=tensor.shape), strides=array.strides and (0, *array.strides))
+
+
 def build_family_group(config: ModelConfig, stored: Mapping[str, Mapping[str, StoredArray]], where: str) -> TensorGroup:
     """Assemble a model from files with its family's tensors.
 
@@ -104,5 +114,6 @@ def build_family_group(config: ModelConfig, stored: Mapping[str, Mapping[str, St
     keys = list(dict.fromkeys(name for arrays in files.values() for name in arrays))
     tensors, shapes = find_family_tensors(config, keys, where)
     layout = tuple(FileLayout(path=file, tensors=tuple(tensors[key] for key in names)) for file, names in files.items())
-    groups = {file: group_of_arrays(file, arrays) for file, arrays in files.items()}
+    views = {file: {key: _view(array, tensors[key]) for key, array in arrays.items()} for file, arrays in files.items()}
+    groups = {file: group_of_arrays(file, arrays) for file, arrays in views.items()}
     return add_tied_head(build_tensor_group(layout, groups, shapes, where), config)

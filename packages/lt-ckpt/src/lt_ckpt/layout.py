@@ -41,11 +41,19 @@ class TensorRegion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorLayout:
-    """Tensor of a file: its key, its shape, and its regions."""
+    """Tensor of a file.
+
+    Attributes:
+        key: Its name.
+        shape: Its shape, with as many dimensions as the model tensors of its regions.
+        regions: The boxes of which it consists.
+        file_shape: Its shape in the file, if that is another one of the same elements; ().
+    """
 
     key: str
     shape: Ints
     regions: tuple[TensorRegion, ...]
+    file_shape: Ints = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +79,7 @@ def stored_specs(tensors: Iterable[TensorLayout], specs: Mapping[str, TensorSpec
         dtypes = {specs[region.name].dtype for region in tensor.regions}
         if len(dtypes) > 1:
             raise CheckpointError(f"{tensor.key}: its parts are {' and '.join(sorted(dtypes))}; cast them (--dtype)")
-        found[tensor.key] = TensorSpec(dtypes.pop(), tensor.shape)
+        found[tensor.key] = TensorSpec(dtypes.pop(), tensor.file_shape or tensor.shape)
     return found
 
 

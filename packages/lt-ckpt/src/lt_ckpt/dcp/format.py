@@ -142,6 +142,7 @@ def open_dcp(path: str | os.PathLike[str], *, config: Mapping[str, Any]) -> Sour
     dialect, prefix = _detect_naming(model, tensors, str(folder))
     if dialect != "hf":
         model.check_features(f"the names of {dialect}")
+    model.check_features("the format dcp", ("n_experts",))  # which modules of transformers have in pairs
     table, shapes = _find_tensors(model, dialect, prefix, tensors, str(folder))
     keys = {"weights": [prefix + key for key in table], **_find_moments(tensors, dialect, model, table)}
     used = {key for names in keys.values() for key in names}
@@ -292,6 +293,7 @@ def dcp_target(source: Source, *, dtype: str | None = None) -> Target:
         dtype: Safetensors code to cast to; None: as stored.
     """
     model = source.model
+    model.check_features("the format dcp", ("n_experts",))
     specs = target_specs(source, tensor_shapes(model), dtype)
     layout = family_tensors(model, tensor_shapes(model), partial(module_key, config=model))
     stored = stored_specs(layout.values(), specs)

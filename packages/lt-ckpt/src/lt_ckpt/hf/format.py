@@ -62,14 +62,8 @@ def hf_target(source: Source, *, dtype: str | None = None, max_shard_bytes: int 
         weight_map = {key: file for file, group in shards.items() for key in group}
         index = {"metadata": {"total_size": sum(s.n_bytes for s in specs.values())}, "weight_map": weight_map}
         aux_files[INDEX_FILE] = json_objects.dumps(index, INDEX_FILE, indent=2)
-    layout = tuple(
-        FileLayout(path=file, tensors=tuple(tensors[key] for key in group)) for file, group in shards.items()
-    )
-    return Target(
-        specs=specs,
-        fill=write_layout(layout, specs, lay_out_safetensors),
-        aux_files=aux_files,
-    )
+    layout = tuple(FileLayout(path=file, tensors=tuple(tensors[key] for key in keys)) for file, keys in shards.items())
+    return Target(specs=specs, fill=write_layout(layout, specs, lay_out_safetensors), aux_files=aux_files)
 
 
 def pt_target(source: Source, name: str, *, dtype: str | None = None) -> Target:
