@@ -172,6 +172,28 @@ def test_a_window_costs_time_linear_in_the_row():
     assert flops(256) / flops(128) < 2.2
 
 
+@pytest.mark.parametrize(
+    "case", [case for case, (family, _) in CASES.items() if "n_experts" not in FAMILIES[family].keys]
+)
+def test_costs_are_what_torch_counts(case):
+    """Parameters and FLOPs as `lt model show` prints them; rows shorter than every window, torch counts no experts."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from lt_model.describe import describe_model, format_description
+
+    config, n_tokens = config_from_hf(make_config(case).to_dict()), 5
+    model = Decoder(config, attention="reference").double()
+    ids = torch.arange(2 * n_tokens).view(2, n_tokens)
+    with FlopCounterMode(display=False) as counter:
+        model(ids).sum().backward()
+    facts = describe_model(config, seq_len=n_tokens)
+    assert facts["parameters"] == sum(p.numel() for p in model.parameters())
+    small = sum(spec.numel for spec in param_specs(config) if spec.type in ("norm", "bias"))
+    counted = counter.get_total_flops() / ids.numel()
+    assert counted == pytest.approx(facts["flops_per_token"]["full"] - 6 * small, rel=1e-12)
+    assert f"family                   {config.family}" in format_description(config, seq_len=n_tokens)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_configurations_are_read_and_written_as_transformers_does(case):
     theirs = make_config(case)
