@@ -95,7 +95,7 @@ def read_events(run: Path, kind: str) -> list[dict[str, Any]]:
 def list_names(folder: Path) -> list[str]:
     try:
         return os.listdir(folder)
-    except FileNotFoundError:  # not yet there, or renamed since it was listed
+    except (FileNotFoundError, NotADirectoryError):  # not yet there, renamed since it was listed, or a file
         return []
 
 

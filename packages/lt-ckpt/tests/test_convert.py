@@ -1,5 +1,6 @@
-"""Conversions between Hugging Face folders and our checkpoints, comparisons, and how little memory they take."""
+"""Conversions: files of every family, comparisons, refusals, and how little memory they take."""
 
+import datetime
 import json
 import os
 import subprocess
@@ -10,16 +11,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as torch_dcp
+import transformers
+from family_models import CASES, make_config, make_model, our_tensors
 from safetensors.torch import load_file, save_file
 
-from lt_ckpt import Checkpoint, CheckpointError, laid_out_files
+from lt_ckpt import CheckpointError, laid_out_files
 from lt_ckpt.comparison import compare
+from lt_ckpt.dcp import format as dcp_format
 from lt_ckpt.formats import ConvertOptions, convert_checkpoint, open_source
 from lt_ckpt.nxd.options import NxdOptions
-from lt_model import ModelConfig, config_to_hf, param_specs
+from lt_ckpt.records import TORCH_ADAMW
+from lt_ckpt.source import Source
+from lt_model import ModelConfig, config_from_hf, config_to_hf, param_specs
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed is disabled", "ignore:.*TypedStorage is deprecated")
 
 TINY = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 80, "n_heads": 4, "n_kv_heads": 2, "n_layers": 3}
 
@@ -53,63 +61,18 @@ def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
         assert torch.equal(tensor, b[name]), name
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("block_bytes", [16 * 2**20, 640, 1])
-def test_hf_to_ours_and_back_is_bit_exact(tmp_path: Path, monkeypatch, tied: bool, block_bytes: int) -> None:
-    monkeypatch.setattr(laid_out_files, "BLOCK_BYTES", block_bytes)
-    start = make_hf(tmp_path / "hf", tied=tied)
-    saved = convert_checkpoint(open_source(start), tmp_path / "run", ConvertOptions(format="lt"))
-    assert saved == tmp_path / "run" / "step-00000000"
-    checkpoint = Checkpoint.open(saved)
-    assert checkpoint.tokenizer_files() == {"tokenizer.json": b'{"made": "up"}'}
-    assert set(checkpoint.names("weights")) == set(loaded(start))
-    back = convert_checkpoint(
-        open_source(tmp_path / "run"), tmp_path / "back", ConvertOptions(format="hf", max_shard_bytes=9000)
+def test_a_tied_head_that_is_stored_twice_is_written_once_and_one_that_differs_is_refused(tmp_path: Path) -> None:
+    start = make_hf(tmp_path / "hf", tied=True, head=True)
+    made, weights = (
+        convert_checkpoint(open_source(start), tmp_path / "made", ConvertOptions(format="hf")),
+        loaded(start),
     )
-    assert len(list(back.glob("*.safetensors"))) > 3
-    assert_same(loaded(back), loaded(start))
-    assert (back / "tokenizer.json").read_bytes() == b'{"made": "up"}'
-
-
-def test_a_cast_is_torchs_and_the_configuration_says_so(tmp_path: Path) -> None:
-    start = make_hf(tmp_path / "hf", dtype=torch.float32)
-    made = convert_checkpoint(open_source(start), tmp_path / "out", ConvertOptions(format="hf", dtype="BF16"))
-    assert_same(loaded(made), {name: t.to(torch.bfloat16) for name, t in loaded(start).items()})
-    assert json.loads((made / "config.json").read_text(encoding="utf-8"))["torch_dtype"] == "bfloat16"
-
-
-def test_a_tied_head_that_is_stored_twice_is_written_once(tmp_path: Path) -> None:
-    start = make_hf(tmp_path / "hf", tied=True, head=True)
-    made = convert_checkpoint(open_source(start), tmp_path / "out", ConvertOptions(format="hf"))
-    assert HEAD in loaded(start)
-    assert_same(loaded(made), {name: t for name, t in loaded(start).items() if name != HEAD})
-
-
-def test_a_tied_head_that_differs_is_refused(tmp_path: Path) -> None:
-    start = make_hf(tmp_path / "hf", tied=True, head=True)
-    weights = loaded(start)
+    assert_same(loaded(made), {name: t for name, t in weights.items() if name != HEAD})
     weights[HEAD][-1, -1] += 1
     save_file(weights, start / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"tie_word_embeddings is true, but lm_head.weight .* differ"):
         convert_checkpoint(open_source(start), tmp_path / "out", ConvertOptions(format="hf"))
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda w: w.pop("model.layers.1.mlp.up_proj.weight"), r"model.layers.1.mlp.up_proj.weight"),
-        (lambda w: w.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(32)}), r"1 not expected: \S*bias"),
-        (lambda w: w.update({"model.norm.weight": torch.zeros(31)}), r"model.norm.weight has shape \[31\]"),
-    ],
-)
-def test_what_is_not_the_model_is_refused(tmp_path: Path, change, message: str) -> None:
-    start = make_hf(tmp_path / "hf")
-    weights = loaded(start)
-    change(weights)
-    save_file(weights, start / "model.safetensors")
-    with pytest.raises(CheckpointError, match=message):
-        open_source(start)
 
 
 CAUSES = {
@@ -118,6 +81,8 @@ CAUSES = {
     "inner": (lambda w: {n.removeprefix("model."): t for n, t in w.items()}, r"names lack 'model\.'"),
     "no head": (lambda w: {n: t for n, t in w.items() if n != HEAD}, r"lm_head.*set tie_word_embeddings to true"),
     "other family": (lambda w: {n.replace("gate_proj", "w1"): t for n, t in w.items()}, "or of another family"),
+    "bias": (lambda w: {**w, "model.layers.0.self_attn.q_proj.bias": torch.zeros(32)}, r"1 not expected: \S*bias"),
+    "shape": (lambda w: {**w, "model.norm.weight": torch.zeros(31)}, r"model.norm.weight has shape \[31\]"),
     "lost": (lambda w: dict(list(w.items())[:-2]), r"2 missing: .*a file was not copied"),
 }
 
@@ -194,15 +159,6 @@ def test_no_unverified_byte_leaves(tmp_path: Path, models, kind: str, to: str) -
         convert_checkpoint(open_source(made, config=config), tmp_path / "out", replace(options, verify=False))
 
 
-def test_rotary_buffers_of_old_files_are_left_out(tmp_path: Path) -> None:
-    start = make_hf(tmp_path / "hf")
-    weights = {name: tensor.clone() for name, tensor in loaded(start).items()}  # else they lie in the file written over
-    old = weights | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
-    save_file(old, start / "model.safetensors")
-    made = convert_checkpoint(open_source(start), tmp_path / "out", ConvertOptions(format="hf"))
-    assert_same(loaded(made), weights)
-
-
 def test_nothing_is_written_over_and_nothing_is_left_behind(tmp_path: Path, monkeypatch) -> None:
     start = make_hf(tmp_path / "hf")
     out = tmp_path / "out"
@@ -275,3 +231,81 @@ def test_memory_is_that_of_a_few_blocks(tmp_path: Path, to: str) -> None:
     largest = 4096 * 1024 * 2
     assert n_bytes > 6 * (2 * largest + 64 * 2**20)
     assert peaks[1] - peaks[0] < 2 * largest + 64 * 2**20
+
+
+FUSED = ["phi3, partial", "gpt_neox, parallel", "gpt_neox, sequential", "mixtral, window"]
+OTHERS = [case for case in CASES if case not in FUSED]
+DRAWN = datetime.date.today().toordinal() % len(OTHERS)
+EACH = [*FUSED, OTHERS.pop(DRAWN), *(pytest.param(case, marks=pytest.mark.slow) for case in OTHERS)]
+"""Families with several of our tensors in one of theirs, or one per expert, each time; of the others one a day."""
+
+
+def save_theirs(case: str, folder: Path, **changes: object) -> torch.nn.Module:
+    model = make_model(make_config(case, **changes)).float()
+    model.save_pretrained(folder)
+    return model
+
+
+def assert_reads(source: Source, theirs: dict[str, torch.Tensor], group: str = "weights") -> None:
+    for name, tensor in our_tensors(theirs, source.model).items():
+        assert source.read(name, group=group).tobytes() == tensor.contiguous().numpy().tobytes(), name
+
+
+@pytest.mark.parametrize("case", EACH)
+def test_a_family_through_every_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    monkeypatch.setattr(dcp_format, "CHUNK_BYTES", 700)
+    monkeypatch.setattr(laid_out_files, "BLOCK_BYTES", 500)
+    model = save_theirs(case, tmp_path / "theirs")
+    source, wanted = open_source(tmp_path / "theirs"), loaded(tmp_path / "theirs")
+    assert_reads(source, model.state_dict())
+    for kind in ("lt", "pt", "hf") if source.model.has_experts else ("lt", "pt", "hf", "dcp"):
+        made = tmp_path / f"made.{kind}"
+        convert_checkpoint(source, made, ConvertOptions(format=kind, max_shard_bytes=9000))
+        again = open_source(made, config=tmp_path / "theirs" if kind == "pt" else None)
+        assert all(found.is_equal for found in compare(source, again))
+        back = convert_checkpoint(again, tmp_path / f"back-{kind}", ConvertOptions(format="hf"))
+        assert_same(loaded(back), wanted)
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back-lt", **eager)
+    ids = torch.arange(40)[None] % 101
+    assert torch.equal(exported(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
+    assert config_from_hf(exported.config.to_dict()) == source.model
+    if source.model.has_experts:  # which transformers' modules have fused
+        return
+    state = dict(model.state_dict())
+    found = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    torch_dcp.load(found, checkpoint_id=tmp_path / "made.dcp", no_dist=True)
+    assert_same(found, state)
+    groups = {kind: {name: n * tensor for name, tensor in state.items()} for n, kind in enumerate(TORCH_ADAMW.slots, 2)}
+    moments = {name: {kind: groups[kind][name] for kind in groups} for name in state}
+    torch_dcp.save({"model": state, "optimizer": {"state": moments}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    for group, tensors in {"weights": state, **groups}.items():
+        assert_reads(open_source(tmp_path / "dcp", config=tmp_path / "theirs"), tensors, group)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_old_and_new_names_and_buffers_of_gpt_neox(tmp_path: Path, tied: bool) -> None:
+    model = save_theirs("gpt_neox, parallel", tmp_path, tie_word_embeddings=tied)
+    weights = loaded(tmp_path)
+    assert ("embed_out.weight" in weights) != tied
+    layer = "gpt_neox.layers.0.attention"
+    buffers = {f"{layer}.{name}": torch.ones(3) for name in ("bias", "masked_bias", "rotary_emb.inv_freq")}
+    new = {("lm_head.weight" if name == "embed_out.weight" else name): tensor for name, tensor in weights.items()}
+    for held in ({**weights, **buffers}, new):
+        save_file(held, tmp_path / "model.safetensors")
+        assert_reads(open_source(tmp_path), model.state_dict())
+    new.pop(f"{layer}.dense.bias")
+    save_file({**new, f"{layer}.query_key_value.scale": torch.ones(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"1 missing: {layer}\.dense\.bias; 1 not expected: {layer}\.query_key"):
+        open_source(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["hf", "dcp", "nxd"])
+def test_parts_of_two_dtypes_are_not_stored_as_one(tmp_path: Path, kind: str) -> None:
+    save_theirs("llama" if kind == "nxd" else "phi3, partial", tmp_path / "theirs")
+    source, name = open_source(tmp_path / "theirs"), "model.layers.0.mlp.up_proj.weight"
+    specs = {**source.weights.specs, name: replace(source.weights.specs[name], dtype="I32")}
+    source = replace(source, groups={"weights": replace(source.weights, specs=specs)})
+    with pytest.raises(CheckpointError, match=r"gate_up_proj\.weight: its parts are F32 and I32; cast them"):
+        convert_checkpoint(source, tmp_path / "out", ConvertOptions(format=kind, nxd=NxdOptions()))
+    assert not (tmp_path / "out").exists()
