@@ -209,8 +209,6 @@ def test_compare_across_dtypes_and_shapes(tmp_path: Path) -> None:
 MEASURE = """
 import resource, sys
 from lt_ckpt.formats import ConvertOptions, convert_checkpoint, open_source
-from lt_ckpt.nxd.options import NxdOptions
-from lt_ckpt.tensorfile import TensorSpec
 convert_checkpoint(open_source(sys.argv[1]), sys.argv[2], ConvertOptions(format=sys.argv[3]))
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """
