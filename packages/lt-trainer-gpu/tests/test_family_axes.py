@@ -153,7 +153,8 @@ def test_muon_trains_families_in_narrow_formats(open_on, family: str, option: st
 def test_fp8_adds_every_bias_in_the_compute_dtype(family: str) -> None:
     config = CONFIGS[family]
     model = Decoder(config).to(torch.bfloat16)
-    assert apply_fp8(model, "tensorwise", 1) == 2 * (7 if config.gated else 6)
+    scaling = "rowwise" if config.gated else "tensorwise"
+    assert apply_fp8(model, scaling, 1) == 2 * (7 if config.gated else 6)
     generator, with_bias = torch.Generator().manual_seed(0), set()
     for name, module in model.named_modules():
         if isinstance(module, TensorwiseLinear) and module.bias is not None:
@@ -162,7 +163,10 @@ def test_fp8_adds_every_bias_in_the_compute_dtype(family: str) -> None:
             module.bias = None
             product = module(x)
             module.bias = bias
-            assert torch.equal(module(x), product + bias)
+            found = module(x)
+            found.backward(upstream := torch.randn(found.shape, generator=generator).bfloat16())
+            assert torch.equal(found, product + bias)
+            assert torch.equal(bias.grad, upstream.sum(0))
             with_bias.add(f"{name}.bias")
     products = {spec.name.removesuffix(".weight") for spec in fp8_products(config, 1)}
     table = {spec.name for spec in param_specs(config) if spec.type == "bias"}

@@ -5,12 +5,7 @@ the logits of the export go beyond the old context and every window.
 """
 
 import datetime
-import hashlib
-import json
 import shutil
-import threading
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -121,83 +116,26 @@ def test_a_config_json_gives_the_shape_with_random_weights(tmp_path: Path) -> No
     assert Checkpoint.open(newest).manifest.model == config_from_hf(config.to_dict()).to_dict()
 
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
-
-
-class Hub(BaseHTTPRequestHandler):
-    """A hub with one file, config.json of org/name, and one commit of its branch main."""
-
-    data: bytes
-    asked: list[str]
-
-    def do_GET(self) -> None:
-        self.asked.append(self.path)
-        oid = hashlib.sha1(b"blob %d\0" % len(self.data) + self.data).hexdigest()
-        answers = {
-            "/api/models/org/name/revision/main": json.dumps(
-                {"id": "org/name", "sha": COMMIT, "siblings": []}
-            ).encode(),
-            f"/api/models/org/name/tree/{COMMIT}": json.dumps(
-                [{"type": "file", "path": "config.json", "size": len(self.data), "oid": oid}]
-            ).encode(),
-            f"/org/name/resolve/{COMMIT}/config.json": self.data,
-        }
-        answer = answers.get(self.path.partition("?")[0])
-        self.send_response(404 if answer is None else 200)
-        for key, value in {"Content-Length": len(answer or b""), "X-Repo-Commit": COMMIT, "ETag": f'"{oid}"'}.items():
-            self.send_header(key, str(value))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(answer or b"")
-
-    do_HEAD = do_GET
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@pytest.fixture
-def hub(monkeypatch, tmp_path: Path) -> Iterator[tuple[type[Hub], Callable[[], None]]]:
-    """The hub of this process, and a function that cuts it off."""
-    pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
-    from huggingface_hub import constants
-
-    values = {"model_type": "qwen2", **SHAPE, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}
-    handler = type("HubOfTest", (Hub,), {"data": json.dumps(values).encode(), "asked": []})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    for name in ("HF_TOKEN", "http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_address[1]}")
-    for name, value in {"HF_TOKEN_PATH": str(tmp_path / "token"), "HF_HUB_OFFLINE": False}.items():
-        monkeypatch.setattr(constants, name, value)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-
-    def cut() -> None:
-        server.shutdown()  # twice does no harm
-        server.server_close()
-        shutil.rmtree(tmp_path / "cache", ignore_errors=True)
-
-    yield handler, cut
-    cut()
-    thread.join()
-
-
-def test_the_shape_of_a_hub_is_asked_for_once(hub, tmp_path: Path) -> None:
+def test_the_shape_of_a_hub_is_asked_for_once(monkeypatch, tmp_path: Path) -> None:
     """Shape and commit are in the run's recipe from its start on: nothing asks again, before a checkpoint either."""
-    handler, cut = hub
+    window = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}
+    commit, asked = f"{7:040x}", list[str]()
+
+    def fetch(address: str) -> tuple[dict[str, Any], dict[str, str]]:
+        asked.append(address)
+        return {"model_type": "qwen2", **SHAPE, **window}, {"revision": commit}
+
+    monkeypatch.setattr("lt_ckpt.hub.model.fetch_config", fetch)
     recipe = base(Path("unused"), tmp_path / "run", "config")
     recipe["model"] = {"config": "hf://org/name", "rope_theta": 700.0, "vocab_size": SHAPE["vocab_size"]}
     assert load(base=recipe).origins["model.n_heads"] == "from hf://org/name"
-    assert handler.asked == [], "to show a recipe asks nothing"
+    assert asked == [], "to show a recipe asks nothing"
     with pytest.raises(RecipeError, match="n_layers = 3: the model lists the kinds of its 4 layers one by one"):
         run(load(base=recipe, overrides=["model.n_layers=3"]), environ={})
     assert run(load(base=recipe, overrides=["schedule.max_steps=1"]), environ={}) == 0
     before = load(tmp_path / "run" / "recipe.toml").recipe.model
-    assert before.config == f"hf://org/name@{COMMIT}"
-    cut()
+    assert before.config == f"hf://org/name@{commit}"
+    assert asked == ["hf://org/name"] * 2, "the refused run's and this one's"
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     resumed = load(base=recipe)
     assert resumed.recipe.model.model_dump() == before.model_dump()
@@ -205,6 +143,7 @@ def test_the_shape_of_a_hub_is_asked_for_once(hub, tmp_path: Path) -> None:
     assert load(base=recipe, overrides=["model.config=hf://org/other"]).pending, "another model is another one's shape"
     for _ in range(2):  # without a checkpoint, and with one
         assert run(load(base=recipe), environ={}) == 0
+    assert len(asked) == 2
     changes = [one["message"] for one in read_jsonl(tmp_path / "run" / "events.jsonl") if "model.config" in str(one)]
     assert changes == []
 

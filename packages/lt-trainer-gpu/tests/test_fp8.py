@@ -122,17 +122,6 @@ def test_what_is_not_finite_reaches_the_output(scaling: str, bad: float) -> None
     assert torch.equal(layer(torch.zeros_like(x)), torch.zeros(4, 32, 96))
 
 
-@pytest.mark.parametrize("scaling", SCALINGS)
-def test_a_bias_is_added_and_has_its_gradient(scaling: str) -> None:
-    layer, x, upstream = layer_of(scaling, torch.bfloat16)
-    without = layer(x)
-    layer.bias = torch.nn.Parameter(torch.randn(96).to(torch.bfloat16))
-    y = layer(x)
-    assert torch.equal(y, without + layer.bias)
-    y.backward(upstream)
-    assert torch.equal(layer.bias.grad, upstream.flatten(0, -2).sum(0))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_a_compiled_layer_is_the_eager_one(scaling: str) -> None:
