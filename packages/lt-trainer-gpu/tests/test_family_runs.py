@@ -1,10 +1,12 @@
 """A model of transformers of each family, trained on, resumed and exported: transformers' logits are ours.
 
-Also with a longer context: the window lifted, the rotary base raised, yarn. The first loss is transformers' in float64;
-the logits of the export go beyond the old context and every window.
+It goes on in another layout, to the losses of a run in one process, and another run begins with the export. Also with a
+longer context: the window lifted, the rotary base raised, yarn. The first loss is transformers' in float64; the logits
+of the export go beyond the old context and every window.
 """
 
 import datetime
+import itertools
 import shutil
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from lt_trainer.data.synthetic import SyntheticRows  # noqa: E402
 from lt_trainer.errors import RecipeError  # noqa: E402
 from lt_trainer.run_directory.jsonl import read_jsonl  # noqa: E402
 
-SEQ_LEN = 32
+SEQ_LEN, TODAY = 32, datetime.date.today().toordinal()
 YARN = (
     *("model.rope_scaling.kind=yarn", "model.rope_scaling.factor=4.0"),
     *("model.rope_scaling.original_max_position_embeddings=64", "model.max_position_embeddings=256"),
@@ -37,7 +39,6 @@ RUNS = {case: (case, ()) for case in CASES} | {
     "olmo3, yarn": ("olmo3, yarn in full layers", (*YARN, "model.rope_theta=700.0")),
     "qwen3, yarn": ("qwen3, yarn, head 12", YARN),
 }
-DRAWN = [name for number, name in enumerate(RUNS) if (number + datetime.date.today().toordinal()) % 4 == 0]
 
 
 def base(folder: Path, out: Path, field: str = "init_from") -> dict[str, Any]:
@@ -54,16 +55,40 @@ def base(folder: Path, out: Path, field: str = "init_from") -> dict[str, Any]:
     }
 
 
-def train_and_export(case: str, sets: tuple[str, ...], folder: Path) -> None:
+LAYOUTS = {
+    "tp": ("parallel.tp=2", "parallel.sequence_parallel=true"),
+    "pp": ("parallel.pp=2",),
+    "cp": ("parallel.cp=2",),
+    "fsdp": (),
+    "hsdp": ("parallel.dp_replicate=2",),
+}
+CASES_OF_RUNS = [
+    pytest.param(name, layout, marks=() if (7 * number + TODAY) % 37 == 0 else pytest.mark.slow)
+    for number, (name, layout) in enumerate(itertools.product(RUNS, LAYOUTS))
+]
+
+
+def start(recipe: dict[str, Any], sets: tuple[str, ...]) -> int:
+    return run(load(base=recipe, overrides=sets))
+
+
+def losses_of(folder: Path) -> list[float]:
+    return [one["loss"] for one in read_jsonl(folder / "metrics.jsonl") if "loss" in one]
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES_OF_RUNS)
+def test_a_family_is_trained_resumed_and_exported(ranks, name: str, layout: str, tmp_path: Path) -> None:
+    (case, sets), folder = RUNS[name], tmp_path
     with NoFloat32():
         theirs = make_model(make_config(case))
         theirs.save_pretrained(folder / "theirs")
     recipe = base(folder / "theirs", folder / "run")
-    assert run(load(base=recipe, overrides=[*sets, "schedule.max_steps=1"]), environ={}) == 0
+    run(load(base=recipe, overrides=sets), environ={}, stop_after_step=1)
     if not sets:  # the run's rows by transformers
-        losses = [one["loss"] for one in read_jsonl(folder / "run" / "metrics.jsonl") if "loss" in one]
-        assert losses[0] == pytest.approx(first_loss(theirs), rel=1e-10)
-    assert run(load(base=recipe, overrides=sets), environ={}) == 0
+        assert losses_of(folder / "run")[0] == pytest.approx(first_loss(theirs), rel=1e-10)
+    assert ranks.run(start, recipe, (*sets, *LAYOUTS[layout]), ranks=2) == [0, 0]
+    assert run(load(base=recipe, overrides=[*sets, f"run.dir={folder / 'alone'}"]), environ={}) == 0
+    assert losses_of(folder / "run") == pytest.approx(losses_of(folder / "alone"), rel=1e-10)
     (_, newest), *_ = list_steps(folder / "run" / "checkpoints")
     convert_checkpoint(open_source(newest), folder / "exported", ConvertOptions(format="hf"))
     with NoFloat32():
@@ -79,6 +104,9 @@ def train_and_export(case: str, sets: tuple[str, ...], folder: Path) -> None:
     found = ours(ids)
     assert ((found - wanted).abs().max() / wanted.abs().max()).item() < 1e-12
     assert config.family == exported.config.model_type == CASES[case][0]
+    again = base(folder / "exported", folder / "again")
+    assert run(load(base=again, overrides=["schedule.max_steps=1"]), environ={}) == 0
+    assert losses_of(folder / "again")[0] == pytest.approx(first_loss(exported), rel=1e-10)
 
 
 @torch.no_grad()
@@ -89,17 +117,6 @@ def first_loss(theirs: torch.nn.Module) -> float:
     with NoFloat32():
         logits = theirs(input_ids=ids).logits
     return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()))
-
-
-@pytest.mark.parametrize("name", DRAWN)
-def test_a_family_is_trained_resumed_and_exported(name: str, tmp_path: Path) -> None:
-    train_and_export(*RUNS[name], tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
-def test_every_family_is_trained_resumed_and_exported(name: str, tmp_path: Path) -> None:
-    train_and_export(*RUNS[name], tmp_path)
 
 
 def test_a_config_json_gives_the_shape_with_random_weights(tmp_path: Path) -> None:
