@@ -35,6 +35,10 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
         **{"n_kv_heads": 16, "qkv_bias": True, "o_bias": True, "activation": "gelu", "rotary_fraction": 0.25},
         "parallel_residual": True,
     },
+    "olmoe": {
+        **{"n_experts": 8, "experts_per_token": 2, "expert_size": 5632, "router_aux_loss_coef": 0.01},
+        "layers": (LayerKind(experts=True),),
+    },
     "granite": {"embed_scale": 12.0, "residual_scale": 0.22, "attention_scale": 0.015625, "logits_divisor": 8.0},
 }
 
