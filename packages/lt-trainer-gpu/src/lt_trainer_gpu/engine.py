@@ -71,7 +71,7 @@ class GpuEngine:
         with translate_dist_errors():  # a rank that never joins counts as lost
             init_process_group(computation.device, world, timeout_s)
             self.control: Control = GlooControl(timeout_s) if world.size > 1 else Control()
-            computation = agree_on_cpu_dtype(computation, recipe, world, self.control)
+            computation = agree_on_cpu_dtype(computation, recipe, world, self.control, has_experts=config.has_experts)
             self._stages = open_stages(config, recipe.moe, computation, layout, timeout_s)
             self._runner: PassRunner = (
                 PipelineRunner(self._stages, computation, layout, timeout_s)
