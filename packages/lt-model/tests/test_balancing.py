@@ -15,6 +15,7 @@ from lt_trainer.config.section import unflatten
 from lt_trainer.config.sections import MoeOptions
 from lt_trainer.errors import RecipeError
 from lt_trainer_gpu.balancing import Balance, BalancedRouter
+from lt_trainer_gpu.checks import DeviceFacts, check_device
 
 ROWS, SEQ_LEN, VOCAB = 4, 16, 61
 CONFIG = config_from_hf(
@@ -120,3 +121,14 @@ def test_a_model_without_experts_refuses_their_options() -> None:
     ).recipe
     with pytest.raises(RecipeError, match=r"moe.aux_loss = 0.1.*: this model has no experts; remove it"):
         model_config(recipe, 64)
+
+
+def test_widths_that_the_grouped_kernel_does_not_take_are_refused_on_a_gpu() -> None:
+    base = {"data": {"synthetic": True, "seq_len": 64}, "model": {"vocab_size": 64, "preset": "tiny-30m-a9m"}}
+    recipe = load(
+        base=base, overrides=["parallel.tp=4", "model.n_kv_heads=2", "model.hidden_size=252", "model.n_heads=2"]
+    ).recipe
+    check_device(recipe, DeviceFacts(type="cpu"))
+    with pytest.raises(RecipeError, match=r"a rank has 252 of hidden_size, and the grouped kernel .* multiple of 8"):
+        check_device(recipe, DeviceFacts(type="cuda"))
+    check_device(recipe, DeviceFacts(type="cuda", dtype="float32"))

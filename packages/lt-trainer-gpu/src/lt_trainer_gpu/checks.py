@@ -96,6 +96,14 @@ def check_device(recipe: Recipe, facts: DeviceFacts) -> None:
         RecipeError: naming field, value and remedy.
     """
     _refuse_broken(recipe, _device_rules(recipe, facts))
+    model = model_config(recipe, recipe.model.vocab_size or 1)
+    if facts.type == "cuda" and model.has_experts:
+        multiple, tp = 4 if facts.dtype == "float32" else 8, recipe.parallel.tp
+        for name, size in {"hidden_size": model.hidden_size, "expert_size": model.expert_size // tp}.items():
+            if size % multiple:
+                problem = f"a rank has {size} of {name}, and the grouped kernel of experts needs multiples of 16 bytes"
+                remedy = f"change {name} or parallel.tp, so that it is a multiple of {multiple}"
+                raise RecipeError(problem, values={"parallel.tp": tp}, remedy=remedy)
 
 
 def _refuse_broken(recipe: Recipe, rules: Iterable[Rule]) -> None:
