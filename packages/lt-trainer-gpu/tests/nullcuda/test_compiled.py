@@ -9,7 +9,7 @@ import pytest
 from null_device.ranks import Job
 
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "n_heads": 4, "n_kv_heads": 2, "n_layers": 3}
-COMPILED = ("engine.gpu.compile=true", "data.packing=buckets", "data.min_seq_len=64")
+COMPILED = ("engine.gpu.compile=true",)
 LENGTHS = (128, 64)
 KINDS = 4
 MAX_GRAPHS = 2 * KINDS
