@@ -23,7 +23,7 @@ READ_BY_TESTS = {
     "constraints/": ("lt-trainer-neuron",),
     "examples/": ("lt-data", "lt-launch", "lt-trainer", "lt-trainer-neuron"),
     "containers/": ("lt-launch",),
-    "docs/": ("lt-trainer",),
+    "docs/": ("lt-model", "lt-trainer"),
     "packages/lt-ckpt/tests/": ("lt-ckpt", "lt-trainer-neuron"),
 }
 """Folders and the packages whose tests read them."""

@@ -214,7 +214,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """
 
 
-@pytest.mark.parametrize("to", ["hf", "lt", "dcp"])
+@pytest.mark.parametrize("to", ["hf", "lt", pytest.param("dcp", marks=pytest.mark.slow)])
 def test_memory_is_that_of_a_few_blocks(tmp_path: Path, to: str) -> None:
     """The model is ten times what may be held: base + twice the largest tensor + 64 MiB."""
     small = make_hf(tmp_path / "small")

@@ -63,7 +63,7 @@ LAYOUTS = {
     "hsdp": ("parallel.dp_replicate=2",),
 }
 CASES_OF_RUNS = [
-    pytest.param(name, layout, marks=() if (7 * number + TODAY) % 37 == 0 else pytest.mark.slow)
+    pytest.param(name, layout, marks=() if (7 * number + TODAY) % 89 == 0 else pytest.mark.slow)
     for number, (name, layout) in enumerate(itertools.product(RUNS, LAYOUTS))
 ]
 
