@@ -12,8 +12,10 @@ import os
 import re
 import secrets
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from lt_ckpt.errors import CheckpointError
 
@@ -146,14 +148,26 @@ def read_bounded(path: Path, max_bytes: int) -> bytes:
     return path.read_bytes()
 
 
-def iter_blocks(path: Path, position: int, n_bytes: int) -> Iterator[memoryview]:
-    """Yield a range of a file in blocks, which share one buffer; a `CheckpointError` says that the file ends early."""
-    buffer = memoryview(bytearray(min(n_bytes, BLOCK_BYTES)))
-    with open(path, "rb", buffering=0) as file:
-        for start in range(0, n_bytes, BLOCK_BYTES):
-            block = buffer[: min(BLOCK_BYTES, n_bytes - start)]
+def hash_range(digest: Any, path: Path, position: int, n_bytes: int, count_bytes: Callable[[int], object]) -> None:
+    """Hash a range of a file, block by block; the next one is read meanwhile.
+
+    Raises:
+        CheckpointError: The file ends early.
+    """
+    buffers = [memoryview(bytearray(min(n_bytes, BLOCK_BYTES))) for _ in range(2)]
+    with open(path, "rb", buffering=0) as file, ThreadPoolExecutor(1) as pool:
+
+        def read(start: int) -> memoryview:
+            block = buffers[start // BLOCK_BYTES % 2][: min(BLOCK_BYTES, n_bytes - start)]
             read_exactly(file.fileno(), position + start, block, path)
-            yield block
+            return block
+
+        block = read(0)
+        for end in range(BLOCK_BYTES, n_bytes + BLOCK_BYTES, BLOCK_BYTES):
+            ahead = pool.submit(read, end) if end < n_bytes else None
+            digest.update(block)
+            count_bytes(len(block))
+            block = ahead.result() if ahead else block
 
 
 def start_writeback(descriptor: int, begin: int = 0, end: int = 0) -> None:

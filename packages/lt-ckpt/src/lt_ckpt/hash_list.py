@@ -60,9 +60,7 @@ class HashList:
         """
         path, digest = self.folder / file, hashlib.sha256()
         with translate_os_errors("reading", path):
-            for block in files.iter_blocks(path, 0, self.file_size(file)):
-                digest.update(block)
-                count_bytes(len(block))
+            files.hash_range(digest, path, 0, self.file_size(file), count_bytes)
         if digest.hexdigest() != self.hashes[file]:
             raise CheckpointError(
                 f"{path}: its bytes differ from their checksum; the file is damaged, or was changed after {HASH_LIST} "

@@ -91,9 +91,7 @@ def _check_file(path: Path, n_bytes: int, segments: list[Segment], count_bytes: 
 
     def has_changed(part: Segment) -> bool:
         digest = xxhash.xxh3_128()
-        for block in files.iter_blocks(path, part.byte_offset, part.n_bytes):
-            digest.update(block)
-            count_bytes(len(block))
+        files.hash_range(digest, path, part.byte_offset, part.n_bytes, count_bytes)
         return digest.hexdigest() != part.xxh3_128
 
     with translate_os_errors("verifying", path):
@@ -119,6 +117,5 @@ def hash_file(path: Path, hashed_bytes: int | None = None) -> FileRecord:
     """
     size, digest = os.stat(path).st_size, xxhash.xxh3_128()
     hashed = size if hashed_bytes is None else min(hashed_bytes, size)
-    for block in files.iter_blocks(path, 0, hashed):
-        digest.update(block)
+    files.hash_range(digest, path, 0, hashed, lambda _: None)
     return FileRecord(n_bytes=size, hashed_bytes=hashed, xxh3_128=digest.hexdigest())

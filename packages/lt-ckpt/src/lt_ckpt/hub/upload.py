@@ -11,7 +11,6 @@ Cost: a read of what is sent, one of what is compared.
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from lt_ckpt.errors import CheckpointError, translate_os_errors
 from lt_ckpt.finished_folder import list_finished_files, verify_hash_list
@@ -70,12 +69,10 @@ def upload_to_hub(
     def compare(revision: str) -> tuple[list[str], list[str]]:
         """Return the files that the repository lacks, and those that differ there."""
         tree = list(api.list_repo_tree(address.repo, recursive=True, revision=revision))
-        listed = {entry.path: _listed_hash(entry) for entry in tree if hasattr(entry, "blob_id")}
+        listed = {e.path: e.lfs.sha256 if e.lfs else e.blob_id for e in tree if hasattr(e, "blob_id")}
         there = {name: listed[prefix + name] for name in names if prefix + name in listed}
         with translate_os_errors("reading", path):
-            differing = [
-                name for name, listed_hash in there.items() if hash_as(path / name, listed_hash) != listed_hash
-            ]
+            differing = [name for name, its in there.items() if hash_as(path / name, its) != its]
         return [name for name in names if name not in there], differing
 
     with asking(address):
@@ -104,7 +101,3 @@ def upload_to_hub(
     skipped = tuple(name for name in names if name not in wanted)
     n_bytes = sum((path / name).stat().st_size for name in wanted)
     return HubUpload(address=address, commit=commit, uploaded=tuple(wanted), skipped=skipped, n_bytes=n_bytes)
-
-
-def _listed_hash(entry: Any) -> str:
-    return entry.lfs.sha256 if entry.lfs is not None else entry.blob_id

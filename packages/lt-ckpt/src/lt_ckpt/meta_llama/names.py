@@ -49,11 +49,6 @@ def dialect_key(name: str, dialect: str) -> str:
     return f"{prefix}.{layer}.{names[rest]}"
 
 
-def is_rope_permuted(parameter: ParamSpec) -> bool:
-    """Return True if Meta stores the tensor's rows in another order."""
-    return parameter.kind in ("q_proj", "k_proj")
-
-
 def unpermute_rows(stored: StoredSlice, head_dim: int, item: int) -> Iterator[StoredSlice]:
     """Yield a slice of a matrix in Meta's order as slices of the matrix in Hugging Face's.
 
@@ -84,7 +79,7 @@ def unpermute_group(group: TensorGroup, parameters: Iterable[ParamSpec], head_di
     """Return a group of tensors in Meta's order as one in Hugging Face's."""
     locations = dict(group.locations)
     for parameter in parameters:
-        if is_rope_permuted(parameter):
+        if parameter.kind in ("q_proj", "k_proj"):
             item = item_bytes(group.specs[parameter.name].dtype)
             slices = locations[parameter.name]
             locations[parameter.name] = tuple(part for s in slices for part in unpermute_rows(s, head_dim, item))
