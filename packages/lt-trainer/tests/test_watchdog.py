@@ -255,7 +255,7 @@ def test_a_rank_ends_with_the_engines_dump_and_though_it_hangs(
     assert heard == ["debug dump"]
     text, error = log.path.read_text(), capfd.readouterr().err
     assert "rank 0 exits: rank 0 on " in text
-    assert fails or text.rstrip().endswith("the last collectives are in flight/x")
+    assert fails or "the last collectives are in flight/x\n" in text  # stacks may follow: both have timers
     assert fails or "; the last collectives are in flight/x\n" in error
 
 
