@@ -179,6 +179,8 @@ def test_a_window_costs_time_linear_in_the_row():
             backend.attend(q, k, k, mask)
         return counter.get_total_flops()
 
+    if not flops(128):
+        pytest.skip(f"torch {torch.__version__} counts no FLOPs of a CPU's fused attention")
     assert flops(256) / flops(128) < 2.2
 
 
