@@ -82,7 +82,7 @@ def convert(
         files.check_free_space(folder.parent, n_bytes)
         for path, data in target.aux_files.items():
             output.write_file(path, data)
-        written = OutputHashes()
+        written = OutputHashes(is_listed=not target.single_file)
         target.fill(output.temp_path, read, ByteCounter(n_bytes, progress), written.settle)
         hashes = written.finish(output.temp_path / target.hashed_folder)
         for path, data in target.marker_files.items():

@@ -22,9 +22,14 @@ WRITEBACK_BYTES = 128 * 2**20
 
 
 class OutputHashes:
-    """Hashes of files that are being written."""
+    """Hashes of files that are being written.
 
-    def __init__(self) -> None:
+    Args:
+        is_listed: False: nobody asks for the hashes, so the files are only flushed.
+    """
+
+    def __init__(self, *, is_listed: bool) -> None:
+        self._is_listed = is_listed
         self._files: dict[Path, tuple[hashlib._Hash, int]] = {}
         """File → digest and bytes hashed so far."""
         self._buffer = memoryview(bytearray(2**20))
@@ -35,6 +40,7 @@ class OutputHashes:
         if end - position < STEP_BYTES:
             return
         with open(path, "rb", buffering=0) as file:
+            position = position if self._is_listed else end
             file.seek(position)
             while position < end and (n_read := file.readinto(self._buffer[: end - position])):
                 digest.update(self._buffer[:n_read])
@@ -49,6 +55,8 @@ class OutputHashes:
             digest, position = self._files.get(path, (hashlib.sha256(), 0))
             with os.fdopen(files.open_for_reading(path), "rb") as file:
                 files.fsync(file.fileno())
+                if not self._is_listed:
+                    return ""
                 file.seek(position)
                 return hashlib.file_digest(file, lambda: digest).hexdigest()
 

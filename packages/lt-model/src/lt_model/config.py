@@ -433,13 +433,11 @@ class ModelConfig:
 _LLAMA = tuple(field.name for field in fields(ModelConfig))[:11]
 _INT_FIELDS = _LLAMA[:7]
 _POSITIVE_FIELDS = ("rope_theta", "norm_eps", "rotary_fraction", "residual_scale", "logits_divisor", "init_std")
-_FLOAT_FIELDS = ("sliding_rope_theta", "embed_scale", "attention_scale", "attention_softcap", "logits_softcap")
-_FLOAT_FIELDS += ("router_aux_loss_coef",)
-_BOOL_FIELDS = ("tie_word_embeddings", "parallel_residual", "qkv_bias", "o_bias", "mlp_bias", "gated")
-_BOOL_FIELDS += ("normalize_top_k", "shared_expert_gate")
-_OPTIONAL_INT_FIELDS = ("head_dim", "sliding_window", "n_experts", "experts_per_token", "expert_size")
-_OPTIONAL_INT_FIELDS += ("shared_expert_size",)
-"""Sizes that may be 0."""
+_FLOAT_FIELDS, _BOOL_FIELDS, _OPTIONAL_INT_FIELDS = (
+    tuple(field.name for field in fields(ModelConfig) if field.type == type_ and field.name not in others)
+    for type_, others in (("float", _POSITIVE_FIELDS), ("bool", ()), ("int", _INT_FIELDS))
+)
+"""Numbers and sizes that may be 0, and switches."""
 _ANY_FAMILY = (*_LLAMA, "family", "head_dim", "layers", "init_std", "init_residual")
 """Fields that every family can express, or that `_check_family` checks by rules of their own."""
 _FEATURES = tuple(

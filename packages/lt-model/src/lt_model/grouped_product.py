@@ -14,10 +14,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 from torch.nn import functional as F
 
-_DEFINITIONS = torch.library.Library("lt_model", "DEF")
+_DEFINITIONS = library.Library("lt_model", "DEF")
 _DEFINITIONS.define("grouped_product(Tensor x, Tensor weights, Tensor ends) -> Tensor")
 _DEFINITIONS.define("grouped_outer_product(Tensor upstream, Tensor x, Tensor ends) -> Tensor")
 

@@ -14,8 +14,8 @@ The scale s, for a matrix of R rows and C columns, is `optimizer.adjust_lr`:
 - "original": sqrt(max(1, R / C)) (Jordan et al.), with a learning rate of its own, as 0.02.
 
 Query, key and value projections are parameters of their own and need no splitting; of stacked experts each has its own
-O(u). O needs whole matrices: the rest is
-per slice. The results do not depend on the mesh, as O is computed by one rank that has all of u.
+O(u). O needs whole matrices: the rest is per slice. The results do not depend on the mesh, as O is computed by one rank
+that has all of u.
 
 Cost: 1 state element per element of a matrix; 2 R C R + R^3 multiplications and as many additions per step of the
 iteration, R <= C, and temporaries of 2 R C + 3 R^2 elements.
