@@ -79,13 +79,13 @@ def configs(draw, family):
     if "attention_scale" in row.keys:
         number = draw(st.integers(1, 999))
         fields["attention_scale"] = number**-0.5 if "query_pre_attn_scalar" in row.keys.values() else number / 7
-    experts = [draw(st.booleans()) or index == 0 if row.has_dense_layers else True for index in range(n_layers)]
+    experts = [draw(st.booleans()) or index == 0 if row.dense_layers else True for index in range(n_layers)]
     experts = experts if "n_experts" in row.keys else [False] * n_layers
     mixed = zip(kinds, experts, strict=True)
     fields |= {"layers": tuple(LayerKind(sliding=slide, rope=rope, experts=one) for (slide, rope), one in mixed)}
     inner = draw(SIZES)
     if any(experts):
-        fields |= {"experts_per_token": draw(SIZES), "expert_size": draw(SIZES) if row.has_dense_layers else inner}
+        fields |= {"experts_per_token": draw(SIZES), "expert_size": draw(SIZES) if row.dense_layers else inner}
         fields |= {"n_experts": fields["experts_per_token"] - 1 + draw(SIZES)}
         fields |= {"shared_expert_size": draw(SIZES)} if "shared_expert_size" in row.keys else {}
     fields |= {"sliding_window": window if any(slides) else 0}

@@ -315,7 +315,7 @@ class ModelConfig:
     def _check_kinds(self) -> None:
         """Check that the family can say which layers slide and which are rotated."""
         row, slides = FAMILIES[self.family], {kind.sliding for kind in self.layers}
-        kinds = {kind if not row.has_dense_layers else replace(kind, experts=False) for kind in self.layers}
+        kinds = {kind if not row.dense_layers else replace(kind, experts=False) for kind in self.layers}
         if row.sliding in ("", "all") and len(kinds) > 1:
             raise ModelError(f"layers = {self.layers!r}: the layers of family = {self.family!r} are all alike")
         if row.sliding != "nope" and not all(kind.rope for kind in self.layers):

@@ -215,7 +215,7 @@ def _read_layers(given: Mapping[str, Any], row: Family, n_layers: int) -> dict[s
 
 def _write_layers(config: ModelConfig, row: Family) -> dict[str, Any]:
     kinds = [config.layer(index) for index in range(config.n_layers)]
-    if row.has_dense_layers:
+    if row.dense_layers == "listed":
         step = _period([kind.experts for kind in kinds])
         dense = [] if step else [index for index, kind in enumerate(kinds) if not kind.experts]
         return {"decoder_sparse_step": step or 1, "mlp_only_layers": dense}
