@@ -14,6 +14,7 @@ from lt_test_helpers.runs import run
 from lt_trainer.config.recipe import load
 from lt_trainer.errors import RunDirError
 from lt_trainer.observability.report import ReportError, write_report
+from lt_trainer.observability.run_history import RunHistory
 
 EVIL = "<script>alert('$x_1$')</script>"
 RECIPE: dict[str, Any] = {"schedule": {"max_steps": 400}, "optimizer": {"lr": 1e-3}, "data": {"store": f"no/{EVIL}"}}
@@ -137,6 +138,16 @@ def test_figures_are_written_as_png_and_files_that_are_there_stay(eventful: Path
     write_report([eventful], out, png=png, overwrite=True)
     assert [path.name for path in out.parent.iterdir()] == ["page.html"]
     assert {path: path.read_bytes() for path in eventful.rglob("*") if path.is_file()} == before
+
+
+def test_fields_by_layer_have_a_curve_of_each_layer(tmp_path: Path) -> None:
+    from lt_trainer.observability.figures import draw_figures
+
+    experts = [{}, {"expert_load": [1.5, 2.0]}, {"expert_load": [1.25, 3.0]}]  # the first of an older version
+    path = make_run(tmp_path / "run", [record(step, **one) for step, one in enumerate(experts, start=1)])
+    lines = draw_figures([RunHistory(path)])["expert_load"].axes[0].lines
+    assert [line.get_xydata().tolist() for line in lines] == [[[2, 1.5], [3, 1.25]], [[2, 2.0], [3, 3.0]]]
+    assert [line.get_alpha() for line in lines] == [0.5, 1.0]
 
 
 def test_a_report_without_matplotlib_is_a_line(eventful: Path, monkeypatch: pytest.MonkeyPatch) -> None:

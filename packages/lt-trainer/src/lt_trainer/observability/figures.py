@@ -7,7 +7,6 @@ Equal runs give equal bytes. Cost: about 0.2 s per figure; matplotlib leaves out
 from __future__ import annotations
 
 import io
-import math
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
@@ -30,6 +29,9 @@ CURVES = {
     "mfu": ("MFU (dashed: HFU, with recomputation)", ("mfu", "hfu")),
     "memory": ("Peak memory per device, GiB", ("memory_gib",)),
     "joules_per_token": ("Energy, J per token", ("joules_per_token",)),
+    "expert_load": ("Busiest over mean expert (darker: later layers)", ("expert_load",)),
+    "expert_idle": ("Experts without tokens (darker: later layers)", ("expert_idle",)),
+    "expert_aux_loss": ("Load-balancing loss (darker: later layers)", ("expert_aux_loss",)),
 }
 EVENT_COLORS = {"stop": "0.5", "resume": COLORS[2], "rollback": COLORS[7], "step_skipped": COLORS[1]}
 MAX_RULES = 40
@@ -87,22 +89,29 @@ def _draw(runs: Sequence[RunHistory], name: str, title: str, fields: Sequence[st
 
 
 def _points(records: Sequence[Mapping[str, Any]], field: str) -> np.ndarray:
-    """Return steps and finite values of a field, float64 [2, n]."""
-    points = [(record["step"], record[field]) for record in records if math.isfinite(record.get(field, math.nan))]
-    return np.array(points, dtype=float).reshape(-1, 2).T
+    """Return steps and finite values of a field, float64 [2, n]; of a field by layer [1 + layers, n]."""
+    points = [np.append(record["step"], record[field]) for record in records if field in record]
+    table = np.stack(points).T.astype(float) if points else np.empty((2, 0))
+    return table[:, np.isfinite(table).all(axis=0)]
 
 
 def _draw_curve(axes: Axes, run: RunHistory, field: str, color: str) -> None:
-    """Draw a field; of loss and gradient norm all values faintly, and their centered moving average."""
-    steps, values = _points(run.train, field)
+    """Draw a field, or one by layer in darker and darker curves.
+
+    Of loss and gradient norm all values are drawn faintly, and their centered moving average.
+    """
+    steps, *curves = _points(run.train, field)
     if not len(steps) or (field == "hfu" and all(record.get("hfu") == record.get("mfu") for record in run.train)):
         return
+    values = curves[-1]
     if field == "grad_norm" and values.min() > 0 and values.max() > 10 * values.min():
         axes.set_yscale("log")
     if field in ("loss", "grad_norm") and len(steps) >= 20:
         axes.plot(steps, values, color=color, alpha=0.3, linewidth=0.8)
         width = max(5, len(steps) // 40)
-        values = np.convolve(values, np.full(width, 1 / width), "valid")
-        steps = steps[width // 2 :][: len(values)]
+        curves = [np.convolve(values, np.full(width, 1 / width), "valid")]
+        steps = steps[width // 2 :][: len(curves[0])]
     style = "--" if field == "hfu" else "-" if len(steps) > 1 else "o"
-    axes.plot(steps, values, style, color=color, label=f" {run.name}")  # labels that begin with _ are hidden
+    for layer, values in enumerate(curves, start=1):
+        # Labels that begin with _ are hidden.
+        axes.plot(steps, values, style, color=color, alpha=layer / len(curves), label=f" {run.name}")

@@ -83,17 +83,23 @@ class Sinks:
 
 
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return a record's numbers by tag: "train/loss", "validation/NAME/loss", "evaluation/TASK/acc"."""
+    """Return a record's numbers by tag: "train/loss", "validation/NAME/loss", "evaluation/TASK/acc".
+
+    Of a field by layer each has its own: "train/expert_load/0".
+    """
     group, prefix = "train", ""
     if "eval_task" in record:
         group, prefix = f"evaluation/{record['eval_task']}", "eval_"
     elif "val_loss" in record:
         group, prefix = f"validation/{record.get('val_set', '')}".rstrip("/"), "val_"
-    return {
-        f"{group}/{name.removeprefix(prefix)}": float(value)
-        for name, value in record.items()
-        if name.startswith(prefix) and name != "step" and not isinstance(value, str)
-    }
+    numbers: dict[str, Any] = {}
+    for name, value in record.items():
+        if name.startswith(prefix) and name != "step" and not isinstance(value, str):
+            tag = f"{group}/{name.removeprefix(prefix)}"
+            numbers |= (
+                {f"{tag}/{layer}": one for layer, one in enumerate(value)} if isinstance(value, list) else {tag: value}
+            )
+    return {tag: float(number) for tag, number in numbers.items()}
 
 
 def check_sinks_installed(names: Sequence[str]) -> None:
