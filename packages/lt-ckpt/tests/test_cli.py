@@ -147,7 +147,7 @@ def test_errors_of_options(tmp_path, main, models):
         ((hf, *to_nxd, "--source-head-order", "trn2"), "--source-head-order and --master-weights have no effect on hf"),
         ((hf, *to_nxd, "--tp", 0), "tp = 0: must be a whole number"),
         ((hf, *to_nxd, "--tag", "a/b"), "tag = 'a/b': must be the plain name"),
-        ((hf, *to_nxd, "--tp", 5), "do not divide by tp 5; choose a tp that divides 32"),
+        ((hf, *to_nxd, "--tp", 5), "4 query heads do not divide by tp 5"),
         ((hf, *to_nxd, "--pp", 99), "choose a smaller pp"),
         ((hf, *to_nxd, "--layout", "v3"), "layout = 'v3': must be one of"),
         ((hf, *to_nxd, "--tp", 4), "choose qkv_linear with kv_size_multiplier 2"),
@@ -158,12 +158,9 @@ def test_errors_of_options(tmp_path, main, models):
         assert (code, message in err) == (64, True), err
     write_pt(tmp_path / "x.pt", {"step": 3})
     write_pt(tmp_path / "y.pt", {"model": {}, "module": {}, "other": {}})
-    for name, message in (
-        ("x.pt", "none of 'model', 'state_dict', 'model_state_dict', 'module' (its keys: 'step'); save the"),
-        ("y.pt", "several of 'model', 'state_dict', 'model_state_dict', 'module' (its keys: 'model', 'module',"),
-    ):
+    for name, keys in (("x.pt", "'step'"), ("y.pt", "'model', 'module', 'other'")):
         _, _, err = main("inspect", tmp_path / name, "--config", hf / "config.json")
-        assert message in err
+        assert f"holds no state dict (its keys: {keys}); save one alone" in err
 
 
 def test_export_of_another_group(tmp_path, main, models):
@@ -183,7 +180,7 @@ def test_export_of_another_group(tmp_path, main, models):
 
     both = replace(one, root=tmp_path, groups={"weights": from_above(one), "master": from_above(two)})
     run = convert_checkpoint(both, tmp_path / "run", ConvertOptions(format="lt"))
-    assert main("export", run, "--out", tmp_path / "out", "--group", "master")[0] == 0
+    assert main("export", run, "--out", tmp_path / "out", "--master-weights")[0] == 0
     exported = open_source(tmp_path / "out")
     assert exported.config["torch_dtype"] == "float32"
     assert all(c.is_equal for c in compare(exported, two))
@@ -191,5 +188,3 @@ def test_export_of_another_group(tmp_path, main, models):
     assert all(c.is_equal for c in compare(open_source(tmp_path / "x.pt", config=tmp_path / "b"), two))
     assert main("export", run, "--out", tmp_path / "weights")[0] == 0
     assert all(c.is_equal for c in compare(open_source(tmp_path / "weights"), one))
-    code, _, err = main("export", run, "--out", tmp_path / "y", "--group", "exp_avg")
-    assert (code, "has no group 'exp_avg'; it has weights, master" in err) == (64, True)

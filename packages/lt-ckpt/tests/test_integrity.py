@@ -147,7 +147,7 @@ def replace_in(path, old, new):
         (b'"version":2', b'"version":3', "use the version of lt-ckpt that wrote it"),
         (b'"offset":[0,0]', b'"offset":[3,0]', "overlap|does not lie"),
         (b'"byte_offset":', b'"byte_offset":8', "do not add up"),
-        (b'"step":4,', b'"step":5,', "says step 4, the manifest step 5"),
+        (b'"step":4,', b'"step":5,', "does not match manifest.json"),
         (b'"dtype":"F32"', b'"dtype":"F31"', "not known"),
         (b'"shape":[3]', b'"shape":[]', "does not lie"),
         (b'"key":', b'"kez":', "is damaged or not of this version"),

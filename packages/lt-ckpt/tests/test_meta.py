@@ -117,7 +117,6 @@ def test_scaled_frequencies_need_the_configuration(tmp_path):
         ({"n_layers": 0}, "n_layers"),
         ({"n_layers": 3}, "layers.2"),
         ({"n_layers": 1}, "not expected: layers.1"),
-        ({"vocab_size": 47}, "vocab_size is 47, the embedding has 48 rows"),
         ({"n_kv_heads": 1}, "split into 2 files|shape"),
         ({"norm_eps": -1}, "norm_eps"),
         ({"max_seq_len": "x"}, "max_position_embeddings"),

@@ -101,6 +101,10 @@ def test_another_model_than_the_recipe_says_is_refused(model) -> None:
     three = ModelConfig.from_dict(CONFIG.to_dict() | {"n_layers": 3})
     with pytest.raises(RecipeError, match=r"model\.n_layers = 3.*has n_layers = 2; remove these fields"):
         opened(options, three)
+    wide = ModelConfig.from_dict(CONFIG.to_dict() | {"init_std": 0.5})
+    base["model"] = {"init_from": str(model), "init_std": 0.5}
+    with pytest.raises(RecipeError, match=r"model\.init_std = 0\.5.*has init_std = 0\.02; remove these fields"):
+        opened(load(base=base).recipe.model, wide)
     grown = ModelConfig.from_dict(CONFIG.to_dict() | {"vocab_size": 320})
     with pytest.raises(RecipeError, match=r"model\.vocab_size = 320.*vocab_size = 300.*model\.resize_vocab"):
         opened(ModelOptions(init_from=str(model)), grown)

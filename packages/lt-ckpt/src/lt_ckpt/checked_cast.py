@@ -8,7 +8,7 @@ Cost: one more pass over the box that is cast; none where the new dtype has the 
 
 import numpy as np
 
-from lt_ckpt.dtypes import cast, count_overflows, item_bytes, torch_dtype_name
+from lt_ckpt.dtypes import TORCH_NAMES, cast, count_overflows, item_bytes
 from lt_ckpt.errors import CheckpointError
 from lt_ckpt.shards import Box
 from lt_ckpt.source import Source
@@ -37,7 +37,7 @@ def read_cast(
     result = cast(data, stored, dtype)
     if not allow_overflow and count_overflows(data, stored, result, dtype):
         raise CheckpointError(
-            f"{name}: values exceed the range of {torch_dtype_name(dtype)} and would become infinite; cast to a type "
+            f"{name}: values exceed the range of {TORCH_NAMES[dtype]} and would become infinite; cast to a type "
             "of a larger range, or allow it (--allow-overflow)"
         )
     return result.view(f"<u{item_bytes(dtype)}").reshape(box[1])

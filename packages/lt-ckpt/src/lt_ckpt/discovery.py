@@ -147,11 +147,9 @@ def prune_checkpoints(
         The removed folders.
 
     Raises:
-        CheckpointError: `keep_last` below 1, `keep_every` below 0, or the system refuses.
+        CheckpointError: The system refuses.
     """
-    if keep_last < 1 or keep_every < 0:
-        given = f"keep_last = {keep_last}, keep_every = {keep_every}"
-        raise CheckpointError(f"{given}: keep_last must be >= 1 and keep_every >= 0")
+    assert keep_last >= 1, "nothing would be kept"
     protected = {Path(os.path.abspath(path)) for path in protect}
     candidates: list[Path] = []
     removable: list[Path] = []

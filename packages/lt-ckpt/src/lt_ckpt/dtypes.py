@@ -40,13 +40,6 @@ def parse_float_dtype(name: str) -> str:
     raise CheckpointError(f"dtype {name!r} is not a floating type that can be cast to; use f64, f32, f16 or bf16")
 
 
-def torch_dtype_name(code: str) -> str:
-    """Return the torch and Hugging Face name of a floating-point safetensors code, e.g. `bfloat16`."""
-    if code not in _FLOATS:
-        raise CheckpointError(f"dtype {code!r} is not one of {', '.join(_FLOATS)}")
-    return TORCH_NAMES[code]
-
-
 def _to_float32_round_to_odd(values: np.ndarray) -> np.ndarray:
     """Cast float64 to float32, truncating and setting the last bit where precision was lost."""
     with np.errstate(over="ignore", under="ignore"):

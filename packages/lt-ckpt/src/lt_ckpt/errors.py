@@ -8,28 +8,12 @@ exception that escapes from this package is a bug.
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 
 class CheckpointError(ValueError):
     """User error: a damaged checkpoint, a wrong argument, a full disk."""
 
     exit_code: int = 64
-
-
-class AlreadySavedError(CheckpointError):
-    """Valid checkpoint of this step that already exists; the caller decides how to handle it.
-
-    Attributes:
-        path: The folder of the existing checkpoint.
-    """
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(
-            f"{path}: a valid checkpoint of this step already exists; resume from it, save to another folder, "
-            "or commit with overwrite=True"
-        )
-        self.path = path
 
 
 class SaveCancelledError(CheckpointError):

@@ -8,7 +8,6 @@ files NxD, `consolidated.*.pth` Meta; a file is a torch-saved state dict.
 import os
 import pkgutil
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -58,10 +57,6 @@ class ConvertOptions:
     allow_replica_mismatch: bool = False
     allow_overflow: bool = False
     verify: bool = True
-
-    def __post_init__(self) -> None:
-        if type(self.max_shard_bytes) is not int or self.max_shard_bytes < 1:
-            raise CheckpointError(f"max_shard_bytes = {self.max_shard_bytes}: must be a whole number of at least 1")
 
 
 def detect_format(path: Path) -> str:
@@ -188,29 +183,6 @@ def open_source(
         for file in source.files():
             resolve_confined(source.root, file)
     return replace(source, aux_files=aux_files, hash_list=hash_list)
-
-
-def load_model_config(
-    path: str | os.PathLike[str],
-    *,
-    config: str | os.PathLike[str] | None = None,
-    cache_dir: str | os.PathLike[str] | None = None,
-) -> Mapping[str, Any]:
-    """Return the Hugging Face configuration of a model; of a hub model nothing else is downloaded.
-
-    Args:
-        path: As for `open_source`.
-        config: As for `open_source`.
-        cache_dir: As for `open_source`.
-
-    Raises:
-        CheckpointError: As for `open_source`.
-    """
-    if config is None and str(path).startswith(HUB):
-        from lt_ckpt.hub.model import fetch_config
-
-        return fetch_config(str(path), cache=cache_dir)[0]
-    return open_source(path).config if config is None else read_config(Path(config))
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -41,26 +41,17 @@ class HashList:
     folder: Path
     hashes: Mapping[str, str]
 
-    def file_size(self, file: str) -> int:
-        """Return the size of a listed file.
-
-        Raises:
-            CheckpointError: It is missing, is none, or is a link out of the folder.
-        """
-        path = resolve_confined(self.folder, file)
-        if not path.is_file():
-            raise CheckpointError(f"{self.folder / file}: is missing, {HASH_LIST} lists it; {_remedy(file)}")
-        return path.stat().st_size
-
     def check_file(self, file: str, count_bytes: Callable[[int], None] = lambda n: None) -> None:
         """Read a listed file and compare it with its hash.
 
         Raises:
-            CheckpointError: It differs, is missing, or cannot be read.
+            CheckpointError: It differs, is missing, is a link out of the folder, or cannot be read.
         """
         path, digest = self.folder / file, hashlib.sha256()
         with translate_os_errors("reading", path):
-            files.hash_range(digest, path, 0, self.file_size(file), count_bytes)
+            if not resolve_confined(self.folder, file).is_file():
+                raise CheckpointError(f"{path}: is missing, {HASH_LIST} lists it; {_remedy(file)}")
+            files.hash_range(digest, path, 0, path.stat().st_size, count_bytes)
         if digest.hexdigest() != self.hashes[file]:
             raise CheckpointError(
                 f"{path}: its bytes differ from their checksum; the file is damaged, or was changed after {HASH_LIST} "

@@ -17,7 +17,7 @@ import numpy as np
 from lt_ckpt import files, json_objects
 from lt_ckpt.checked_cast import read_cast
 from lt_ckpt.checkpoint import Checkpoint
-from lt_ckpt.dtypes import check_castable, item_bytes, torch_dtype_name
+from lt_ckpt.dtypes import TORCH_NAMES, check_castable, item_bytes
 from lt_ckpt.errors import CheckpointError
 from lt_ckpt.hf.folder import CONFIG, GENERATION_CONFIG
 from lt_ckpt.llama_tensors import HEAD, add_tied_head, stored_shapes
@@ -51,7 +51,7 @@ def open_lt(checkpoint: Checkpoint) -> Source:
     checkpoint.check_specs({"weights": expected})
     groups["weights"] = add_tied_head(groups["weights"], config)
     dtype = max((spec.dtype for spec in stored.values()), key=[s.dtype for s in stored.values()].count)
-    hf_config, aux_files = _model_files(checkpoint, config, torch_dtype_name(dtype))
+    hf_config, aux_files = _model_files(checkpoint, config, TORCH_NAMES[dtype])
     return Source(
         format="lt",
         path=path,

@@ -141,10 +141,7 @@ def make_commit(manifest: bytes, step: int) -> bytes:
 
 def parse_committed(manifest: bytes, commit: bytes, folder: str) -> CheckpointManifest:
     """Return the manifest of a checkpoint whose COMMIT matches it; `folder` is for messages."""
-    step = json_objects.loads(commit, f"{folder}/COMMIT").get("step")
-    if type(step) is not int or commit != make_commit(manifest, step):
-        raise CheckpointError(f"{folder}/COMMIT: does not match manifest.json; one of the two is damaged")
     parsed = CheckpointManifest.from_bytes(manifest, f"{folder}/manifest.json")
-    if parsed.step != step:
-        raise CheckpointError(f"{folder}/COMMIT: says step {step}, the manifest step {parsed.step}")
+    if commit != make_commit(manifest, parsed.step):
+        raise CheckpointError(f"{folder}/COMMIT: does not match manifest.json; one of the two is damaged")
     return parsed

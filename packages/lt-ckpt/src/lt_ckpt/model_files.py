@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lt_ckpt import json_objects
-from lt_ckpt.dtypes import torch_dtype_name
+from lt_ckpt.dtypes import TORCH_NAMES
 from lt_ckpt.hf.folder import CONFIG
 from lt_ckpt.source import Source
 from lt_ckpt.tensorfile import TensorSpec
@@ -43,7 +43,7 @@ def config_for(source: Source, specs: Mapping[str, TensorSpec]) -> dict[str, Any
     for spec in specs.values():
         bytes_by_dtype[spec.dtype] = bytes_by_dtype.get(spec.dtype, 0) + spec.n_bytes
     largest = max(bytes_by_dtype, key=lambda dtype: bytes_by_dtype[dtype])
-    config = {**source.config, "torch_dtype": torch_dtype_name(largest)}
+    config = {**source.config, "torch_dtype": TORCH_NAMES[largest]}
     config.pop("dtype", None)  # the newer spelling, which versions of transformers before 4.56 do not read
     return config
 

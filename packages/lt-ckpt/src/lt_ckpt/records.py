@@ -139,18 +139,13 @@ def merge_rank_manifests(manifests: Iterable[RankManifest]) -> tuple[FileRecords
     seen: set[tuple[str, str, Ints, Ints]] = set()
     for manifest in manifests:
         for name, record in manifest.files.items():
-            if name in files:
-                raise CheckpointError(f"rank {manifest.rank}: file {name} was also written by another rank")
+            assert name not in files, f"{name}: two ranks wrote it"
             files[name] = record
         for group, members in manifest.tensors.items():
             known = specs.setdefault(group, {})
             for name, record in members.items():
-                spec = known.setdefault(name, record.spec)
-                if spec != record.spec:
-                    raise CheckpointError(
-                        f"tensor {group}/{name}: rank {manifest.rank} says {record.dtype} {list(record.shape)}, "
-                        f"a rank before it {spec.dtype} {list(spec.shape)}"
-                    )
+                same = known.setdefault(name, record.spec) == record.spec
+                assert same, f"{group}/{name}: rank {manifest.rank} has another dtype or shape than the ones before"
                 for piece in record.slices:
                     box = (group, name, piece.offset, piece.shape)
                     repeated = not piece.xxh3_128 and box in seen

@@ -25,7 +25,7 @@ import xxhash
 
 from lt_ckpt import files, json_objects
 from lt_ckpt.checkpoint import check_specs
-from lt_ckpt.errors import AlreadySavedError, CheckpointError, SaveCancelledError, translate_os_errors
+from lt_ckpt.errors import CheckpointError, SaveCancelledError, translate_os_errors
 from lt_ckpt.folders import (
     COMMIT,
     HF,
@@ -73,8 +73,7 @@ def begin_save(root: str | os.PathLike[str], *, step: int, world_size: int) -> P
     Raises:
         CheckpointError: The root cannot be written.
     """
-    if step < 0 or world_size < 1:
-        raise CheckpointError(f"step = {step}, world_size = {world_size}: step must be >= 0 and world_size >= 1")
+    assert step >= 0 and world_size >= 1, (step, world_size)  # noqa: PT018
     folder = Path(os.path.abspath(root))
     with translate_os_errors("beginning a save", folder):
         files.make_folders(folder)
@@ -121,8 +120,7 @@ def write_rank_files(
     """
     folder = Path(tmp)
     marker = read_save_marker(folder)
-    if not 0 <= rank < marker.world_size:
-        raise CheckpointError(f"{folder}: rank {rank} is not one of this save's {marker.world_size} ranks")
+    assert 0 <= rank < marker.world_size, rank
     try:
         shard_list = list(shards)
         with translate_os_errors(f"writing the files of rank {rank}", folder):
@@ -166,8 +164,7 @@ def _write_safetensors(
         for key, stored in header.tensors.items():
             shard = members[key]
             whole = TensorSpec(shard.dtype, shard.global_shape)
-            if wholes.setdefault(shard.name, whole) != whole:
-                raise CheckpointError(f"tensor {group}/{shard.name}: two shards differ in dtype or global shape")
+            assert wholes.setdefault(shard.name, whole) == whole, f"two shards of {group}/{shard.name} differ"
             piece = StoredSlice(
                 file=path.name,
                 key=key,
@@ -228,10 +225,8 @@ def read_rank_manifests(folder: Path, marker: SaveMarker) -> tuple[list[RankMani
         path = folder / f"part-{rank:05d}.json"
         raw = files.read_bounded(path, 2**31)
         manifest = RankManifest.from_bytes(raw, str(path))
-        if manifest.rank != rank or manifest.save_id != marker.save_id:
-            raise CheckpointError(
-                f"{path}: belongs to rank {manifest.rank} of save {manifest.save_id}, not to this save"
-            )
+        if (manifest.rank, manifest.save_id) != (rank, marker.save_id):
+            raise CheckpointError(f"{path}: is of rank {manifest.rank} of save {manifest.save_id}, not of this save")
         for name, record in manifest.files.items():
             if hash_file(folder / name, record.hashed_bytes) != record:
                 raise CheckpointError(f"{folder / name}: is not what rank {rank} wrote; is the folder really shared?")
@@ -277,8 +272,8 @@ def commit_save(
         metadata: Everything besides the tensors; its step must be that of `begin_save`.
         expected_specs: Group → name → dtype and global shape: if given, the groups named there must hold exactly these
             tensors.
-        overwrite: Replace a valid checkpoint of the same step. Otherwise it is an `AlreadySavedError`. An invalid one
-            is always moved aside, never written into.
+        overwrite: Replace a valid checkpoint of the same step, which is an error otherwise. An invalid one is always
+            moved aside, never written into.
         timeout_s: Time limit for the ranks' files, in seconds.
         is_cancelled: Polled while waiting; True ends the wait with a `SaveCancelledError`.
 
@@ -291,11 +286,7 @@ def commit_save(
     """
     folder = Path(tmp)
     marker = read_save_marker(folder)
-    if (world_size, metadata.step) != (marker.world_size, marker.step):
-        raise CheckpointError(
-            f"{folder}: begun for step {marker.step} and {marker.world_size} ranks, not step {metadata.step} and "
-            f"{world_size} ranks"
-        )
+    assert (world_size, metadata.step) == (marker.world_size, marker.step), "not the step and the ranks of `begin_save`"
     target = folder.parent / step_folder_name(marker.step)
     with translate_os_errors("committing", folder):
         wait_for_rank_manifests(folder, world_size, timeout_s, is_cancelled)
@@ -320,7 +311,9 @@ def commit_save(
         manifest = CheckpointManifest(**saved, world_size=world_size, files=all_files, tensors=tensors).to_bytes()
         aside = target.with_name(f"{target.name}.aside-{marker.save_id}") if os.path.lexists(target) else None
         if aside is not None and not overwrite and verify(target).is_loadable:
-            raise AlreadySavedError(target)
+            raise CheckpointError(
+                f"{target}: a valid checkpoint of this step already exists; resume from it, or save to another folder"
+            )
         files.write_file(folder / MANIFEST, manifest)
         files.write_file(folder / COMMIT, make_commit(manifest, marker.step))
         if aside is not None:

@@ -10,9 +10,8 @@ from typer.testing import CliRunner
 
 from lt_ckpt import CheckpointError
 from lt_ckpt.cli import app
-from lt_ckpt.formats import load_model_config
 from lt_ckpt.hub.address import Address
-from lt_ckpt.hub.model import fetch_model
+from lt_ckpt.hub.model import fetch_config, fetch_model
 from lt_ckpt.hub.upload import upload_to_hub
 
 TOKEN = "hf_aVerySecretToken"
@@ -28,7 +27,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_what_is_needed_comes_once_and_nothing_else(hub, capfd):
-    assert load_model_config(URL) == {"model_type": "llama"}
+    assert fetch_config(URL)[0] == {"model_type": "llama"}
     assert hub.fetched() == ["config.json"]
     told = []
     got = fetch_model(URL, progress=lambda *args: told.append(args))
@@ -86,7 +85,7 @@ def test_a_flipped_byte_is_found(hub, name, offline, tmp_path, monkeypatch):
         fetch_model(URL)
     if name == "config.json":
         with pytest.raises(CheckpointError, match="is not what the hub has"):
-            load_model_config(URL)
+            fetch_config(URL)
 
 
 def test_offline_is_what_the_cache_has(hub, monkeypatch):

@@ -13,6 +13,7 @@ from lt_ckpt.cli.convert import convert
 from lt_ckpt.cli.terminal import (
     ConfigOption,
     DtypeOption,
+    MasterOption,
     ModelArgument,
     OverflowOption,
     ShardOption,
@@ -194,31 +195,13 @@ def export(
     path: ModelArgument,
     out: Annotated[Path, typer.Option("--out", help="Folder to make.")],
     config: ConfigOption = None,
-    group: Annotated[
-        str, typer.Option("--group", help="Group of tensors to write as the weights, e.g. master (see inspect).")
-    ] = "weights",
     dtype: DtypeOption = "",
     allow_overflow: OverflowOption = False,
     max_shard_gb: ShardOption = 5.0,
+    master_weights: MasterOption = False,
 ) -> None:
     """Write the weights as a Hugging Face folder, with the tokenizer and the generation config."""
-    from lt_ckpt.checksums import describe_checksums
-    from lt_ckpt.dtypes import parse_float_dtype
-    from lt_ckpt.formats import ConvertOptions, convert_checkpoint
-    from lt_ckpt.llama_tensors import select_group
-
-    source = open_model(path, config) if group == "weights" else open_model(path, config, optimizer=None)
-    source = select_group(source, group)
-    options = ConvertOptions(
-        format="hf",
-        dtype=parse_float_dtype(dtype) if dtype else None,
-        max_shard_bytes=round(max_shard_gb * 1e9),
-        allow_overflow=allow_overflow,
-    )
-    with progress_bar("exporting") as progress:
-        output = convert_checkpoint(source, out, options, progress=progress)
-    step = f" step {source.format_info['step']}" if "step" in source.format_info else ""
-    echo(f"exported{step} to {output}; {describe_checksums(source)}")
+    convert(path, out, "hf", config, dtype, allow_overflow, max_shard_gb, master_weights=master_weights)
 
 
 @app.command()

@@ -8,6 +8,7 @@ import typer
 from lt_ckpt.cli.terminal import (
     ConfigOption,
     DtypeOption,
+    MasterOption,
     ModelArgument,
     OverflowOption,
     ShardOption,
@@ -44,12 +45,7 @@ def convert(
     head_order: Annotated[
         str, typer.Option("--head-order", help="NxD: trn1, or trn2 (not tested on hardware).")
     ] = "trn1",
-    master_weights: Annotated[
-        bool,
-        typer.Option(
-            "--master-weights", help="From NxD or lt: the fp32 master weights of its optimizer as the weights."
-        ),
-    ] = False,
+    master_weights: MasterOption = False,
     optimizer: Annotated[
         bool,
         typer.Option("--optimizer", help="Between lt and NxD: also moments, master weights and step (ZeRO-1 state)."),
@@ -117,4 +113,5 @@ def convert(
     with progress_bar(f"converting to {to}") as progress:
         output = convert_checkpoint(source, out, options, progress=progress)
     checked = describe_checksums(source) if verify else "its files were not compared with any checksum (--no-verify)"
-    echo(f"{source.format} {path} converted to {to}: {output}; {checked}")
+    step = f" step {source.format_info['step']}" if "step" in source.format_info else ""
+    echo(f"{source.format} {path}{step} converted to {to}: {output}; {checked}")

@@ -23,6 +23,9 @@ DtypeOption = Annotated[str, typer.Option("--dtype", help="Cast to f32, bf16, f1
 ShardOption = Annotated[
     float, typer.Option("--max-shard-gb", help="Maximum GB of tensors per file (hf).", min=1e-9, max=1e6)
 ]
+MasterOption = Annotated[
+    bool, typer.Option("--master-weights", help="From NxD or lt: the optimizer's fp32 master weights as the weights.")
+]
 OverflowOption = Annotated[
     bool, typer.Option("--allow-overflow", help="Let values beyond the range of --dtype become infinite.")
 ]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lt_ckpt import files, json_objects
-from lt_ckpt.dtypes import torch_dtype_name
+from lt_ckpt.dtypes import TORCH_NAMES
 from lt_ckpt.errors import CheckpointError, translate_os_errors
 from lt_ckpt.layout import FileLayout, Layout, shard_box, stack_rows
 from lt_ckpt.llama_tensors import param_specs
@@ -133,9 +133,6 @@ def _build_config(
     hidden_width = _tensor_shape(
         arrays, dialect_key("model.layers.0.mlp.gate_proj.weight", "meta"), FILE_TEMPLATE.format(0)
     )[0]
-    known = params.get("vocab_size")
-    if known not in (None, -1, vocab_size):
-        raise CheckpointError(f"{where}: vocab_size is {known}, the embedding has {vocab_size} rows")
     context = LLAMA3_CONTEXT if vocab_size == LLAMA3_VOCAB else LLAMA2_CONTEXT
     with json_objects.translate_format_errors(where):
         try:
@@ -153,22 +150,17 @@ def _build_config(
         except ModelError as exc:
             raise CheckpointError(f"{where}: {exc}") from exc
     dtypes = Counter(array.spec.dtype for array in arrays.values())
-    return config_to_hf(model, dtype=torch_dtype_name(dtypes.most_common(1)[0][0]))
+    return config_to_hf(model, dtype=TORCH_NAMES[dtypes.most_common(1)[0][0]])
 
 
 def _check_config(model: ModelConfig, params: dict[str, Any], folder: Path) -> None:
     """Refuse a configuration that contradicts params.json, which neither tensors nor results would show."""
-    expected = {"hidden_size": params.get("dim")} | {
-        field: params.get(field) for field in ("n_layers", "n_heads", "n_kv_heads", "norm_eps", "rope_theta")
-    }
-    for field, value in expected.items():
-        if value is not None and value != getattr(model, field):
+    fields = ("n_layers", "n_heads", "n_kv_heads", "norm_eps", "rope_theta")
+    said = {field: params.get(field) for field in fields} | {"hidden_size": params.get("dim")}
+    said |= {"use_scaled_rope": bool(params.get("use_scaled_rope"))}
+    found = {**model.to_dict(), "use_scaled_rope": model.rope_scaling is not None}
+    for field, value in said.items():
+        if value is not None and value != found[field]:
             raise CheckpointError(
-                f"{folder / PARAMS}: {field} is {value}, the configuration says {getattr(model, field)}; "
-                "is it this model's?"
+                f"{folder / PARAMS}: {field} is {value}, the configuration says {found[field]}; is it this model's?"
             )
-    if bool(params.get("use_scaled_rope")) != (model.rope_scaling is not None):
-        raise CheckpointError(
-            f"{folder / PARAMS}: use_scaled_rope is {bool(params.get('use_scaled_rope'))}, the configuration says "
-            f"rope_scaling {model.rope_scaling}; is it this model's?"
-        )

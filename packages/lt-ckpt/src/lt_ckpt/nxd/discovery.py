@@ -22,7 +22,6 @@ from lt_ckpt.records import NXD_BEGIN_MARKER, NXD_DONE_MARKER
 _V1 = re.compile(r"tp_rank_([0-9]{2,})_pp_rank_([0-9]{2,})")
 _V2 = re.compile(r"dp_rank_([0-9]{2,})_tp_rank_([0-9]{2,})_pp_rank_([0-9]{2,})\.pt")
 _V2_FILE = "dp_rank_{:02d}_tp_rank_{:02d}_pp_rank_{:02d}.pt"
-_V2_EXPERTS = re.compile(r"dp_rank_[0-9]{2,}_ep_rank_[0-9]{2,}_tp_rank_[0-9]{2,}_pp_rank_[0-9]{2,}\.pt")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +65,7 @@ def find_nxd_files(path: str | os.PathLike[str]) -> NxdFiles:
         names = sorted(os.listdir(folder))
         if any(_V1.fullmatch(name) for name in names):
             return _find_v1(folder, names)
-        if folder.name == "model" and any(_V2.fullmatch(name) or _V2_EXPERTS.fullmatch(name) for name in names):
+        if folder.name == "model" and any(map(_V2.fullmatch, names)):
             return _find_v2(folder.parent)
         if (folder / "model").is_dir():
             return _find_v2(folder)
@@ -110,8 +109,6 @@ def _find_v2(root: Path, skipped_tags: tuple[str, ...] = ()) -> NxdFiles:
         )
     folder = root / "model"
     names = os.listdir(folder)
-    if any(_V2_EXPERTS.fullmatch(name) for name in names):
-        raise CheckpointError(f"{folder}: is sharded by experts (ep_rank); only Llama is supported, which has none")
     if any(int(match[1]) for name in names if (match := _V2.fullmatch(name))):
         raise CheckpointError(
             f"{folder}: model files of several data-parallel ranks; keep only those of dp_rank_00 there"
@@ -160,9 +157,4 @@ def optimizer_dp_degree(nxd_files: NxdFiles) -> int:
     if not has_optimizer_files(nxd_files):
         raise CheckpointError(f"{nxd_files.root}: has no optimizer state (no folder optim in it)")
     with translate_os_errors("looking for optimizer states", folder):
-        dp, tp, pp = _infer_degrees(folder, os.listdir(folder), _V2, _V2_FILE)
-    if (tp, pp) != (nxd_files.tp, nxd_files.pp):
-        raise CheckpointError(
-            f"{folder}: is of tp {tp} and pp {pp}, the model of tp {nxd_files.tp} and pp {nxd_files.pp}"
-        )
-    return dp
+        return _infer_degrees(folder, os.listdir(folder), _V2, _V2_FILE)[0]

@@ -16,7 +16,6 @@ Cost: the rank's bytes written once, and read once for their hashes; the manifes
 kind of state.
 """
 
-import os
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -136,11 +135,8 @@ class NxdRankWriter:
                     write_pt(folder / name, dict(content))
                     written.append(name)
         for name in written:
-            descriptor = files.open_for_reading(folder / name)
-            try:
-                files.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            with open(folder / name, "rb") as file:
+                files.fsync(file.fileno())
         for parent in sorted({(folder / name).parent for name in written}):
             files.fsync_folder(parent)
         return {name: hash_file(folder / name) for name in written}, records.records

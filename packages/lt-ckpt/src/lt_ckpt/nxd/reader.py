@@ -1,10 +1,10 @@
 """NxD checkpoint reader.
 
 It reads the rank files' headers, infers the options from them, and assembles the model. NxD writes no description
-beside the tensors. Degrees follow from the files' names; the attention layer, the kv size multiplier and the stages'
-layers from keys and shapes. The options must then fit the model, and every key of every rank must exist with the shape
-of the layout: nothing is left over and nothing is guessed. Only the assignment of heads to ranks is not visible; trn1's
-order is the default.
+beside the tensors. Degrees follow from the files' names, the attention layer and the stages' layers from keys, the kv
+size multiplier from the degrees. The options must then fit the model, and every key of every rank must exist with the
+shape of the layout: nothing is left over and nothing is guessed. Only the assignment of heads to ranks is not visible;
+trn1's order is the default.
 
 Cost: the headers of all files.
 """
@@ -184,7 +184,7 @@ def infer_options(
         tp=nxd_files.tp,
         pp=nxd_files.pp,
         virtual_pp=chunks or 1,
-        kv_size_multiplier=_infer_kv_size_multiplier(config, nxd_files, first, prefix, _ATTENTION[key]),
+        kv_size_multiplier=max(1, nxd_files.tp // config.n_kv_heads) if "gqa" in _ATTENTION[key] else 1,
         qkv=_ATTENTION[key],
         layout=nxd_files.layout,
         xser=any(file.is_xser for file in ranks.values()),
@@ -192,25 +192,6 @@ def infer_options(
         head_order=head_order,
         stage_layers=() if chunks else layers,
     )
-
-
-def _infer_kv_size_multiplier(config: ModelConfig, nxd_files: NxdFiles, file: RankFile, prefix: str, qkv: Qkv) -> int:
-    """Return the repetitions of the kv heads, from the rows of them on a rank."""
-    if qkv not in ("gqa", "gqa_fused"):
-        return 1
-    key = prefix + ("qkv_proj.weight_k" if qkv == "gqa" else "qkv_proj.weight_qkv")
-    shape = file.group.specs[key].shape if key in file.group.specs else ()
-    rows = nxd_files.tp * shape[0] if shape else 0
-    if qkv == "gqa_fused":
-        rows = (rows - config.n_heads * config.head_width) // 2
-    repeats, rest = divmod(rows, config.n_kv_heads * config.head_width)
-    if repeats < 1 or rest:
-        raise CheckpointError(
-            f"{nxd_files.root / file.file}: {key} has shape {list(shape)}, which is not a whole number of repetitions "
-            f"of {config.n_kv_heads} kv heads of width {config.head_width} on {nxd_files.tp} ranks; is the "
-            "configuration the right one?"
-        )
-    return repeats
 
 
 def build_model_group(checkpoint: NxdCheckpoint) -> TensorGroup:

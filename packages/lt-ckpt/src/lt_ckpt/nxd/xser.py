@@ -111,8 +111,6 @@ def _read_info(path: Path) -> dict[int, TensorSpec]:
         dtype, shape = fields.get("dtype"), fields.get("shape")
         if type(tid) is not int or dtype not in CODES or not isinstance(shape, tuple):
             raise CheckpointError(f"{path}: entry {tid!r} must have a dtype and a shape; the file is damaged")
-        if fields.get("expert_model_parallel"):
-            raise CheckpointError(f"{path}: tensor {tid} is sharded by experts; only Llama is supported, without any")
         specs[tid] = TensorSpec(CODES[dtype], tuple(shape))
     return specs
 

@@ -53,8 +53,6 @@ def add_optimizer_states(source: Source, target: Target, options: NxdOptions, dp
         CheckpointError: The source has no moments, no step, or no optimizer settings; or the layout version has no such
             states.
     """
-    if type(dp) is not int or dp < 1:
-        raise CheckpointError(f"dp = {dp!r}: must be a whole number of at least 1")
     if options.layout != "v2":
         raise CheckpointError(f"layout = {options.layout}: has no ZeRO-1 states; choose v2, or leave out the optimizer")
     model = source.model

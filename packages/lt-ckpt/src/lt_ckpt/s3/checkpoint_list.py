@@ -65,19 +65,15 @@ def _make_list(
     }
 
     def digest(path: Path, name: str) -> str:
-        with translate_os_errors("reading", path), open(files.open_for_reading(path), "rb", buffering=0) as file:
-            return _join((part.n_bytes, _hash(file.read, part.n_bytes, check_stop)) for part in segments[name])
+        found: list[tuple[int, str]] = []
+        for part in segments[name]:
+            hashed = xxhash.xxh3_128()
+            with translate_os_errors("reading", path):
+                files.hash_range(hashed, path, part.byte_offset, part.n_bytes, lambda _: check_stop())
+            found.append((part.n_bytes, hashed.hexdigest()))
+        return _join(found)
 
     return FileList(source=source, files=listed, last=(MANIFEST, COMMIT), digest=digest), parsed
-
-
-def _hash(read: Callable[[int], bytes], n_bytes: int, check_stop: Callable[[], None]) -> str:
-    digest = xxhash.xxh3_128()
-    while n_bytes and (block := read(min(n_bytes, files.BLOCK_BYTES))):
-        check_stop()
-        digest.update(block)
-        n_bytes -= len(block)
-    return digest.hexdigest()
 
 
 def _join(segments: Iterable[tuple[int, str]]) -> str:

@@ -146,11 +146,8 @@ def read_state_dict(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
     if not any(isinstance(value, StoredArray) for value in tree.values()):
         keys = [name for name in STATE_DICT_KEYS if isinstance(tree.get(name), dict)]
         if len(keys) != 1:
-            raise CheckpointError(
-                f"{path}: holds no state dict: no tensors at the top, and {'several' if keys else 'none'} of "
-                f"{', '.join(map(repr, STATE_DICT_KEYS))} (its keys: {', '.join(map(repr, list(tree)[:5]))}); save the "
-                "state dict alone with torch.save"
-            )
+            shown = ", ".join(map(repr, list(tree)[:5]))
+            raise CheckpointError(f"{path}: holds no state dict (its keys: {shown}); save one alone with torch.save")
         tree = tree[keys[0]]
     arrays = {name: value for name, value in tree.items() if isinstance(value, StoredArray) and isinstance(name, str)}
     other = next((name for name in tree if name not in arrays), None)

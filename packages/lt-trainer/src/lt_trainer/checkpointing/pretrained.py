@@ -41,6 +41,7 @@ OVERRIDABLE_FIELDS = ("rope_theta", "rope_scaling", "sliding_window", "max_posit
 """Fields that a recipe may change, for example to train a longer context: rope in the layers with full attention, the
 window in those that have one. Without a window no layer is listed as sliding."""
 NOT_IN_WEIGHTS = ("init_std", "init_residual")
+"""Fields of initial weights, of which a pretrained model has none: one that is given must be the model's."""
 VOCAB_PARAMETERS = ("model.embed_tokens.weight", "lm_head.weight")
 
 
@@ -205,7 +206,8 @@ def open_pretrained(
 def _check_architecture(options: ModelOptions, source_model: ModelConfig, model: ModelConfig) -> None:
     """Raise RecipeError if the recipe describes another architecture than the pretrained model's."""
     expected, actual = source_model.to_dict(), model.to_dict()
-    skipped = {*OVERRIDABLE_FIELDS, *NOT_IN_WEIGHTS, *(("vocab_size",) if options.resize_vocab else ())}
+    skipped = {*OVERRIDABLE_FIELDS, *(("vocab_size",) if options.resize_vocab else ())}
+    skipped |= set(NOT_IN_WEIGHTS) - options.model_fields_set
     skipped |= {"layers"} if model.sliding_window != source_model.sliding_window else set()
     both = dict.fromkeys((*actual, *expected))
     names = [name for name in both if name not in skipped and actual.get(name) != expected.get(name)]

@@ -229,7 +229,7 @@ def _from_checkpoint(out: Path) -> ModelConfig | None:
 
 def _from_pretrained(field: str, address: str, config: str) -> tuple[ModelConfig, str]:
     """Return the architecture of a pretrained model or `model.config`, and its address, on a hub with the commit."""
-    from lt_ckpt.formats import load_model_config
+    from lt_ckpt.formats import open_source, read_config
     from lt_ckpt.hub.address import Address
     from lt_ckpt.hub.model import fetch_config
     from lt_model import config_from_hf
@@ -240,7 +240,7 @@ def _from_pretrained(field: str, address: str, config: str) -> tuple[ModelConfig
             values, about = fetch_config(address)
             pinned = str(replace(Address.parse(address), revision=about["revision"]))
         else:
-            values, pinned = dict(load_model_config(address, config=config or None)), address
+            values, pinned = read_config(Path(config)) if config else dict(open_source(address).config), address
         check_trainable(values, address)
         return config_from_hf(values), pinned
 
