@@ -20,6 +20,7 @@ from lt_ckpt import CheckpointError, laid_out_files
 from lt_ckpt.comparison import compare
 from lt_ckpt.dcp import format as dcp_format
 from lt_ckpt.formats import ConvertOptions, convert_checkpoint, open_source
+from lt_ckpt.nxd.layout import LACKS
 from lt_ckpt.nxd.options import NxdOptions
 from lt_ckpt.records import TORCH_ADAMW
 from lt_ckpt.source import Source
@@ -253,12 +254,14 @@ def assert_reads(source: Source, theirs: dict[str, torch.Tensor], group: str = "
 def test_a_family_through_every_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     monkeypatch.setattr(dcp_format, "CHUNK_BYTES", 700)
     monkeypatch.setattr(laid_out_files, "BLOCK_BYTES", 500)
-    model = save_theirs(case, tmp_path / "theirs")
+    model = save_theirs(case, tmp_path / "theirs", vocab_size=102)
     source, wanted = open_source(tmp_path / "theirs"), loaded(tmp_path / "theirs")
     assert_reads(source, model.state_dict())
-    for kind in ("lt", "pt", "hf") if source.model.has_experts else ("lt", "pt", "hf", "dcp"):
+    nxd = () if source.model.features().keys() & set(LACKS) else ("nxd",)
+    for kind in ("lt", "pt", "hf", *nxd, *(("dcp",) if not source.model.has_experts else ())):
         made = tmp_path / f"made.{kind}"
-        convert_checkpoint(source, made, ConvertOptions(format=kind, max_shard_bytes=9000))
+        cut = NxdOptions(tp=2, pp=2, qkv=["gqa", "gqa_fused", "separate"][len(case) % 3])
+        convert_checkpoint(source, made, ConvertOptions(format=kind, max_shard_bytes=9000, nxd=cut))
         again = open_source(made, config=tmp_path / "theirs" if kind == "pt" else None)
         assert all(found.is_equal for found in compare(source, again))
         back = convert_checkpoint(again, tmp_path / f"back-{kind}", ConvertOptions(format="hf"))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from nxd_trees import everything, load, same
+from safetensors.torch import save_file
 
 from lt_ckpt import CheckpointError
 from lt_ckpt.conversion import convert
@@ -17,6 +18,7 @@ from lt_ckpt.hf.format import hf_target
 from lt_ckpt.nxd.format import nxd_target, open_nxd
 from lt_ckpt.nxd.options import NxdOptions
 from lt_ckpt.torchfile.file import write_pt
+from lt_model import config_from_hf, param_specs
 
 DATA = Path(__file__).parent / "data" / "nxd"
 MHA, GQA = DATA / "llama2-mha-tp2", DATA / "llama3-gqa-tp4-pp2-kv2"
@@ -85,6 +87,31 @@ def test_we_write_what_nxd_wrote_key_for_key_and_bit_for_bit(case, part, cut, tm
     added = {f"{cut.tag}/{name}" if cut.tag else name for name in ("config.json", "SHA256SUMS")}
     assert folder_of(out) == wanted | added, "NxD's loader reads no other file than its own"
     assert everything(open_nxd(out, config=config_of(case))) == everything(model)
+
+
+@pytest.mark.parametrize("qkv", ["gqa", "gqa_fused"])
+def test_biases_and_head_norms_have_the_names_of_nxds_layers(qkv, tmp_path):
+    """Rows as in trn1's order: of 2 key/value heads on 4 ranks, and 4 shares of the query heads."""
+    config = {"model_type": "qwen3", "hidden_size": 16, "intermediate_size": 8, "num_attention_heads": 8, "head_dim": 2}
+    config |= {"num_key_value_heads": 2, "num_hidden_layers": 1, "vocab_size": 8, "attention_bias": True}
+    tensors = {spec.name: torch.randn(spec.shape) for spec in param_specs(config_from_hf(config))}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    save_file(tensors, tmp_path / "model.safetensors")
+    source = open_source(tmp_path)
+    cut = NxdOptions(tp=4, kv_size_multiplier=2, qkv=qkv)
+    out = convert(source, nxd_target(source, cut), tmp_path / "out")
+    q, k, v, o = (tensors[f"model.layers.0.self_attn.{x}_proj.bias"] for x in "qkvo")
+    for rank, (share, head) in enumerate(((0, 0), (2, 1), (1, 0), (3, 1))):
+        held = load(out / "model" / f"dp_rank_00_tp_rank_{rank:02d}_pp_rank_00.pt")
+        held = {name.removeprefix("model.layers.0.self_attn."): tensor for name, tensor in held.items()}
+        wanted = {"q": q[4 * share :][:4], "k": k[2 * head :][:2], "v": v[2 * head :][:2]}
+        if qkv == "gqa_fused":
+            assert torch.equal(held["qkv_proj.bias_qkv"], torch.cat(list(wanted.values())))
+        else:
+            assert all(torch.equal(held[f"qkv_proj.bias_{x}"], rows) for x, rows in wanted.items())
+        assert torch.equal(held["o_proj.bias"], o)
+        assert torch.equal(held["q_norm.weight"], tensors["model.layers.0.self_attn.q_norm.weight"])
+    assert everything(open_source(out)) == everything(source)
 
 
 def folder_of(folder):

@@ -92,9 +92,6 @@ def one(offset=0, n=4, global_n=4, dtype="U8", name="a", group="weights", fill=1
         ([[one(0, 3)]], "weights/a of shape .4.: the slices hold 3 of 4 elements"),
         ([[one(0, 4)], [one(0, 4)]], "weights/a of shape .4.: two slices overlap"),
         ([[one(0, 3)], [one(2, 2)]], "two slices overlap"),
-        ([[one(0, 2, 4)], [one(2, 2, 5)]], "a: rank 1 has another dtype or shape"),
-        ([[one(0, 2)], [one(2, 2, dtype="I8")]], "a: rank 1 has another dtype or shape"),
-        ([[one(0, 2), one(2, 2, dtype="I8")]], "two shards of weights/a differ"),
     ],
 )
 def test_slices_must_hold_each_element_exactly_once(tmp_path, ranks, message):
@@ -105,7 +102,7 @@ def test_slices_must_hold_each_element_exactly_once(tmp_path, ranks, message):
             write_rank_files(tmp, rank=rank, shards=shards)
         commit_save(tmp, world_size=len(ranks), metadata=CheckpointMetadata(step=1))
 
-    with pytest.raises((CheckpointError, AssertionError), match=message):
+    with pytest.raises(CheckpointError, match=message):
         save()
     assert find_latest_valid(tmp_path)[0] is None
 
@@ -126,11 +123,7 @@ def test_what_was_expected_must_be_there(tmp_path, toy):
     toy.check(Checkpoint.open(toy.save(tmp_path, 1, expected_specs=specs)))
 
 
-def test_the_save_must_be_the_one_that_was_begun(tmp_path):
-    tmp = begin_save(tmp_path, step=5, world_size=2)
-    for world_size, step in ((2, 6), (3, 5)):
-        with pytest.raises(AssertionError, match="not the step and the ranks"):
-            commit_save(tmp, world_size=world_size, metadata=CheckpointMetadata(step=step))
+def test_a_folder_that_no_save_began_is_refused(tmp_path):
     (tmp_path / "other").mkdir()
     with pytest.raises(CheckpointError, match="reading failed"):
         write_rank_files(tmp_path / "other", rank=0, shards=[])

@@ -18,13 +18,14 @@ from lt_ckpt.layout import FileLayout, layout_bytes
 from lt_ckpt.llama_tensors import MASTER_WEIGHTS, target_specs, tensor_shapes
 from lt_ckpt.model_files import model_files
 from lt_ckpt.nxd.discovery import has_optimizer_files
-from lt_ckpt.nxd.layout import nxd_layout
+from lt_ckpt.nxd.layout import LACKS, nxd_layout
 from lt_ckpt.nxd.options import HeadOrder, NxdOptions
 from lt_ckpt.nxd.reader import build_model_group, read_nxd_checkpoint
 from lt_ckpt.nxd.xser import lay_out
 from lt_ckpt.nxd.zero1 import (
     OptimizerShard,
     build_model_groups,
+    has_decay,
     has_zero1_state,
     read_optimizer_shards,
     read_optimizer_step,
@@ -60,7 +61,7 @@ def open_nxd(
         lt_model.ModelError: The configuration is of no supported family.
     """
     model = config_from_hf(dict(config), source="config.json")
-    model.check_features("the format nxd")
+    model.check_features("the format nxd", LACKS)
     checkpoint = read_nxd_checkpoint(path, model, locate_tensors=not master_weights, head_order=head_order)
     nxd_files, inferred = checkpoint.files, checkpoint.options
     names = ("layout", "tag", "tp", "pp", "virtual_pp", "qkv", "kv_size_multiplier", "head_order", "xser")
@@ -103,7 +104,7 @@ def open_nxd(
 def _read_param_groups(shards: Iterable[OptimizerShard]) -> list[dict[str, Any]]:
     """Return the optimizer's param groups: those settings that are numbers, strings, or lists of numbers.
 
-    Empty if the groups are neither one nor two (all other tensors, then the norms), or if ranks differ: the group of a
+    Empty if the groups are neither one nor two (all others, then norms and biases), or if ranks differ: the group of a
     tensor would be lost.
     """
 
@@ -115,9 +116,9 @@ def _read_param_groups(shards: Iterable[OptimizerShard]) -> list[dict[str, Any]]
     found: list[dict[str, Any]] | None = None
     for shard in shards:
         groups = shard.saved.tree["param_groups"]
-        norms = [{"norm" in shard.keys[number] for number in group["params"]} for group in groups]
+        decays = [{has_decay(shard.keys[number]) for number in group["params"]} for group in groups]
         own = [{key: value for key, value in group.items() if key != "params" and plain(value)} for group in groups]
-        if (len(groups) > 1 and norms != [{False}, {True}]) or found not in (None, own):
+        if (len(groups) > 1 and decays != [{True}, {False}]) or found not in (None, own):
             return []
         found = own
     return found or []
@@ -135,7 +136,7 @@ def nxd_target(source: Source, options: NxdOptions, *, dtype: str | None = None)
         CheckpointError: The options do not fit the model, or the source lacks a tensor or cannot be cast.
     """
     model = source.model
-    model.check_features("the format nxd")
+    model.check_features("the format nxd", LACKS)
     layout, tensor_files = nxd_layout(model, options), TensorFiles()
     specs = target_specs(source, tensor_shapes(model), dtype)
 

@@ -1,6 +1,7 @@
 """NxD's files as data: the model tensors of each key, their sharding, and their stage.
 
-NxD's keys are Hugging Face's, with gate and up joined, and query, key and value in some of its attention layers. A
+NxD's keys are Hugging Face's, with gate and up joined, and query, key and value in some of its attention layers; those
+of biases (`qkv_proj.bias_q`, `qkv_proj.bias_qkv`) are the weights' with another first word. A
 rank's share of a tensor is one box: rows for vocabulary- and column-parallel layers, columns for row-parallel ones. The
 GQA layer, for fewer key/value heads K than ranks T, repeats those m times (K x m = T), so that each rank has one, and
 gives it the query heads of that head. On trn1 the K heads are repeated as a whole: rank t holds head t mod K and share
@@ -14,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from lt_ckpt.layout import FileLayout, Layout, TensorLayout, shard_box, stack_rows, whole_tensor
-from lt_ckpt.llama_tensors import param_specs
+from lt_ckpt.llama_tensors import param_specs, tensor_shapes
 from lt_ckpt.nxd.options import NxdOptions, Qkv, check_sharding
 from lt_ckpt.shards import Box
 from lt_model import ModelConfig
@@ -38,32 +39,52 @@ class ShardingRule:
     heads: tuple[Heads, ...] = ()
 
 
+def _with_biases(*weights: ShardingRule) -> tuple[ShardingRule, ...]:
+    """Return the rules of a module, whose biases follow its weights and are sharded like their rows."""
+    biases = [
+        replace(
+            rule, key=rule.key.replace("weight", "bias"), names=tuple(n.replace("weight", "bias") for n in rule.names)
+        )
+        for rule in weights
+    ]
+    return (*weights, *biases)
+
+
 _Q, _K, _V, _O = (f"self_attn.{x}_proj.weight" for x in "qkvo")
-_OUT = ShardingRule(_O)
-_GQA_OUT = ShardingRule(_O, heads=("query",))
+_OUT = _with_biases(ShardingRule(_O))
+_GQA_OUT = _with_biases(ShardingRule(_O, heads=("query",)))
 
 FIRST_STAGE_RULES = (ShardingRule("model.embed_tokens.weight"),)
 """Rules of the first stage."""
 
 ATTENTION_RULES: Mapping[Qkv, tuple[ShardingRule, ...]] = {
-    "separate": (ShardingRule(_Q), ShardingRule(_K), ShardingRule(_V), _OUT),
-    "coalesced": (ShardingRule("self_attn.qkv_proj.weight", (_Q, _K, _V)), _OUT),
+    "separate": (*(rule for name in (_Q, _K, _V) for rule in _with_biases(ShardingRule(name))), *_OUT),
+    "coalesced": (*_with_biases(ShardingRule("self_attn.qkv_proj.weight", (_Q, _K, _V))), *_OUT),
     "gqa": (
-        ShardingRule("self_attn.qkv_proj.weight_q", (_Q,), heads=("query",)),
-        ShardingRule("self_attn.qkv_proj.weight_k", (_K,), heads=("key_value",)),
-        ShardingRule("self_attn.qkv_proj.weight_v", (_V,), heads=("key_value",)),
-        _GQA_OUT,
+        *_with_biases(
+            ShardingRule("self_attn.qkv_proj.weight_q", (_Q,), heads=("query",)),
+            ShardingRule("self_attn.qkv_proj.weight_k", (_K,), heads=("key_value",)),
+            ShardingRule("self_attn.qkv_proj.weight_v", (_V,), heads=("key_value",)),
+        ),
+        *_GQA_OUT,
     ),
     "gqa_fused": (
-        ShardingRule("self_attn.qkv_proj.weight_qkv", (_Q, _K, _V), heads=("query", "key_value", "key_value")),
-        _GQA_OUT,
+        *_with_biases(
+            ShardingRule("self_attn.qkv_proj.weight_qkv", (_Q, _K, _V), heads=("query", "key_value", "key_value"))
+        ),
+        *_GQA_OUT,
     ),
 }
 """Rules of a layer's attention, by kind of attention layer."""
 
+LACKS = ("norm", "norm_place", "gated", "n_experts")
+"""Fields of `ModelConfig.features` that give tensors for which no program of NxD has a name."""
+
 LAYER_RULES = (
-    ShardingRule("mlp.gate_up_proj.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight")),
-    ShardingRule("mlp.down_proj.weight"),
+    ShardingRule("self_attn.q_norm.weight"),
+    ShardingRule("self_attn.k_norm.weight"),
+    *_with_biases(ShardingRule("mlp.gate_up_proj.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"))),
+    *_with_biases(ShardingRule("mlp.down_proj.weight")),
     ShardingRule("input_layernorm.weight"),
     ShardingRule("post_attention_layernorm.weight"),
 )
@@ -98,6 +119,13 @@ def rank_path(options: NxdOptions, tp_rank: int, pp_rank: int, *, kind: str = "m
 
 def rank_rules(config: ModelConfig, options: NxdOptions, pp_rank: int) -> Iterator[tuple[str, ShardingRule]]:
     """Yield the rules of a stage's tensors in file order, with the prefix of their names."""
+    there = tensor_shapes(config)
+    for prefix, rule in _stage_rules(config, options, pp_rank):
+        if prefix + (rule.names or (rule.key,))[0] in there:
+            yield prefix, rule
+
+
+def _stage_rules(config: ModelConfig, options: NxdOptions, pp_rank: int) -> Iterator[tuple[str, ShardingRule]]:
     if pp_rank == 0:
         yield from (("", rule) for rule in FIRST_STAGE_RULES)
     for layer in (options.stage_layers or layers_per_stage(config.n_layers, options.pp, options.virtual_pp))[pp_rank]:

@@ -61,6 +61,11 @@ def shard_rows(rows: int, dp: int, dp_rank: int) -> tuple[int, int, int]:
     return first, min(stored, rows - first), stored
 
 
+def has_decay(key: str) -> bool:
+    """Return True unless NxD's training programs leave a tensor out of weight decay."""
+    return "norm" not in key and "bias" not in key
+
+
 def has_zero1_state(nxd_files: NxdFiles) -> bool:
     """Return True if a checkpoint has optimizer states of ZeRO-1, not of torch's own optimizers.
 
@@ -173,7 +178,7 @@ def _candidate_orders(keys: list[str], allow_tied_head: bool) -> Iterator[tuple[
     """Yield the orders in which training programs pass tensors to the optimizer."""
     without_head = [key for key in keys if key != HEAD]
     for subset in (keys, without_head) if allow_tied_head else (keys,):
-        yield (*(key for key in subset if "norm" not in key), *(key for key in subset if "norm" in key))
+        yield tuple(sorted(subset, key=lambda key: not has_decay(key)))
         yield tuple(subset)
 
 

@@ -5,8 +5,9 @@ data-parallel ranks, padded with rows of zeros; each rank's file has the moments
 there are fp32 master weights, those. So a state's files are files of a layout like the model's, with tensors called
 `exp_avg/NAME`, `master/NAME`; room that no tensor of the source fills is the zeros of the padding.
 
-Tensors are numbered as in NxD's training programs: those with weight decay first, the norms last; or, if the source's
-optimizer had a single group, as in the model. A head tied within one stage is the embedding itself and has no number.
+Tensors are numbered as in NxD's training programs: those with weight decay first, norms and biases last; or, if the
+source's optimizer had a single group, as in the model. A head tied within one stage is the embedding itself and has no
+number.
 
 Cost: one object per tensor, kind and rank; the conversion itself is that of `lt_ckpt.conversion`, one pass.
 """
@@ -25,7 +26,7 @@ from lt_ckpt.llama_tensors import HEAD, MASTER_WEIGHTS, add_tied_head, stored_sh
 from lt_ckpt.nxd.layout import nxd_layout, rank_path
 from lt_ckpt.nxd.options import NxdOptions
 from lt_ckpt.nxd.xser import lay_out
-from lt_ckpt.nxd.zero1 import MASTER_WEIGHTS_KEY, SHAPES_KEY, STATE_KEY, shard_rows
+from lt_ckpt.nxd.zero1 import MASTER_WEIGHTS_KEY, SHAPES_KEY, STATE_KEY, has_decay, shard_rows
 from lt_ckpt.records import TORCH_ADAMW
 from lt_ckpt.source import Source, TensorGroup
 from lt_ckpt.tensorfile import TensorSpec
@@ -56,11 +57,12 @@ def add_optimizer_states(source: Source, target: Target, options: NxdOptions, dp
     if options.layout != "v2":
         raise CheckpointError(f"layout = {options.layout}: has no ZeRO-1 states; choose v2, or leave out the optimizer")
     model = source.model
-    model.check_features("the format nxd")
     groups = {kind: add_tied_head(group, model) for kind, group in _state_groups(source, model).items()}
     settings, step = source.format_info.get("param_groups"), source.format_info.get("step")
     if type(step) is not int or not settings or len(settings) > 2:
-        settings_of = "settings of the optimizer (lr, betas, ...) for all tensors, or for the norms and for all others"
+        settings_of = (
+            "settings of the optimizer (lr, betas, ...) for all tensors, or for norms with biases and for all others"
+        )
         missing = "step" if type(step) is not int else settings_of
         raise CheckpointError(f"{source.path}: has no {missing}; an optimizer state cannot be made")
     specs, locations = dict(source.weights.specs), dict(source.weights.locations)
@@ -93,7 +95,7 @@ def add_optimizer_states(source: Source, target: Target, options: NxdOptions, dp
             }
             for kind, group in groups.items()
         }
-        n_decayed = sum("norm" not in tensor.key for tensor in numbered)
+        n_decayed = sum(has_decay(tensor.key) for tensor in numbered)
         sizes = [n_decayed, len(numbered) - n_decayed] if len(settings) > 1 else [len(numbered)]
         tree = build_state_tree(numbered, shards, settings, sizes)
         placed = lay_out_state(path, tree, step, xser=options.xser, tensor_files=tensor_files)
@@ -141,7 +143,7 @@ def _order_tensors(
     tensors = [tensor for tensor in file.tensors if not (head_is_tied and tensor.key == HEAD)]
     if len(settings) == 1:
         return tensors
-    return sorted(tensors, key=lambda tensor: "norm" in tensor.key)
+    return sorted(tensors, key=lambda tensor: not has_decay(tensor.key))
 
 
 def lay_out_state(
