@@ -212,7 +212,7 @@ def _check_architecture(options: ModelOptions, source_model: ModelConfig, model:
     both = dict.fromkeys((*actual, *expected))
     names = [name for name in both if name not in skipped and actual.get(name) != expected.get(name)]
     if names:
-        has = ", ".join(f"{name} = {expected.get(name)!r}" for name in names)
+        has = ", ".join(f"{name} = {expected.get(name, getattr(source_model, name))!r}" for name in names)
         also = "; model.resize_vocab resizes the vocabulary" if "vocab_size" in names else ""
         raise RecipeError(
             f"the model of model.init_from = {options.init_from!r} has {has}",
