@@ -32,7 +32,7 @@ from lt_ckpt import CheckpointError
 from lt_ckpt.conversion import convert
 from lt_ckpt.dcp.format import SafeReader, dcp_target, open_dcp
 from lt_ckpt.meta_llama.names import dialect_key
-from lt_model import ModelConfig, config_to_hf, param_specs
+from lt_model import ModelConfig, ModelError, config_from_hf, config_to_hf, param_specs
 
 CONFIG = ModelConfig(vocab_size=26, hidden_size=16, intermediate_size=20, n_heads=4, n_kv_heads=2, n_layers=2)
 TIED = replace(CONFIG, tie_word_embeddings=True)
@@ -113,6 +113,24 @@ def test_a_checkpoint_of_torch_2_9_is_read():
         }
         same(source, group, tensors)
     assert source.format_info == {"names": "titan", "prefix": "", "others": {"train_state": 1, "lr_scheduler": 1}}
+
+
+def test_experts_of_torchtitan_are_read(tmp_path):
+    sizes = {"num_experts": 3, "num_experts_per_tok": 1, "moe_intermediate_size": 6, "mlp_only_layers": [1]}
+    hf = {**HF, **sizes, "model_type": "qwen3_moe", "head_dim": 6}
+    tensors, moments = state(config_from_hf(hf)), state(config_from_hf(hf), seed=1)
+    names = {name: dialect_key(name, "titan") for name in tensors}
+    experts = {f"model.layers.0.mlp.experts.{x}_proj": w for x, w in (("gate", "w1"), ("down", "w2"), ("up", "w3"))}
+    assert {name: names[name].removeprefix("layers.0.moe.experts.") for name in experts} == experts
+    assert names["model.layers.0.mlp.gate.weight"] == "layers.0.moe.router.gate.weight"
+    optimizer = {names[name]: dict.fromkeys(("exp_avg", "exp_avg_sq"), moment) for name, moment in moments.items()}
+    save(tmp_path, {**{names[name]: t for name, t in tensors.items()}, "optimizer": {"state": optimizer}})
+    source = open_dcp(tmp_path, config=hf)
+    assert source.format_info["names"] == "titan"
+    same(source, "weights", tensors)
+    same(source, "exp_avg", moments)
+    with pytest.raises(ModelError, match="n_experts = 3 of family = 'olmoe' is not supported by the names of titan"):
+        open_dcp(tmp_path, config={**hf, "model_type": "olmoe", "intermediate_size": 6})
 
 
 def test_tied_models(tmp_path):

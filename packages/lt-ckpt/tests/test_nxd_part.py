@@ -287,5 +287,3 @@ def test_a_rank_with_other_tensors_never_becomes_a_checkpoint(tmp_path, models):
             write_rank_files(tmp, rank=0, shards=shards, writer=part)
         assert [path.name for path in tmp.glob("*-0*")] == ["failed-00000"]
         discard_save(tmp)
-    with pytest.raises(AssertionError, match="not the rank's tensors"):
-        replace(part, param_group_keys=(part.param_group_keys[0], part.param_group_keys[1][1:]))

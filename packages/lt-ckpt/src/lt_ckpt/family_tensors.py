@@ -2,8 +2,8 @@
 
 Our tensors have one name each in all families (`lt_model.param_specs`). Files of a family have its own, by the row of
 `lt_model.families`: most are ours, Phi-3 has query, key and value one below the other in one tensor, GPT-NeoX head by
-head; experts, which we have stacked, are a tensor each. All are boxes of rows of ours, so that reading, writing and
-checking follow from layouts (`layout.py`).
+head; experts, which we have stacked, are a tensor each, and in transformers' modules one for gates and ups. All are
+boxes of ours, so that reading, writing and checking follow from layouts (`layout.py`).
 
 Pure. Cost: one object per tensor, where heads alternate one per head.
 """
@@ -12,8 +12,9 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Literal
 
-from lt_ckpt.layout import FileLayout, TensorLayout, shard_box, stack_rows, whole_tensor
+from lt_ckpt.layout import FileLayout, TensorLayout, TensorRegion, shard_box, stack_rows, whole_tensor
 from lt_ckpt.llama_tensors import HEAD, add_tied_head, stored_shapes
 from lt_ckpt.shards import Ints
 from lt_ckpt.source import TensorGroup, build_tensor_group, check_names, group_of_arrays
@@ -23,6 +24,12 @@ from lt_model.families import FAMILIES
 
 IGNORED_BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attention\.(masked_)?bias)$")
 """Buffers in old files that every reader recomputes."""
+
+Experts = Literal["each", "pairs", "stacked"]
+"""A tensor for each expert, as files have; stacked, gates above ups, as transformers' modules; stacked, as ours."""
+
+MODULES_AS_OURS = ("mixtral",)
+"""Families whose modules have our names, unlike their files."""
 
 _LAYER = re.compile(r"model\.layers\.\d+\.")
 
@@ -35,7 +42,10 @@ def family_key(name: str, config: ModelConfig) -> str:
 
 
 def family_tensors(
-    config: ModelConfig, shapes: Mapping[str, Ints], rename: Callable[[str], str] | None = None
+    config: ModelConfig,
+    shapes: Mapping[str, Ints],
+    rename: Callable[[str], str] | None = None,
+    experts: Experts = "each",
 ) -> dict[str, TensorLayout]:
     """Return a family's tensors by their names.
 
@@ -43,6 +53,7 @@ def family_tensors(
         config: The model.
         shapes: Our tensors.
         rename: Returns the name of one of our tensors; by default as `family_key`.
+        experts: How they are stored.
     """
     rename = rename or partial(family_key, config=config)
     fused = {part: (key, *how) for key, how in FAMILIES[config.family].fused.items() for part in how[0]}
@@ -50,7 +61,12 @@ def family_tensors(
     for name, shape in shapes.items():
         layer = match[0] if (match := _LAYER.match(name)) else ""
         part, _, end = name.removeprefix(layer).rpartition(".")
-        if len(shape) == 3:  # stacked experts, which files have one by one
+        if len(shape) == 3 and experts == "pairs" and end != "down_proj":
+            if end == "gate_proj":
+                pair = rename(f"{layer}{part}.gate_up_proj")
+                found[pair] = _stack_pairs(pair, (name, f"{layer}{part}.up_proj"), shape)
+            continue
+        if len(shape) == 3 and experts == "each":
             for expert in range(shape[0]):
                 key = rename(f"{layer}{part}.{expert}.{end}.weight")
                 one = stack_rows(key, [(name, shard_box(shape, 0, expert, shape[0], name))])
@@ -67,24 +83,40 @@ def family_tensors(
     return found
 
 
+def _stack_pairs(key: str, names: tuple[str, str], shape: Ints) -> TensorLayout:
+    """Return the layout of two stacks of matrices of which each expert has both, one below the other."""
+    n_experts, rows, columns = shape
+    regions = (
+        TensorRegion(name=name, offset=(0, 0, 0), shape=shape, stored_offset=(0, place * rows, 0))
+        for place, name in enumerate(names)
+    )
+    return TensorLayout(key=key, shape=(n_experts, 2 * rows, columns), regions=tuple(regions))
+
+
 def module_key(name: str, config: ModelConfig) -> str:
     """Return the name of a tensor in transformers' module of the family, where the head is called so in all."""
-    return name if name == HEAD else family_key(name, config)
+    return name if name == HEAD or config.family in MODULES_AS_OURS else family_key(name, config)
 
 
 def find_family_tensors(
-    config: ModelConfig, keys: Collection[str], where: str, rename: Callable[[str], str] | None = None
+    config: ModelConfig,
+    keys: Collection[str],
+    where: str,
+    rename: Callable[[str], str] | None = None,
+    experts: Experts = "each",
 ) -> tuple[dict[str, TensorLayout], dict[str, Ints]]:
     """Return the family's tensors among stored ones, by their names, and the shapes of ours in them.
 
-    A tied head may be missing, and any head may have the name of transformers' modules.
+    A tied head may be missing; any head, and pairs of experts, may have the name of transformers' modules.
 
     Raises:
         CheckpointError: Names the tensors that are missing and those that are not the model's.
     """
-    rename = rename or partial(module_key if HEAD in keys else family_key, config=config)
+    has_pairs = any(key.endswith(".experts.gate_up_proj") for key in keys)
+    in_modules = has_pairs or (HEAD in keys and config.family not in MODULES_AS_OURS)
+    rename = rename or partial(module_key if in_modules else family_key, config=config)
     shapes = stored_shapes(config, rename(HEAD) in keys)
-    found = family_tensors(config, shapes, rename)
+    found = family_tensors(config, shapes, rename, "pairs" if has_pairs else experts)
     check_names(found, keys, where)
     return found, shapes
 

@@ -116,11 +116,13 @@ def _find_tensors(
     Unknown keys that begin as some of the model's do mean another model.
     """
     rename = _rename(dialect, config)
-    known = [HEAD, *family_tensors(config, tensor_shapes(config), rename)]
+    known = [HEAD, *family_tensors(config, tensor_shapes(config), rename, "stacked")]
     starts = tuple({re.sub(r"(?<=layers\.).*|[^.]*$", "", key) for key in known})
     keys = [key.removeprefix(prefix) for key in stored if key.startswith(prefix)]
     own = [key for key in keys if key.startswith(starts) and not IGNORED_BUFFERS.search(key)]
-    return find_family_tensors(config, own, where, None if dialect == "hf" else rename)
+    if dialect == "hf":
+        return find_family_tensors(config, own, where)
+    return find_family_tensors(config, own, where, rename, "stacked")
 
 
 def open_dcp(path: str | os.PathLike[str], *, config: Mapping[str, Any]) -> Source:
@@ -140,9 +142,9 @@ def open_dcp(path: str | os.PathLike[str], *, config: Mapping[str, Any]) -> Sour
     metadata = SafeReader(folder).read_metadata()
     tensors = {k: m for k, m in metadata.state_dict_metadata.items() if isinstance(m, dcp.TensorStorageMetadata)}
     dialect, prefix = _detect_naming(model, tensors, str(folder))
+    is_qwen = dialect == "titan" and model.family.startswith("qwen3")  # without Meta's order of rows
     if dialect != "hf":
-        model.check_features(f"the names of {dialect}")
-    model.check_features("the format dcp", ("n_experts",))  # which modules of transformers have in pairs
+        model.check_features(f"the names of {dialect}", ("qkv_bias", "o_bias") if is_qwen else None)
     table, shapes = _find_tensors(model, dialect, prefix, tensors, str(folder))
     keys = {"weights": [prefix + key for key in table], **_find_moments(tensors, dialect, model, table)}
     used = {key for names in keys.values() for key in names}
@@ -156,7 +158,7 @@ def open_dcp(path: str | os.PathLike[str], *, config: Mapping[str, Any]) -> Sour
         )
         layout = (FileLayout(path=METADATA, tensors=renamed),)
         group = build_tensor_group(layout, {METADATA: found}, shapes, str(folder))
-        if dialect != "hf":
+        if dialect != "hf" and not is_qwen:
             group = unpermute_group(group, param_specs(model), model.head_width)
         groups[kind] = add_tied_head(group, model)
     others = [key for key in metadata.state_dict_metadata if key not in used]
@@ -293,9 +295,8 @@ def dcp_target(source: Source, *, dtype: str | None = None) -> Target:
         dtype: Safetensors code to cast to; None: as stored.
     """
     model = source.model
-    model.check_features("the format dcp", ("n_experts",))
     specs = target_specs(source, tensor_shapes(model), dtype)
-    layout = family_tensors(model, tensor_shapes(model), partial(module_key, config=model))
+    layout = family_tensors(model, tensor_shapes(model), partial(module_key, config=model), "pairs")
     stored = stored_specs(layout.values(), specs)
 
     def fill(folder: Path, read: ReadBlock, count_bytes: CountBytes, settle: Settle) -> None:

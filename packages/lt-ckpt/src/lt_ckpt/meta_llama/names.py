@@ -1,4 +1,4 @@
-"""Meta's and torchtitan's names of Llama tensors, and Meta's order of query and key rows.
+"""Meta's and torchtitan's names of Llama tensors, torchtitan's of Qwen 3, and Meta's order of query and key rows.
 
 Meta rotates neighboring rows of a head by one angle, Hugging Face rows that are half a head apart. So row 2i + j of a
 head in Meta's matrix (j is 0 or 1) is row j * head_dim / 2 + i in Hugging Face's: every second row of a head is a
@@ -33,6 +33,9 @@ _TITAN = {
     **_META,
     "lm_head.weight": "lm_head.weight",
     **{f"self_attn.{x}_proj.weight": f"attention.qkv_linear.w{x}.weight" for x in "qkv"},
+    **{f"self_attn.{x}_norm.weight": f"attention.{x}_norm.weight" for x in "qk"},
+    "mlp.gate.weight": "moe.router.gate.weight",
+    **{f"mlp.experts.{x}_proj": f"moe.experts.w{n}" for n, x in enumerate(("gate", "down", "up"), start=1)},
 }
 DIALECTS = {"meta": _META, "titan": _TITAN}
 """Meta's names (also torchtitan's until 2025), and torchtitan's since."""
