@@ -204,9 +204,7 @@ def test_cuts_that_cannot_be_right_are_refused(changes, options, message):
     [
         {"tp": 0},
         {"pp": True},
-        {"kv_size_multiplier": 1.0},
         {"qkv": "fused"},
-        {"layout": "v3"},
         {"head_order": "trn3"},
         {"tag": "a/b"},
         {"tag": ".."},

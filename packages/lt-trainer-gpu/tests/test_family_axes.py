@@ -45,6 +45,7 @@ FILES: dict[str, dict[str, Any]] = {
     "phi3": {"partial_rotary_factor": 0.5},
     "gpt_neox": {"num_key_value_heads": 4, "rotary_pct": 0.25},
     "granite": {"embedding_multiplier": 6.0, "residual_multiplier": 0.3, "logits_scaling": 4.0, "mlp_bias": True},
+    "starcoder2": {"sliding_window": 6},
     "olmoe": {"num_experts": 5, "num_experts_per_tok": 2},
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 40, "decoder_sparse_step": 2},
     "qwen3_moe": {**EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [1]},

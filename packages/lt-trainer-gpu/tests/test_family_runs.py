@@ -7,6 +7,7 @@ of the export go beyond the old context and every window.
 
 import datetime
 import itertools
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from family_models import CASES, SHAPE, NoFloat32, make_config, make_model, our_tensors  # noqa: E402
+from hub_server import hub  # noqa: E402, F401 - a fixture
 
 from lt_ckpt import Checkpoint, list_steps  # noqa: E402
 from lt_ckpt.formats import ConvertOptions, convert_checkpoint, open_source  # noqa: E402
@@ -29,15 +31,16 @@ from lt_trainer.errors import RecipeError  # noqa: E402
 from lt_trainer.run_directory.jsonl import read_jsonl  # noqa: E402
 
 SEQ_LEN, TODAY = 32, datetime.date.today().toordinal()
-YARN = (
-    *("model.rope_scaling.kind=yarn", "model.rope_scaling.factor=4.0"),
-    *("model.rope_scaling.original_max_position_embeddings=64", "model.max_position_embeddings=256"),
-)
+LINEAR = ("model.rope_scaling.factor=4.0", "model.rope_scaling.kind=linear", "model.max_position_embeddings=256")
+LLAMA3 = (*LINEAR, "model.rope_scaling.original_max_position_embeddings=64", "model.rope_scaling.kind=llama3")
+YARN = (*LLAMA3, "model.rope_scaling.kind=yarn")
 RUNS = {case: (case, ()) for case in CASES} | {
     "mistral, window lifted": ("mistral, window 7, head 16", ("model.sliding_window=0", "model.rope_theta=5000.0")),
     "mistral, wider window": ("mistral, window 7, head 16", ("model.sliding_window=20",)),
     "olmo3, yarn": ("olmo3, yarn in full layers", (*YARN, "model.rope_theta=700.0")),
     "qwen3, yarn": ("qwen3, yarn, head 12", YARN),
+    "granite, linear": ("granite", LINEAR),
+    "olmo2, llama3": ("olmo2", LLAMA3),
 }
 
 
@@ -135,26 +138,21 @@ def test_a_config_json_gives_the_shape_with_random_weights(tmp_path: Path) -> No
     assert Checkpoint.open(newest).manifest.model == config_from_hf(config.to_dict()).to_dict()
 
 
-def test_the_shape_of_a_hub_is_asked_for_once(monkeypatch, tmp_path: Path) -> None:
+def test_the_shape_of_a_hub_is_asked_for_once(hub, tmp_path: Path) -> None:  # noqa: F811
     """Shape and commit are in the run's recipe from its start on: nothing asks again, before a checkpoint either."""
     window = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}
-    commit, asked = f"{7:040x}", list[str]()
-
-    def fetch(address: str) -> tuple[dict[str, Any], dict[str, str]]:
-        asked.append(address)
-        return {"model_type": "qwen2", **SHAPE, **window}, {"revision": commit}
-
-    monkeypatch.setattr("lt_ckpt.hub.model.fetch_config", fetch)
+    hub.files["config.json"] = json.dumps({"model_type": "qwen2", **SHAPE, **window}).encode()
     recipe = base(Path("unused"), tmp_path / "run", "config")
     recipe["model"] = {"config": "hf://org/name", "rope_theta": 700.0, "vocab_size": SHAPE["vocab_size"]}
     assert load(base=recipe).origins["model.n_heads"] == "from hf://org/name"
-    assert asked == [], "to show a recipe asks nothing"
+    assert hub.log == [], "to show a recipe asks nothing"
     with pytest.raises(RecipeError, match="n_layers = 3: the model lists the kinds of its 4 layers one by one"):
         run(load(base=recipe, overrides=["model.n_layers=3"]), environ={})
     assert run(load(base=recipe, overrides=["schedule.max_steps=1"]), environ={}) == 0
     before = load(tmp_path / "run" / "recipe.toml").recipe.model
-    assert before.config == f"hf://org/name@{commit}"
-    assert asked == ["hf://org/name"] * 2, "the refused run's and this one's"
+    assert before.config == f"hf://org/name@{hub.commit}"
+    assert hub.fetched() == ["config.json"], "the refused run's is in the cache"
+    n_requests = len(hub.log)
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     resumed = load(base=recipe)
     assert resumed.recipe.model.model_dump() == before.model_dump()
@@ -162,7 +160,7 @@ def test_the_shape_of_a_hub_is_asked_for_once(monkeypatch, tmp_path: Path) -> No
     assert load(base=recipe, overrides=["model.config=hf://org/other"]).pending, "another model is another one's shape"
     for _ in range(2):  # without a checkpoint, and with one
         assert run(load(base=recipe), environ={}) == 0
-    assert len(asked) == 2
+    assert len(hub.log) == n_requests
     changes = [one["message"] for one in read_jsonl(tmp_path / "run" / "events.jsonl") if "model.config" in str(one)]
     assert changes == []
 

@@ -22,7 +22,7 @@ from lt_test_helpers.runs import start
 from lt_trainer.checkpointing import pretrained as pretrained_module
 from lt_trainer.checkpointing.pretrained import open_pretrained
 from lt_trainer.config.model_section import ModelOptions
-from lt_trainer.config.recipe import complete, load, to_toml
+from lt_trainer.config.recipe import complete, load, model_config, to_toml
 from lt_trainer.control import Control
 from lt_trainer.errors import RecipeError
 from lt_trainer.run_directory.jsonl import read_jsonl
@@ -86,6 +86,9 @@ def test_the_model_decides_the_architecture(model, tmp_path) -> None:
     assert longer.recipe.model.max_position_embeddings == 128
     assert longer.recipe.model.rope_theta == 1e6
     assert load(base=base, overrides=["model.resize_vocab=true"]).recipe.model.vocab_size == 0, "the data's"
+    for field in ("init_from", "config"):
+        larger = load(base={**base, "model": {field: str(model)}}).recipe
+        assert model_config(larger, 290).vocab_size == 300, "rows beyond the tokenizer's are kept"
 
     written = tmp_path / "written.toml"
     written.write_text(to_toml(resolved.recipe, resolved.origins))
