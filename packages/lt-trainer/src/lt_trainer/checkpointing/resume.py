@@ -68,6 +68,11 @@ def restore_or_start(run: Run) -> None:
             log.log_message(f"{field}: reads {reads}, {words}")
     for field, (before, now) in changed_generations(run.recipe, run.data, checkpoint.manifest.data).items():
         log.log_message(f"{field}: from step {checkpoint.step + 1} on {now}, before {before}")
+    saved = checkpoint.manifest
+    rows = run.recipe.batch.micro_batch_size * run.engine.topology.dp_size
+    rows_before = saved.recipe["batch"]["micro_batch_size"] * saved.layout["dp_size"]
+    if run.model.has_experts and rows != rows_before:
+        log.log_message(f"experts are balanced over the {rows} rows of a pass on all ranks, before over {rows_before}")
 
 
 def rollback(run: Run) -> bool:
