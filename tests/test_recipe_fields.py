@@ -179,6 +179,7 @@ CASES = [
     Case("optimizer.z_loss", "0.1", "losses"),
     Case("moe.aux_loss", "0", "losses", EXPERTS),
     Case("moe.router_z_loss", "0.1", "losses", EXPERTS),
+    Case("moe.sequence_aux_loss", "0.1", "losses", EXPERTS),
     Case("schedule.kind", "linear", "learning_rates losses"),
     Case("schedule.max_steps", "5", "learning_rates checkpoints"),
     Case("schedule.warmup_steps", "2", "learning_rates losses"),

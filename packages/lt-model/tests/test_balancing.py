@@ -27,10 +27,8 @@ CONFIG = config_from_hf(
         **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "max_position_embeddings": SEQ_LEN},
     }
 )
-AUX, Z = 0.3, 0.05
-
-
-LOSSES = (f"moe.aux_loss={AUX}", f"moe.router_z_loss={Z}")
+AUX, ROW_AUX, Z = 0.3, 0.2, 0.05
+LOSSES = (f"moe.aux_loss={AUX}", f"moe.sequence_aux_loss={ROW_AUX}", f"moe.router_z_loss={Z}")
 
 
 def train(*sets: str, micro_batch_size: int = 2) -> tuple[Any, Any, dict[str, torch.Tensor], Any]:
@@ -53,6 +51,12 @@ def train(*sets: str, micro_batch_size: int = 2) -> tuple[Any, Any, dict[str, to
     return part, groups["weights"], {name: 10 * moment for name, moment in groups["exp_avg"].items()}, metrics
 
 
+def balancing_loss(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Choices of tokens as ones, E / K * sum(f * P), and the logits."""
+    chosen = torch.nn.functional.one_hot(logits.topk(2).indices, 6).sum(1).double()
+    return chosen, 6 / 2 * (chosen.mean(0) * logits.softmax(1).mean(0)).sum(), logits
+
+
 def by_formula(part: Any, weights: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], list[float], list[float]]:
     """Gradients of the step's loss, busiest over mean expert, and auxiliary losses, from the inputs of routers."""
     model = Decoder(CONFIG).double()
@@ -69,10 +73,11 @@ def by_formula(part: Any, weights: dict[str, torch.Tensor]) -> tuple[dict[str, t
         loss = model(ids_BT, labels_BT=labels_BT, position_ids_BT=positions_BT, doc_ids_BT=docs_BT)
         total = total + loss / part.valid_tokens
         for index, (moe, x_ND) in enumerate(zip(mixtures, inputs, strict=True)):
-            logits = (x_ND @ moe.gate.weight.T)[labels_BT.flatten() != -100]
-            chosen = torch.nn.functional.one_hot(logits.topk(2).indices, 6).sum(1).double()
-            aux = 6 / 2 * (chosen.mean(0) * logits.softmax(1).mean(0)).sum()
-            total = total + (AUX * aux + Z * logits.logsumexp(1).square().mean()) / len(part.input_ids)
+            logits_BTE = (x_ND @ moe.gate.weight.T).unflatten(0, labels_BT.shape)
+            chosen, aux, logits = balancing_loss(logits_BTE[labels_BT != -100])
+            rows = [balancing_loss(row[own != -100])[1] for row, own in zip(logits_BTE, labels_BT, strict=True)]
+            losses = AUX * aux + ROW_AUX * sum(rows) / len(rows) + Z * logits.logsumexp(1).square().mean()
+            total = total + losses / len(part.input_ids)
             counts[index] = counts[index] + chosen.sum(0)
             aux_losses[index] += aux.item() / len(part.input_ids)
     total.backward()
@@ -104,7 +109,7 @@ def test_without_weights_the_losses_change_nothing() -> None:
 def test_a_balanced_router_is_one_graph_for_all_micro_batches() -> None:
     moe, graphs = MoE(CONFIG), []
     moe.gate.__class__ = BalancedRouter
-    moe.gate.balance = Balance(options=MoeOptions(), group_names=(), tp=1)
+    moe.gate.balance = Balance(options=MoeOptions(sequence_aux_loss=0.1))
     moe.gate.load = torch.zeros(7, requires_grad=True)
     torch._dynamo.reset()
     compiled = torch.compile(moe, fullgraph=True, backend=lambda module, inputs: graphs.append(module) or module)

@@ -3,16 +3,19 @@
 Of a layer and a micro-step, over the tokens with a label of all ranks that have other tokens of it (dp_replicate,
 dp_shard, cp): f_e is the share of tokens that expert e computes, which add up to K, and P_e its mean score. The
 auxiliary loss is E / K * sum(f * P), 1 where all experts have the same (Switch Transformers, arXiv:2101.03961), through
-whose P gradients flow; the z-loss is the mean of logsumexp(logits)^2 (ST-MoE, arXiv:2202.08906). A step adds them over
-layers, as means over its micro-batches. So the rows of a micro-step are part of what is trained.
+whose P gradients flow; the sequence-wise one is the mean over rows of the same within each row, whose tokens cp ranks
+share (DeepSeek-V3, arXiv:2412.19437, equations 17 to 20; a row is a sequence, whatever its documents, as in
+Megatron-LM); the z-loss is the mean of logsumexp(logits)^2 (ST-MoE, arXiv:2202.08906). A step adds them over layers, as
+means over its micro-batches. So the rows of a micro-step are part of what is trained.
 
 Both enter at the weights of the choice (`_AddLoss`, as in Megatron-LM): stages, recomputation and the loss know nothing
 of it. The load goes the same way, as the gradient of a tensor of its own: autograd adds it up over micro-batches, and
 neither a second forward pass nor validation counts.
 
-Cost: one all-reduce of E numbers per layer and micro-batch, one of all layers' per step.
+Cost: one all-reduce of E numbers per layer and micro-batch, one of all layers' per step; with cp the sequence-wise loss
+has another of B * E.
 
-Shapes: N tokens of a rank, E experts, K experts per token, L layers of the model.
+Shapes: B rows of a rank, N of its tokens, E experts, K experts per token, L layers of the model.
 """
 
 from __future__ import annotations
@@ -43,20 +46,24 @@ class Balance:
     Attributes:
         options: coefficients of the losses.
         group_names: process groups over which a micro-step's tokens are spread.
+        row_group_names: those of them over which the tokens of a row are.
+        n_row_groups: groups of ranks that have other rows.
         tp: ranks that compute the same losses.
-        counted_N: whether a token of the pass has a label.
+        counted_BT: whether a token of the pass has a label.
         share: 1 / micro-batches of the step.
     """
 
     options: MoeOptions
-    group_names: tuple[str, ...]
-    tp: int
-    counted_N: Tensor | None = None
+    group_names: tuple[str, ...] = ()
+    row_group_names: tuple[str, ...] = ()
+    n_row_groups: int = 1
+    tp: int = 1
+    counted_BT: Tensor | None = None
     share: Tensor | None = None
 
     def begin_pass(self, labels_BT: Tensor, n_micro_batches: int) -> None:
         """Take the micro-batch that the next forward or backward pass is of."""
-        self.counted_N = labels_BT.flatten() != IGNORE_INDEX
+        self.counted_BT = labels_BT != IGNORE_INDEX
         device = labels_BT.device
         self.share = torch.full((), 1 / n_micro_batches, dtype=accumulation_dtype(device), device=device)
 
@@ -86,27 +93,40 @@ class BalancedRouter(Router):
         if not self.training:
             return weights_NK, experts_NK, logits_NE
         balance, dtype = self.balance, logits_NE.dtype
-        assert balance.counted_N is not None
+        assert balance.counted_BT is not None
         assert balance.share is not None
-        counted_N1, options = balance.counted_N[:, None].to(dtype), balance.options
-        n_experts, top_k = logits_NE.shape[1], experts_NK.shape[1]
-        counts_E = torch.zeros(n_experts, dtype=dtype, device=x_ND.device)
-        counts_E = counts_E.scatter_add(0, experts_NK.flatten(), counted_N1.expand(-1, top_k).flatten())
-        total_E = counts_E
-        for name in balance.group_names:
-            total_E = _ops.wait_tensor(_ops.all_reduce(total_E, "sum", name))
+        n_rows, n_experts, top_k = len(balance.counted_BT), logits_NE.shape[1], experts_NK.shape[1]
+        counted_N1, options = balance.counted_BT.flatten()[:, None].to(dtype), balance.options
+        counts_BE = torch.zeros(n_rows, n_experts, dtype=dtype, device=x_ND.device)
+        counts_BE = counts_BE.scatter_add(
+            1, experts_NK.view(n_rows, -1), counted_N1.expand(-1, top_k).reshape(n_rows, -1)
+        )
+        counts_E = counts_BE.sum(dim=0)
+        total_E = _all_reduce(counts_E, balance.group_names)
         n_tokens = (total_E.sum() / top_k).clamp(min=1)
-        mean_E = (logits_NE.softmax(dim=-1) * counted_N1).sum(dim=0) / n_tokens
+        scores_BE = (logits_NE.softmax(dim=-1) * counted_N1).view(n_rows, -1, n_experts).sum(dim=1)
         share = balance.share.to(dtype)
-        aux_loss = share * n_experts / top_k * (total_E / n_tokens * mean_E).sum()
+        aux_loss = share * n_experts / top_k * (total_E / n_tokens * scores_BE.sum(dim=0) / n_tokens).sum()
         z_loss = share * (logits_NE.logsumexp(dim=-1, keepdim=True).square() * counted_N1).sum() / n_tokens
-        loss = (options.aux_loss * aux_loss + options.router_z_loss * z_loss) / balance.tp
+        loss = options.aux_loss * aux_loss + options.router_z_loss * z_loss
+        if options.sequence_aux_loss:
+            row_totals_BE = _all_reduce(counts_BE, balance.row_group_names)
+            n_tokens_B1 = (row_totals_BE.sum(dim=1, keepdim=True) / top_k).clamp(min=1)
+            products = (row_totals_BE / n_tokens_B1 * scores_BE / n_tokens_B1).sum() / (n_rows * balance.n_row_groups)
+            loss = loss + options.sequence_aux_loss * share * n_experts / top_k * products
+        loss = loss / balance.tp
         load = torch.cat((counts_E, aux_loss.detach()[None]))
         return _AddLoss.apply(weights_NK, loss, self.load, load), experts_NK, logits_NE
 
 
 class BalancedPartialGradRouter(BalancedRouter, PartialGradRouter):
     """The same on tensor-parallel ranks."""
+
+
+def _all_reduce(counts: Tensor, group_names: tuple[str, ...]) -> Tensor:
+    for name in group_names:
+        counts = _ops.wait_tensor(_ops.all_reduce(counts, "sum", name))
+    return counts
 
 
 class _AddLoss(torch.autograd.Function):
@@ -122,14 +142,14 @@ class _AddLoss(torch.autograd.Function):
         return upstream, torch.ones((), dtype=ctx.loss_dtype, device=upstream.device), load, None
 
 
-def apply_balancing(stage: DecoderStage, options: MoeOptions, group_names: tuple[str, ...], tp: int) -> None:
+def apply_balancing(stage: DecoderStage, balance: Balance) -> None:
     """Let the routers of a stage balance their experts, in place; call after tensor parallelism."""
-    stage.balance = Balance(options=options, group_names=group_names, tp=tp)
+    stage.balance = balance
     for router in stage_routers(stage).values():
         is_partial = isinstance(router, PartialGradRouter)
         router.__class__ = BalancedPartialGradRouter if is_partial else BalancedRouter
         assert isinstance(router, BalancedRouter)
-        router.balance = stage.balance
+        router.balance = balance
 
 
 def stage_routers(stage: DecoderStage) -> dict[int, Router]:

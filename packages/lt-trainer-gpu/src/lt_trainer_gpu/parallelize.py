@@ -82,6 +82,7 @@ def _parallelize(
     options, device_type = computation.options, computation.device.type
     # Imported on use: DTensor's import takes seconds, and an unsharded model does not need it.
     mesh = _init_mesh(mesh_layout, device_type, timeout_s) if mesh_layout.uses_fsdp or mesh_layout.tp > 1 else None
+    cp_group = None
     if mesh_layout.cp > 1:
         from lt_trainer_gpu.context_parallel import apply_context_parallel, init_context_parallel_group
 
@@ -102,11 +103,19 @@ def _parallelize(
             )
             apply_tensor_parallel(stage, mesh_layout, tp_group)
         if stage.config.has_experts:
-            from lt_trainer_gpu.balancing import apply_balancing
+            from lt_trainer_gpu.balancing import Balance, apply_balancing
 
             sizes = {"dp_replicate": mesh_layout.dp_replicate, "fsdp": mesh_layout.fsdp_size}
-            names = [mesh[axis].get_group().group_name for axis, size in sizes.items() if mesh and size > 1]
-            apply_balancing(stage, moe, tuple(names), mesh_layout.tp)
+            balance = Balance(
+                options=moe,
+                group_names=tuple(
+                    mesh[axis].get_group().group_name for axis, size in sizes.items() if mesh and size > 1
+                ),
+                row_group_names=() if cp_group is None else (cp_group.group_name,),
+                n_row_groups=mesh_layout.dp_replicate * mesh_layout.dp_shard,
+                tp=mesh_layout.tp,
+            )
+            apply_balancing(stage, balance)
         if options.fp8 != "off":
             from lt_trainer_gpu.fp8 import apply_fp8
 

@@ -155,6 +155,7 @@ class MoeOptions(Section, table="moe"):
     """Losses that balance the load of a mixture of experts; a model without experts has none."""
 
     aux_loss: float = option(0.01, "weight of each layer's load-balancing loss; 0 = off", ge=0)
+    sequence_aux_loss: float = option(0.0, "weight of the same within each row; DeepSeek-V3: 1e-4, 0 = off", ge=0)
     router_z_loss: float = option(0.0, "weight of logsumexp(router's logits)^2; 1e-3 is typical, 0 = off", ge=0)
 
 
