@@ -18,10 +18,8 @@ The folder must be on a real disk; 5 GB are written to it at once, and removed.
 from __future__ import annotations
 
 import argparse
-import datetime
 import mmap
 import os
-import platform
 import random
 import shutil
 import statistics
@@ -33,7 +31,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from importlib.metadata import version
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,6 +38,7 @@ from unittest.mock import patch
 
 import numpy as np
 import xxhash
+from results import describe_machine
 
 from lt_ckpt import (
     Checkpoint,
@@ -300,26 +298,13 @@ def format_row(name: str, found: dict[str, list[float]], load: tuple[float, floa
     return f"| {' | '.join(cells)} |"
 
 
-def machine_info(folder: Path) -> dict[str, str]:
-    """Return CPU, versions and file system of the measurement."""
-    cpu = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    for line in info.read_text(encoding="utf-8").splitlines() if info.exists() else []:
-        if line.startswith("model name"):
-            cpu = line.partition(":")[2].strip()
+def file_system(folder: Path) -> str:
+    """Return the kind of the file system of a folder."""
     kinds = [line.split() for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()]
-    mount = max((kind for kind in kinds if folder.is_relative_to(kind[1])), key=lambda kind: len(kind[1]))
-    return {
-        "date": datetime.date.today().isoformat(),
-        "cpu": f"{cpu}, {os.cpu_count()} cores",
-        "kernel": platform.release(),
-        "file system": mount[2],
-        "python": platform.python_version(),
-        **{name: version(name) for name in ("numpy", "xxhash", "lt-ckpt")},
-    }
+    return max((kind for kind in kinds if folder.is_relative_to(kind[1])), key=lambda kind: len(kind[1]))[2]
 
 
-def render_page(facts: dict[str, str], rows: list[str], rounds: int, lost: dict[str, list[float]]) -> str:
+def render_page(facts: str, rows: list[str], rounds: int, lost: dict[str, list[float]]) -> str:
     stall_text = ""
     if lost:
         medians = {key: statistics.median(found) for key, found in lost.items()}
@@ -336,7 +321,7 @@ Measured by `uv run python tools/bench/ckpt.py --out docs/benchmarks/ckpt.md`. T
 Llama of 1.1 billion parameters, bfloat16, {N_BYTES / 1e9:.2f} GB. {rounds} rounds, interleaved in changing
 order; seconds are medians. "ratio" is the median of the ratios within a round, "of medians" the ratio of the medians.
 
-{", ".join(f"{name} {value}" for name, value in facts.items())}.
+{facts}
 
 | ours | s | CPU s | limit | s (range) | ratio | of medians | load average |
 |---|---|---|---|---|---|---|---|
@@ -360,7 +345,8 @@ def main() -> None:
     memory = np.resize(memory, N_BYTES)
     memory[::4096] += np.arange(len(memory[::4096]), dtype=np.uint64).astype(np.uint8)  # all pages differ
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        facts = machine_info(Path(folder).resolve())
+        machine = describe_machine("numpy", "xxhash", "lt-ckpt")
+        facts = f"{machine} File system {file_system(Path(folder).resolve())}."
         for name in arguments.what or list(BENCHES):
             before = os.getloadavg()[0]
             found = BENCHES[name](Path(folder), memory, arguments.rounds)

@@ -19,7 +19,6 @@ import importlib
 import json
 import mmap
 import os
-import platform
 import resource
 import shutil
 import statistics
@@ -29,11 +28,11 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
 import numpy as np
+from results import describe_machine
 
 from lt_ckpt.tensorfile import TensorSpec, write_safetensors
 from lt_model import PRESETS, ModelConfig, config_to_hf, param_specs
@@ -145,11 +144,6 @@ def remove(path: Path) -> None:
     shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def cpu_model() -> str:
-    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return names[0].partition(":")[2].strip() if names else platform.machine()
-
-
 def run_child(arguments: list[str]) -> None:
     from lt_ckpt.cli import app
 
@@ -211,9 +205,7 @@ def main() -> None:
             rounds[-1]["of_copy_limit"] = copy / found["seconds"]
         largest = max(parameter.numel for parameter in param_specs(config)) * 2
     report = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": f"{os.cpu_count()} x {cpu_model()}, load {os.getloadavg()[0]:.1f}",
-        "python": platform.python_version(),
+        "machine": describe_machine("torch", "lt-ckpt"),
         "preset": options.preset,
         "layers": config.n_layers,
         "source": f"{options.source}{', listed' if options.listed else ''}",

@@ -12,9 +12,7 @@ The folder takes about 26 bytes per document, and is emptied at the end.
 from __future__ import annotations
 
 import argparse
-import datetime
 import os
-import platform
 import shutil
 import tempfile
 import threading
@@ -24,12 +22,12 @@ from pathlib import Path
 
 import numpy as np
 import psutil
+from results import describe_machine, replace_part
 
 from lt_data.packing.pack_index import GROUP_DOCUMENTS, PackIndex, build_index, write_pack
 
 SEQ_LEN = 4096
 MEDIAN_TOKENS, SIGMA = 400, 1.2
-MARKS = ("<!-- tools/bench/pack.py -->", "<!-- end of tools/bench/pack.py -->")
 
 
 @dataclass(frozen=True)
@@ -95,8 +93,7 @@ def measure(n_documents: int, folder: Path) -> list[str]:
     at_once = build_index(some, seq_len=SEQ_LEN, mode="bfd")
     in_groups = build_index(some, seq_len=SEQ_LEN, mode="bfd", documents_per_group=1_000_000)
     return [
-        f"date {datetime.date.today()}, cores {os.cpu_count()}, python {platform.python_version()}, "
-        f"numpy {np.__version__}.",
+        describe_machine("numpy"),
         "",
         f"{n_documents:,} documents, {int(index.length.sum(dtype=np.int64)):,} tokens, rows of {SEQ_LEN}, groups of "
         f"{GROUP_DOCUMENTS:,}:",
@@ -127,11 +124,7 @@ def main() -> None:
         shutil.rmtree(folder)
     print("\n".join(lines))
     if options.out:
-        page = options.out.read_text(encoding="utf-8")
-        before, rest = page.split(MARKS[0])
-        after = rest.split(MARKS[1])[1]
-        text = "\n".join([MARKS[0], *lines, MARKS[1]])
-        options.out.write_text(f"{before}{text}{after}", encoding="utf-8")
+        replace_part(options.out, "pack.py", lines)
 
 
 if __name__ == "__main__":

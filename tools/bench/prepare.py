@@ -1,22 +1,23 @@
-"""Cost of preparing a token store relative to the tokenizer alone, by engine, and its memory.
+"""Cost of preparing a token store, beside what people would use, relative to the tokenizer alone.
 
-    uv run python tools/bench/prepare.py collect [--folder F]      # the text and the tokenizer, once
-    uv run python tools/bench/prepare.py speed-1 speed-2 memory   # one round each; repeat several times
-    uv run python tools/bench/prepare.py table [--out PAGE]        # medians of all rounds so far
+    uv run python tools/bench/prepare.py [--folder F] [--rounds 5] [--processes 1 2] [--out docs/benchmarks/data.md]
 
 The text is from a developer's machine: Python sources and documentation (of the interpreter and of its packages),
 manual pages and the files under /usr/share/doc. All files are listed, ordered by the SHA-256 of the path, and read up
-to 100 MB (1 GB) of text; exact duplicates, files over 4 MB and non-UTF-8 files are skipped. If there is less than 1 GB,
-the files are read again, and the page says so. The tokenizer is a byte-level BPE of 32000 ids with the split of Llama
-3, trained on the first 20 MB.
+to 100 MB of text; exact duplicates, files over 4 MB and non-UTF-8 files are skipped. The tokenizer is a byte-level BPE
+of 32000 ids with the split of Llama 3, trained on the first 20 MB. Both stay in the folder for the next run.
 
-    speed-N  CPU seconds, children included, of a complete `prepare` (start, imports, reading, hashing, writing, fsync)
-             with N encoding processes, per engine; against `raw`: encode_batch_fast of `tokenizers` over the same texts
-             in memory, in batches of 1 MB by N single-threaded processes, nothing else counted, the ids discarded. All
-             runs must produce the same ids.
-    memory   peak memory of each process at 100 MB and at 1 GB of text; memory-hf,
-             memory-gigatoken-large and the like measure a part of it
-Every round measures each case once, in random order; ratios are taken within a round.
+CPU seconds, children included, of complete processes (start, imports, reading, encoding, writing, fsync) that encode
+with N processes:
+
+    hf, gigatoken       `lt_data.prepare` by engine; both must give the same ids
+    datasets            `load_dataset("json")`, `map` with the tokenizer of transformers, `save_to_disk`
+    gigatoken command   `gigatoken bench`: encodes the texts and writes nothing; it takes as many threads as it likes
+    raw                 `encode_batch_fast` of `tokenizers` over the same texts in memory, in batches of 1 MB, nothing
+                        else counted, the ids discarded
+
+Each round measures each case once, in random order; ratios are taken within a round. Memory is the largest resident
+set of a process.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ import gzip
 import hashlib
 import json
 import os
-import platform
 import random
 import resource
 import shutil
@@ -34,45 +34,37 @@ import statistics
 import subprocess
 import sys
 import sysconfig
-import threading
-import time
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from datetime import date
-from importlib.metadata import version
-from multiprocessing import get_context
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 MB = 10**6
-SMALL_BYTES = 100 * MB
-LARGE_BYTES = 1000 * MB
-TRAIN_BYTES = 20 * MB
-MAX_FILE_BYTES = 4 * MB
+TEXT_BYTES, TRAIN_BYTES, MAX_FILE_BYTES = 100 * MB, 20 * MB, 4 * MB
 VOCAB = 32000
-ENGINES = ("hf", "gigatoken")
+SEPARATOR = "<|separator|>"
+LABELS = {
+    "raw": "raw `encode_batch_fast`",
+    "hf": "`lt data prepare`, hf",
+    "gigatoken": "`lt data prepare`, gigatoken",
+    "datasets": "`datasets.map`, `save_to_disk`",
+    "gigatoken command": "`gigatoken bench`, nothing written",
+}
 
 
-def source_dirs() -> list[tuple[str, Path, tuple[str, ...]]]:
+def list_files() -> list[Path]:
     code = (".py", ".pyi", ".md", ".rst", ".txt")
-    return [
-        ("Python sources and their documentation", Path(sysconfig.get_path("stdlib")), code),
-        ("Python sources and their documentation", Path(sysconfig.get_path("purelib")), code),
-        ("Python sources and their documentation", Path("/usr/lib/python3"), code),
-        ("manual pages", Path("/usr/share/man"), (".gz",)),
-        ("/usr/share/doc", Path("/usr/share/doc"), (".gz", ".txt", ".md", ".rst", "copyright", "README", "NEWS")),
-    ]
-
-
-def list_files() -> list[tuple[str, Path]]:
-    found: dict[Path, str] = {}
-    for kind, root, suffixes in source_dirs():
-        for folder, _, names in os.walk(root):
-            for name in names:
-                path = Path(folder, name)
-                if name.endswith(suffixes) and not path.is_symlink():
-                    found.setdefault(path, kind)
-    return [(found[path], path) for path in sorted(found, key=lambda p: hashlib.sha256(os.fsencode(p)).digest())]
+    places = [(sysconfig.get_path(name), code) for name in ("stdlib", "purelib")]
+    places += [("/usr/lib/python3", code), ("/usr/share/man", (".gz",))]
+    places += [("/usr/share/doc", (".gz", ".txt", ".md", ".rst", "copyright", "README", "NEWS"))]
+    found = {
+        Path(folder, name)
+        for root, suffixes in places
+        for folder, _, names in os.walk(root)
+        for name in names
+        if name.endswith(suffixes) and not Path(folder, name).is_symlink()
+    }
+    return sorted(found, key=lambda path: hashlib.sha256(os.fsencode(path)).digest())
 
 
 def read_text(path: Path) -> str | None:
@@ -82,309 +74,186 @@ def read_text(path: Path) -> str | None:
         if path.suffix == ".gz":
             with gzip.open(path) as file:
                 data = file.read(MAX_FILE_BYTES + 1)
-        if not 0 < len(data) <= MAX_FILE_BYTES or b"\0" in data:
-            return None
-        return data.decode()
+        return data.decode() if 0 < len(data) <= MAX_FILE_BYTES and b"\0" not in data else None
     except (OSError, EOFError, ValueError):
         return None
 
 
 def collect_texts(folder: Path) -> None:
+    """Write text.jsonl, text.txt with separators, tokenizer/ and facts.json."""
     from lt_data import Tokenizer
 
     folder.mkdir(parents=True, exist_ok=True)
-    files = list_files()
-    facts: dict[str, Any] = {"python": platform.python_version(), "files_listed": len(files), "date": str(date.today())}
-    with (folder / "small.jsonl").open("w") as small, (folder / "large.jsonl").open("w") as large:
-        size = documents = passes = once = 0
-        kinds: Counter[str] = Counter()
-        first: list[str] = []
-        digest = hashlib.sha256()
-        while size < LARGE_BYTES:
-            passes += 1
-            seen: set[bytes] = set()
-            for kind, path in files:
-                text = read_text(path)
-                if text is None or (key := hashlib.sha256(text.encode()).digest()) in seen:
-                    continue
-                seen.add(key)
-                line = json.dumps({"text": text}, ensure_ascii=False) + "\n"
-                if size < SMALL_BYTES:
-                    small.write(line)
-                    digest.update(key)
-                    documents += 1
-                    kinds[kind] += len(text.encode())
-                if size < TRAIN_BYTES:
-                    first.append(text)
-                large.write(line)
-                size += len(text.encode())
-                if size >= LARGE_BYTES:
-                    break
-            once = once or size
-    facts["small"] = {"documents": documents, "bytes": dict(kinds), "sha256": digest.hexdigest()}
-    facts["large"] = {"bytes": size, "different_bytes": min(once, size), "passes": passes}
-    shutil.rmtree(folder / "tokenizer", ignore_errors=True)
+    size, seen, first, digest = 0, set[bytes](), list[str](), hashlib.sha256()
+    with (folder / "text.jsonl").open("w") as out, (folder / "text.txt").open("w") as plain:
+        for path in list_files():
+            text = read_text(path)
+            if text is None or (key := hashlib.sha256(text.encode()).digest()) in seen:
+                continue
+            seen.add(key)
+            line = json.dumps({"text": text}, ensure_ascii=False) + "\n"
+            out.write(line)
+            plain.write(text + SEPARATOR)
+            digest.update(line.encode())
+            if size < TRAIN_BYTES:
+                first.append(text)
+            size += len(text.encode())
+            if size >= TEXT_BYTES:
+                break
     Tokenizer.train(first, vocab_size=VOCAB).save(folder / "tokenizer")
-    (folder / "facts.json").write_text(json.dumps(facts, indent=2))
-    print(json.dumps(facts, indent=2))
+    facts = {"documents": len(seen), "bytes": size, "sha256": digest.hexdigest()}
+    (folder / "facts.json").write_text(json.dumps(facts))
 
 
-def read_documents(path: Path) -> Iterator[str]:
-    with path.open() as file:
+# Cases: each runs in a process of its own.
+
+
+def run_prepare(folder: Path, out: Path, engine: Any, processes: int) -> str:
+    """Return a hash of the ids."""
+    import lt_data
+
+    lt_data.prepare(
+        [folder / "text.jsonl"],
+        tokenizer=folder / "tokenizer",
+        out=out,
+        bos=False,
+        eos=False,
+        engine=engine,
+        workers=processes,
+        unit_bytes=2**30 if processes == 1 else 2**24,
+    )
+    return "\n".join(shard.sha256 for shard in lt_data.TokenStore(out).manifest.shards)
+
+
+def run_datasets(folder: Path, out: Path, processes: int) -> None:
+    from datasets import load_dataset
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer/tokenizer.json"))
+    texts: Any = load_dataset(
+        "json", data_files=str(folder / "text.jsonl"), split="train", cache_dir=str(out / "cache")
+    )
+    texts.map(
+        lambda batch: {"input_ids": tokenizer(batch["text"], add_special_tokens=False)["input_ids"]},
+        batched=True,
+        num_proc=processes if processes > 1 else None,
+        remove_columns=["text"],
+    ).save_to_disk(out / "ids")
+
+
+def batch_texts(folder: Path) -> Iterator[list[str]]:
+    batch, size = list[str](), 0
+    with (folder / "text.jsonl").open() as file:
         for line in file:
-            yield json.loads(line)["text"]
+            batch.append(json.loads(line)["text"])
+            size += len(batch[-1])
+            if size >= 1 << 20:
+                yield batch
+                batch, size = [], 0
+    yield batch
 
 
-def batch_texts(source: Iterable[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    size = 0
-    for text in source:
-        batch.append(text)
-        size += len(text)
-        if size >= 1 << 20:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-# Child processes; the last line of output is JSON.
-
-
-def child_raw(folder: Path, workers: int, name: str = "small") -> dict[str, Any]:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    batches = list(batch_texts(read_documents(folder / f"{name}.jsonl")))
-    with get_context("fork").Pool(workers) as pool:
-        found = pool.starmap(tokenize_part, [(folder, batches[i::workers]) for i in range(workers)], chunksize=1)
-    return {"cpu_s": sum(cpu for cpu, _ in found), "tokens": sum(tokens for _, tokens in found)}
-
-
-def tokenize_part(folder: Path, part: list[list[str]]) -> tuple[float, int]:
+def run_raw(folder: Path) -> float:
+    """Return the CPU seconds of encoding alone; as many for any number of processes."""
     import tokenizers
 
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer/tokenizer.json"))
     tokenizer.encode_special_tokens = True  # as in prepare: special tokens in a text are plain text
-    begin = time.process_time()
-    tokens = sum(sum(map(len, tokenizer.encode_batch_fast(batch, add_special_tokens=False))) for batch in part)
-    return time.process_time() - begin, tokens
+    batches = list(batch_texts(folder))
+    before = sum(os.times()[:2])
+    for batch in batches:
+        tokenizer.encode_batch_fast(batch, add_special_tokens=False)
+    return sum(os.times()[:2]) - before
 
 
-def child_prepare(folder: Path, name: str, engine: Literal["hf", "gigatoken"], workers: int) -> dict[str, Any]:
+def run_case(name: str, folder: Path, processes: int) -> None:
+    """Run a case and print what it took as JSON."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    import lt_data
-
-    out = folder / f"store-{os.getpid()}"
+    out = Path(tempfile.mkdtemp(dir=folder))
+    found: dict[str, Any] = {}
     try:
-        with MemoryMonitor() as monitor:
-            manifest = lt_data.prepare(
-                [folder / f"{name}.jsonl"],
-                tokenizer=folder / "tokenizer",
-                out=out,
-                bos=False,
-                eos=False,
-                engine=engine,
-                workers=workers,
-                unit_bytes=2**30 if workers == 1 else 2**24,
-            )
-        ids = hashlib.sha256()
-        cpu = cpu_seconds()  # before comparing the ids, which is not part of the work
-        store = lt_data.TokenStore(out)
-        for first in range(0, store.n_tokens, 2**24):
-            ids.update(store.tokens(first, min(2**24, store.n_tokens - first)).tobytes())
+        if name == "raw":
+            found["cpu_s"] = run_raw(folder)
+        elif name == "datasets":
+            run_datasets(folder, out, processes)
+        elif name == "gigatoken command":
+            command = [str(Path(sys.executable).parent / "gigatoken"), "bench", "--doc-separator", SEPARATOR]
+            files = [str(folder / "tokenizer/tokenizer.json"), str(folder / "text.txt")]
+            subprocess.run([*command, *files], check=True, stdout=subprocess.DEVNULL)
+        else:
+            found["ids"] = run_prepare(folder, out / "store", name, processes)
     finally:
-        shutil.rmtree(out, ignore_errors=True)
-    return {
-        "cpu_s": cpu,
-        "tokens": manifest.tokens,
-        "text_bytes": manifest.text_bytes,
-        "ids": ids.hexdigest(),
-        "engine": manifest.engine["name"],
-        "memory_bytes": monitor.peak_bytes,
-    }
+        shutil.rmtree(out)
+    usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    spent = sum(one.ru_utime + one.ru_stime for one in usage)
+    print(json.dumps({"cpu_s": spent, "peak_bytes": max(one.ru_maxrss for one in usage) * 1024} | found))
 
 
-def cpu_seconds() -> float:
-    """Return user and system time of this process and of its finished children."""
-    own, children = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
-    return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
-
-
-class MemoryMonitor:
-    """Thread that samples the peak memory (VmHWM) of this process and of each child while they run.
-
-    Attributes:
-        peak_bytes: peak of the process itself, then of its children, largest first.
-    """
-
-    def __init__(self) -> None:
-        self._seen: dict[int, int] = {}
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._poll)
-        self.peak_bytes: list[int] = []
-
-    def __enter__(self) -> MemoryMonitor:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end.set()
-        self._thread.join()
-        self._record(os.getpid())
-        own = self._seen.pop(os.getpid())
-        self.peak_bytes = [own, *sorted(self._seen.values(), reverse=True)]
-
-    def _poll(self) -> None:
-        while not self._end.wait(0.2):
-            with open(f"/proc/self/task/{os.getpid()}/children") as file:
-                for child in file.read().split():
-                    self._record(int(child))
-
-    def _record(self, process: int) -> None:
-        try:
-            status = Path(f"/proc/{process}/status").read_text()
-        except OSError:  # it has ended
-            return
-        fields = dict(line.split(":", 1) for line in status.splitlines())
-        if "VmHWM" in fields:
-            self._seen[process] = int(fields["VmHWM"].split()[0]) * 1024
-
-
-CHILDREN = {"raw": child_raw, "prepare": child_prepare}
-
-
-def run_child(folder: Path, *words: str | int) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--folder", str(folder), "child", *map(str, words)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, encoding="utf-8")
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def measure_round(folder: Path, what: str) -> None:
-    """Measure one round and append it to the results file."""
-    if what.startswith("speed-"):
-        workers = int(what.removeprefix("speed-"))
-        cases: list[tuple[str | int, ...]] = [("prepare", "small", engine, workers) for engine in ENGINES]
-        cases.append(("raw", workers))
-    elif what.startswith("memory"):
-        cases = [("prepare", name, engine, 2) for engine in ENGINES for name in ("small", "large")]
-        cases = [case for case in cases if all(part in case for part in what.split("-")[1:])]
-    else:
-        raise SystemExit(f"{what}: collect, table, speed-1, speed-2, or memory with a part of it")
-    random.shuffle(cases)
-    found = {" ".join(map(str, case)): run_child(folder, *case) for case in cases}
-    with (folder / "results.jsonl").open("a") as file:
-        file.write(json.dumps({"what": what, "found": found}) + "\n")
-    for name, result in found.items():
-        print(f"{name:<32} {json.dumps(result)}", flush=True)
+def measure(folder: Path, processes: int, rounds: int) -> list[list[str]]:
+    """Return the rows of the table for a number of processes."""
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in LABELS}
+    for _ in range(rounds):
+        for name in random.sample(list(LABELS), len(LABELS)):
+            command = [
+                sys.executable,
+                __file__,
+                "--folder",
+                str(folder),
+                "--processes",
+                str(processes),
+                "--child",
+                name,
+            ]
+            done = subprocess.run(command, capture_output=True, check=True, encoding="utf-8")
+            found[name].append(json.loads(done.stdout.splitlines()[-1]))
+            print(processes, name, found[name][-1]["cpu_s"], file=sys.stderr, flush=True)
+    ids = {one["ids"] for name in ("hf", "gigatoken") for one in found[name]}
+    assert len(ids) == 1, f"the engines give different ids: {ids}"
+    size = json.loads((folder / "facts.json").read_text())["bytes"] / MB
+    rows = []
+    for name, measured in found.items():
+        cpu = [one["cpu_s"] for one in measured]
+        share = statistics.median(raw["cpu_s"] / own for raw, own in zip(found["raw"], cpu, strict=True))
+        peak = max(one["peak_bytes"] for one in measured) / 2**20
+        median = statistics.median(cpu)
+        rows.append(
+            [str(processes), LABELS[name], f"{median:.1f}", f"{size / median:.2f}", f"{share:.0%}", f"{peak:.0f}"]
+        )
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("words", nargs="+")
     parser.add_argument("--folder", type=Path, default=Path.home() / ".cache/lt-bench-prepare")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--out", type=Path, help="page whose part is replaced")
+    parser.add_argument("--child", choices=["collect", *LABELS], help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.words[0] == "child":
-        kind, *rest = options.words[1:]
-        print(json.dumps(CHILDREN[kind](options.folder, *(int(w) if w.isdigit() else w for w in rest))))
+    if options.child == "collect":
+        collect_texts(options.folder)
         return
+    if options.child:
+        run_case(options.child, options.folder, options.processes[0])
+        return
+    from results import describe_machine, format_table, replace_part
+
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # compile modules once, as for users
-    for word in options.words:
-        if word == "collect":
-            collect_texts(options.folder)
-        elif word == "table":
-            write_page(options.folder, options.out)
-        else:
-            measure_round(options.folder, word)
-
-
-def write_page(folder: Path, out: Path | None) -> None:
-    facts = json.loads((folder / "facts.json").read_text())
-    rounds = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
-    lines = render_page(facts, rounds)
-    if out is None:
-        print("\n".join(lines))
-        return
-    # The page has tables of other scripts too: replace only the part between the marks.
-    begin, end = "<!-- tools/bench/prepare.py -->", "<!-- end of tools/bench/prepare.py -->"
-    old = out.read_text() if out.exists() else "# Benchmarks of lt-data\n"
-    before, _, rest = old.partition(begin)
-    after = rest.partition(end)[2]
-    out.write_text(f"{before.rstrip()}\n\n{begin}\n\n" + "\n".join(lines) + f"\n\n{end}\n{after}")
-
-
-def render_page(facts: dict[str, Any], rounds: list[dict[str, Any]]) -> list[str]:
-    small, large = facts["small"], facts["large"]
-    kinds = ", ".join(f"{size / MB:.0f} MB {kind}" for kind, size in small["bytes"].items())
+    if not (options.folder / "facts.json").exists():  # in a process of its own: a child's peak begins at its parent's
+        subprocess.run([sys.executable, __file__, "--folder", str(options.folder), "--child", "collect"], check=True)
+    facts = json.loads((options.folder / "facts.json").read_text())
+    rows = [row for processes in options.processes for row in measure(options.folder, processes, options.rounds)]
     lines = [
-        "## Preparing a token store",
+        describe_machine("tokenizers", "gigatoken", "numpy", "datasets", "transformers"),
         "",
-        f"{date.today()}, {machine_info()}. Python {platform.python_version()}, "
-        + ", ".join(f"{name} {version(name)}" for name in ("tokenizers", "gigatoken", "numpy", "datasets"))
-        + ". Measured by `tools/bench/prepare.py`.",
+        f"{facts['bytes'] / MB:.1f} MB of text in {facts['documents']} documents, SHA-256 `{facts['sha256'][:16]}`; "
+        f"byte-level BPE of {VOCAB} ids with Llama 3's split. Medians of {options.rounds} rounds.",
         "",
-        f"Text: {sum(small['bytes'].values()) / MB:.1f} MB in {small['documents']} documents ({kinds}), SHA-256 "
-        f"`{small['sha256'][:16]}`; byte-level BPE of {VOCAB} ids with Llama 3's split.",
-        "",
-        "| processes | what | CPU-s (median) | MB per CPU-s | of raw | rounds |",
-        "|---|---|---|---|---|---|",
+        *format_table(["processes", "what", "CPU s", "MB per CPU s", "of raw", "memory MiB"], rows),
     ]
-    notes: list[str] = []
-    for workers in (1, 2):
-        found = [entry["found"] for entry in rounds if entry["what"] == f"speed-{workers}"]
-        names = {"raw": f"raw {workers}"} | {engine: f"prepare small {engine} {workers}" for engine in ENGINES}
-        if not found:
-            continue
-        ids = {entry[names[engine]]["ids"] for entry in found for engine in ENGINES}
-        if len(ids) > 1:
-            raise SystemExit(f"ids differ between engines: {ids}")
-        size = found[0][names["hf"]]["text_bytes"]
-        cpu = {key: [entry[name]["cpu_s"] for entry in found] for key, name in names.items()}
-        for key in names:
-            share = statistics.median(raw / own for raw, own in zip(cpu["raw"], cpu[key], strict=True))
-            median = statistics.median(cpu[key])
-            label = "raw `encode_batch_fast`" if key == "raw" else f"`prepare`, {key}"
-            lines.append(
-                f"| {workers} | {label} | {median:.1f} | {size / MB / median:.2f} | {share:.1%} | {len(found)} |"
-            )
-        faster = [hf / fast for hf, fast in zip(cpu["hf"], cpu["gigatoken"], strict=True)]
-        notes.append(
-            f"- {workers} process{'es' if workers > 1 else ''}: `prepare` with gigatoken takes 1/"
-            f"{statistics.median(faster):.1f} of the CPU time of `prepare` with hf (rounds: "
-            f"{', '.join(f'{f:.1f}' for f in faster)}), start, imports and the parity check included; all ids "
-            f"identical (SHA-256 `{min(ids)[:16]}`)."
-        )
-    lines += ["", *notes, "", *memory_lines(rounds, large)]
-    return lines
-
-
-def memory_lines(rounds: list[dict[str, Any]], large: dict[str, Any]) -> list[str]:
-    found = [entry["found"] for entry in rounds if entry["what"].startswith("memory")]
-    if not found:
-        return []
-    lines = [
-        f"Peak memory of a process (VmHWM), two workers; 1 GB is {large['different_bytes'] / MB:.0f} MB of "
-        + "different text"
-        + (", read again." if large["passes"] > 1 else "."),
-        "",
-        "| engine | text | parent | larger worker | other worker |",
-        "|---|---|---|---|---|",
-    ]
-    for engine in ENGINES:
-        for name, size in (("small", "100 MB"), ("large", "1 GB")):
-            case = f"prepare {name} {engine} 2"
-            peaks = [entry[case]["memory_bytes"][:3] for entry in found if case in entry]
-            if not peaks:
-                continue
-            cells = " | ".join(f"{max(column) / MB:.0f} MB" for column in zip(*peaks, strict=True))
-            lines.append(f"| {engine} | {size} | {cells} |")
-    return [*lines, ""]
-
-
-def machine_info() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "?")
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return f"{model}, {os.cpu_count()} CPUs, {memory / 2**30:.0f} GiB"
+    print("\n".join(lines))
+    if options.out:
+        replace_part(options.out, "prepare.py", lines)
 
 
 if __name__ == "__main__":

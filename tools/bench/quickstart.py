@@ -10,18 +10,17 @@ is the time of lt between imports and first step; nothing is compiled in it.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from results import describe_machine
 
 REPEATS = 5
 IMPORT_STATEMENT = (
@@ -70,24 +69,7 @@ def measure_first_step(quickstart: Path) -> dict[str, float]:
     }
 
 
-def machine_info() -> dict[str, str]:
-    """Return CPU, load and versions of the measurement."""
-    cpu = platform.processor() or platform.machine()
-    for line in (
-        Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if Path("/proc/cpuinfo").exists() else []
-    ):
-        if line.startswith("model name"):
-            cpu = line.partition(":")[2].strip()
-    return {
-        "date": datetime.date.today().isoformat(),
-        "cpu": f"{cpu}, {os.cpu_count()} cores",
-        "load before": f"{os.getloadavg()[0]:.1f}",
-        "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "numpy", "tokenizers", "transformers", "lt-trainer")},
-    }
-
-
-def render_page(facts: dict[str, str], summary: dict[str, Any], start: dict[str, float]) -> str:
+def render_page(facts: str, summary: dict[str, Any], start: dict[str, float]) -> str:
     """Return the page as Markdown."""
     stages = "\n".join(f"| {name} | {value:.1f} |" for name, value in summary["seconds"].items())
     start_rows = "\n".join(f"| {name} | {value:.2f} |" for name, value in start.items())
@@ -95,7 +77,7 @@ def render_page(facts: dict[str, str], summary: dict[str, Any], start: dict[str,
 
 Measured by `uv run python tools/bench/quickstart.py`. Wall seconds, one run; starts: median of {REPEATS}, interleaved.
 
-{", ".join(f"{name} {value}" for name, value in facts.items())}.
+{facts}
 
 | stage | s |
 |---|---|
@@ -118,7 +100,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000, help="training steps of the quickstart")
     arguments = parser.parse_args()
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # compile modules once, as for users
-    facts = machine_info()
+    facts = describe_machine("torch", "numpy", "tokenizers", "transformers", "lt-trainer")
     with tempfile.TemporaryDirectory() as folder:
         quickstart = Path(folder) / "quickstart"
         lt = str(Path(sys.executable).parent / "lt")

@@ -1,15 +1,13 @@
 """Cost of opening and reading a token store, each relative to the limit of this machine.
 
-    uv run python tools/bench/stream.py [open gather] [--folder F] [--peers] [--out docs/benchmarks/data.md]
+    uv run python tools/bench/stream.py [open gather] [--folder F] [--out docs/benchmarks/data.md]
 
     open    a store of 10^10 tokens (sparse files): open it and its pack, and return the batch of step 10^6; in
             subprocesses, wall seconds and memory
-    gather  batches of random rows, against the memcpy of the same rows (one loop in C over precomputed offsets),
-            against one memcpy of as many bytes in a single block, and, for rows of several spans, against the memcpy of
-            prepared views of the same spans (the join of a bytearray, in C, without lookups); CPU seconds, ratios
-            within a round, medians of rounds, all from the page cache
+    gather  batches of random rows, against the memcpy of the same rows (one loop in C over precomputed offsets), and,
+            for rows of several spans, against the memcpy of prepared views of the same spans (the join of a bytearray,
+            in C, without lookups); CPU seconds, ratios within a round, medians of rounds, all from the page cache
 
-With --peers `datasets` reads the same rows, `with_format("numpy")`, from a table of 2-byte ids.
 The folder takes 0.9 GB and is emptied at the end. Of a page only the parts that were run are replaced, between their
 marks.
 """
@@ -17,22 +15,19 @@ marks.
 from __future__ import annotations
 
 import argparse
-import datetime
 import hashlib
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from results import describe_machine, format_table, replace_part
 
 from lt_data import Mixture, RowReader, Stream, TokenStore
 from lt_data.packing.packs import pack
@@ -43,7 +38,6 @@ SEQ_LEN = 4096
 BATCH = 256
 ROUNDS = 9
 MEMCPY_ROWS = "memcpy of the same rows, one loop in C"
-MEMCPY_BLOCK = "memcpy of as many bytes, one block"
 MEMCPY_SPANS = "memcpy of the same spans of bfd rows, prepared"
 STORE_TOKENS = 200_000_000
 
@@ -211,7 +205,7 @@ def measure_cpu(
     return found
 
 
-def bench_gather(folder: Path, peers: bool) -> list[list[str]]:
+def bench_gather(folder: Path) -> list[list[str]]:
     """Read random rows; CPU seconds relative to memcpy."""
     rng = np.random.default_rng(2)
     lengths = lognormal_lengths(STORE_TOKENS // 1000, 490)
@@ -226,18 +220,6 @@ def bench_gather(folder: Path, peers: bool) -> list[list[str]]:
     ids.sum()  # every page is mapped and in the page cache
     for number in range(len(sharded.manifest.shards)):
         sharded.read_shard(number).sum()
-    block = np.empty(BATCH * SEQ_LEN, np.uint16)
-    big = np.empty(32 * 2**20, np.uint16)
-    big[:] = 1
-
-    def one_block(numbers: np.ndarray) -> None:
-        begin = int(numbers[0]) % (n_rows - BATCH) * SEQ_LEN
-        block[:] = ids[begin : begin + block.size]
-
-    def big_block(numbers: np.ndarray) -> None:
-        begin = int(numbers[0] * SEQ_LEN) % (ids.size - big.size)
-        big[:] = ids[begin : begin + big.size]
-
     runs = np.ndarray((ids.size - SEQ_LEN + 1,), np.dtype((np.void, 2 * SEQ_LEN)), ids.data, strides=(2,))
 
     def same_rows(numbers: np.ndarray) -> np.ndarray:
@@ -255,7 +237,6 @@ def bench_gather(folder: Path, peers: bool) -> list[list[str]]:
     shards = len(sharded.manifest.shards)
     functions: dict[str, Callable[[Any], Any]] = {
         MEMCPY_ROWS: same_rows,
-        MEMCPY_BLOCK: one_block,
         MEMCPY_SPANS: lambda spans: bytearray().join(spans),
         "`tokens`, concat, one shard": concat.read_tokens,
         f"`tokens`, concat, {shards} shards": spread.read_tokens,
@@ -267,23 +248,18 @@ def bench_gather(folder: Path, peers: bool) -> list[list[str]]:
         "`read_rows` (four int32 arrays), concat": concat.read_rows,
         "`read_rows`, bfd": best.read_rows,
     }
-    if peers:
-        functions['`datasets`, `with_format("numpy")`, ids only'] = make_datasets_reader(folder, ids, n_rows)
     repeat = 16
     found = measure_cpu(functions, lambda: rng.integers(0, n_rows, BATCH), repeat, {MEMCPY_SPANS: views})
-    long = measure_cpu({"memcpy, 64 MB": big_block}, lambda: rng.integers(0, n_rows, BATCH), 1, {})
-    row_copy, block_copy, span_copy = found[MEMCPY_ROWS], found[MEMCPY_BLOCK], found[MEMCPY_SPANS]
+    row_copy, span_copy = found[MEMCPY_ROWS], found[MEMCPY_SPANS]
     tokens = repeat * BATCH * SEQ_LEN
     rows: list[list[str]] = []
-    speed = big.size / statistics.median(long["memcpy, 64 MB"]) / 1e6
-    rows.append(["memcpy, one block of 64 MB", f"{speed:.0f}", f"{2 * speed / 1000:.1f}", "", "", ""])
     for name, seconds in found.items():
         speed = tokens / statistics.median(seconds) / 1e6
         ratios = [
             f"{statistics.median(a / b for a, b in zip(base, seconds, strict=True)):.2f}"
-            for base in (row_copy, block_copy, span_copy)
+            for base in (row_copy, span_copy)
         ]
-        rows.append([name, f"{speed:.0f}", f"{2 * speed / 1000:.1f}", *ratios[:2], ratios[2] if "bfd" in name else ""])
+        rows.append([name, f"{speed:.0f}", f"{2 * speed / 1000:.1f}", ratios[0], ratios[1] if "bfd" in name else ""])
     stream = Stream(best, global_batch_size=BATCH)
     seconds: list[float] = []
     for _ in range(ROUNDS):
@@ -292,20 +268,8 @@ def bench_gather(folder: Path, peers: bool) -> list[list[str]]:
             stream.next()
         seconds.append(time.process_time() - begin)
     speed = 4 * BATCH * SEQ_LEN / statistics.median(seconds) / 1e6
-    rows.append(["a stream's batches, bfd, shuffled", f"{speed:.0f}", f"{2 * speed / 1000:.1f}", "", "", ""])
+    rows.append(["a stream's batches, bfd, shuffled", f"{speed:.0f}", f"{2 * speed / 1000:.1f}", "", ""])
     return rows
-
-
-def make_datasets_reader(folder: Path, ids: np.ndarray, n_rows: int) -> Callable[[np.ndarray], Any]:
-    """Return a reader of the same rows by `datasets`, saved to disk and mapped."""
-    import pyarrow as pa
-    from datasets import Dataset, load_from_disk
-
-    flat = pa.array(np.asarray(ids[: n_rows * SEQ_LEN]))
-    table = pa.table({"input_ids": pa.FixedSizeListArray.from_arrays(flat, SEQ_LEN)})
-    Dataset(table).save_to_disk(folder / "hf")
-    dataset: Any = load_from_disk(folder / "hf").with_format("numpy")
-    return lambda numbers: dataset[numbers.tolist()]["input_ids"]
 
 
 TITLES = {
@@ -322,58 +286,31 @@ TITLES = {
             "Mtok per CPU-s",
             "GB per CPU-s",
             "of memcpy of the rows",
-            "of memcpy of a block",
             "of memcpy of the spans",
         ],
     ),
 }
 
 
-def format_table(head: list[str], rows: list[list[str]]) -> list[str]:
-    lines = [head, ["---"] * len(head), *rows]
-    return ["| " + " | ".join(line) + " |" for line in lines]
-
-
-def machine_info() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next((line.split(":")[1].strip() for line in lines if "model name" in line), platform.processor())
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    packages = ", ".join(f"{name} {version(name)}" for name in ("numpy", "datasets"))
-    return (
-        f"{datetime.date.today()}, {cpu}, {os.cpu_count()} CPUs, {memory / 2**30:.0f} GiB, "
-        f"load {os.getloadavg()[0]:.1f}. Python {platform.python_version()}, {packages}."
-    )
-
-
-def replace_section(page: Path, part: str, lines: list[str]) -> None:
-    """Replace the text between the marks of a part."""
-    begin, end = f"<!-- tools/bench/stream.py {part} -->", f"<!-- end of tools/bench/stream.py {part} -->"
-    old = page.read_text(encoding="utf-8") if page.exists() else ""
-    before, _, rest = old.partition(begin)
-    after = rest.partition(end)[2]
-    page.write_text("\n".join([before.rstrip(), "", begin, "", *lines, "", end]) + (after or "\n"), encoding="utf-8")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="*", choices=[*TITLES, []], default=[*TITLES])
     parser.add_argument("--folder", type=Path)
-    parser.add_argument("--peers", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
         for what in options.what or [*TITLES]:
             title, head = TITLES[what]
-            where = machine_info()
+            where = describe_machine("numpy")
             rows = {
                 "open": lambda: bench_open(folder),
-                "gather": lambda: bench_gather(folder, options.peers),
+                "gather": lambda: bench_gather(folder),
             }[what]()
             lines = [title, "", where, "", *format_table(head, rows)]
             print("\n".join(lines), flush=True)
             if options.out:
-                replace_section(options.out, what, lines)
+                replace_part(options.out, f"stream.py {what}", lines)
 
 
 if __name__ == "__main__":
