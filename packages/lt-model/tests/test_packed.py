@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from lt_model import Decoder, DocumentBoundaries, ModelError  # noqa: E402
-from lt_model.attention import available_backends, document_bias  # noqa: E402
+from lt_model.attention import BACKENDS, available_backends, document_bias  # noqa: E402
+from lt_model.documents import SplitMask  # noqa: E402
 
 LENGTHS = ((7, 12, 5), (24,), (1, 22, 1), (11, 4))  # the last row ends in 9 positions of padding
 N_TOKENS = 24
@@ -119,3 +120,10 @@ def test_int32_inputs_give_the_same_bits(gqa_config, make_model):
         results.append([loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())])
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_auto_has_blocks_for_a_window_on_cuda(dtype):
+    """Where the kernel of any lengths does not take the dtype; a square of T x T would be the row's whole memory."""
+    boundaries = DocumentBoundaries.one_per_row(2, 40)
+    assert BACKENDS["auto"].mask_factory(boundaries, torch.device("cuda"), dtype, 5) == SplitMask([40, 40], 5)

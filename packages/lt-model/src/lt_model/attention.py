@@ -160,10 +160,10 @@ def _split_mask(boundaries: DocumentBoundaries, device: torch.device, dtype: tor
 def _auto_mask(
     boundaries: DocumentBoundaries, device: torch.device, dtype: torch.dtype, window: int
 ) -> SplitMask | VarlenMetadata | Tensor:
-    if device.type == "cpu":
-        return _split_mask(boundaries, device, dtype, window)
     if device.type == "cuda" and unavailable_reason("varlen", "cuda", dtype) is None:
         return torch_varlen_metadata(boundaries, device, window)
+    if device.type == "cpu" or window:  # in blocks: no [T, T] tensor for a window
+        return _split_mask(boundaries, device, dtype, window)
     return document_bias(boundaries, device, dtype, window)
 
 
