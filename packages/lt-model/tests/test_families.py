@@ -274,7 +274,7 @@ def test_presets_are_models_that_transformers_builds(name):
         (
             "llama",
             {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}},
-            "rope_type = 'longrope' is not supported",
+            "of llama: rope_type = 'longrope' is not supported",
         ),
         ("llama", {"rope_parameters": {"rope_type": "dynamic"}}, "rope_type = 'dynamic' is not supported"),
         ("llama", {"clip_qkv": 8.0}, "clip_qkv = 8.0 of llama is not supported"),

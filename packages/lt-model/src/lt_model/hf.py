@@ -252,19 +252,19 @@ def _read_rope(values: Mapping[str, Any], row: Family, where: str, max_positions
     base = {"rope_theta": given["rope_local_base_freq"]} if "rope_local_base_freq" in given else {}
 
     def read(key: str, full: Mapping[str, Any], local: Mapping[str, Any]) -> dict[str, Any]:
-        theta = full.get("rope_theta", defaults["rope_theta"])
+        theta, place = full.get("rope_theta", defaults["rope_theta"]), f"{where}: {key} of {values['model_type']}"
         found = {
             "rope_theta": theta,
-            "rope_scaling": _read_scaling(full, f"{where}: {key}", max_positions),
+            "rope_scaling": _read_scaling(full, place, max_positions),
             "rotary_fraction": full.get("partial_rotary_factor", defaults.get(partial, 1.0)),
         }
         if not row.partial_key and found["rotary_fraction"] != 1:
             fraction = found["rotary_fraction"]
-            raise ModelError(f"{where}: {key}: partial_rotary_factor = {fraction!r} is not supported (only 1)")
+            raise ModelError(f"{place}: partial_rotary_factor = {fraction!r} is not supported (only 1)")
         if row.has_two_ropes:
             found["sliding_rope_theta"] = local.get("rope_theta", defaults.get("rope_local_base_freq", theta))
-            if _read_scaling(local, f"{where}: {key}: sliding_attention", max_positions):
-                raise ModelError(f"{where}: {key}: sliding_attention is scaled, which is not supported")
+            if _read_scaling(local, f"{place}: sliding_attention", max_positions):
+                raise ModelError(f"{place}: sliding_attention is scaled, which is not supported")
         return found
 
     old = read("rope_scaling", {**outer, **_read_table(given, "rope_scaling", where)}, base)
