@@ -31,26 +31,7 @@ from lt_trainer.run_directory.jsonl import read_jsonl
 from lt_trainer_gpu import peak_flops
 from lt_trainer_gpu.engine import GpuEngine
 
-WORDS = [
-    "the",
-    "loss",
-    "of",
-    "a",
-    "model",
-    "falls",
-    "when",
-    "its",
-    "data",
-    "is",
-    "read",
-    "in",
-    "order",
-    "and",
-    "its",
-    "state",
-    "is",
-    "kept",
-]
+WORDS = "the loss of a model falls when its data is read in order and its state is kept".split()  # noqa: SIM905
 STOP_AFTER_STEP = 12
 """More than any case has, so that an ignored schedule.max_steps comes to an end."""
 
@@ -86,6 +67,12 @@ YARN = (
 )
 SLIDING = ('model.shape={"family": "mistral", "layers": [{"sliding": true}]}',)
 EXPERTS = ("model.preset=tiny-30m-a9m",)
+LATENTS = (
+    'model.shape={"family": "deepseek_v3", "kv_rank": 8, "nope_width": 4, "rope_width": 4, "value_width": 8, '
+    '"n_experts": 4, "experts_per_token": 2, "expert_size": 16, "shared_expert_size": 16, "router_score": "sigmoid", '
+    '"selection_bias": true, "layers": [{"experts": true}]}',
+    "model.n_kv_heads=4",
+)
 ROPE = ("model.rope_scaling.factor=4", "model.rope_scaling.original_max_position_embeddings=16")
 WSD = ("schedule.kind=wsd", "schedule.decay_steps=2")
 RAMP = ("batch.ramp.start=2", "batch.ramp.increment=2", "batch.ramp.steps=2")
@@ -125,6 +112,7 @@ CASES = [
     Case("model.rope_scaling.beta_slow", "0.1", "losses", YARN),
     Case("model.rope_scaling.truncate", "false", "losses", YARN),
     Case("model.rope_scaling.magnitude", "2.0", "losses", YARN),
+    Case("model.rope_scaling.score_magnitude", "2.0", "losses", (*LATENTS, *YARN)),
     Case("data.seq_len", "16", "losses tokens"),
     Case("data.packing", "concat", "losses tokens"),
     Case("data.prefetch", "0", "reading_threads"),
@@ -180,6 +168,7 @@ CASES = [
     Case("moe.aux_loss", "0", "losses", EXPERTS),
     Case("moe.router_z_loss", "0.1", "losses", EXPERTS),
     Case("moe.sequence_aux_loss", "0.1", "losses", EXPERTS),
+    Case("moe.bias_update_rate", "0.5", "losses", LATENTS),
     Case("schedule.kind", "linear", "learning_rates losses"),
     Case("schedule.max_steps", "5", "learning_rates checkpoints"),
     Case("schedule.warmup_steps", "2", "learning_rates losses"),

@@ -27,6 +27,11 @@ SHAPES = {
         **{**OLMOE, "family": "qwen2_moe", "qkv_bias": True},
         **{"experts_per_token": 3, "shared_expert_size": 48, "shared_expert_gate": True},
     ),
+    "latents": ModelConfig(
+        **{**OLMOE, "family": "deepseek_v3", "router_score": "sigmoid", "selection_bias": True},
+        **{"n_groups": 2, "top_groups": 1, "experts_per_token": 3, "shared_expert_size": 160, "expert_scale": 2.5},
+        **{"kv_rank": 24, "q_rank": 40, "nope_width": 16, "rope_width": 8, "value_width": 24},
+    ),
     "mha, wide": ModelConfig(vocab_size=64, hidden_size=48, intermediate_size=200, n_heads=6, n_kv_heads=6, n_layers=2),
 }
 

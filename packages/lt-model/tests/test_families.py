@@ -31,6 +31,11 @@ from lt_model.families import COMMON_IGNORED, COMMON_REQUIRED, DROPOUTS, FAMILIE
 from lt_model.hf import check_trainable  # noqa: E402
 
 N_ROWS, N_TOKENS = 2, 40
+DEEPSEEK = {
+    **{"family": "deepseek_v3", "kv_rank": 512, "nope_width": 64, "rope_width": 64, "value_width": 64},
+    **{"n_experts": 8, "experts_per_token": 3, "expert_size": 32, "shared_expert_size": 32},
+    **{"router_score": "sigmoid", "selection_bias": True, "layers": (LayerKind(experts=True),)},
+}
 FAMILY_CASES = {family: case for case, (family, _) in CASES.items()}
 
 
@@ -54,11 +59,15 @@ def our_model(theirs, config, attention="auto"):
     """Our model with the weights of transformers', checked against the parameter table."""
     with torch.device("meta"):
         ours = Decoder(config, attention=attention)
-    assert [(n, tuple(p.shape)) for n, p in ours.named_parameters()] == [(s.name, s.shape) for s in param_specs(config)]
+    trained = [(spec.name, spec.shape) for spec in param_specs(config) if spec.is_trained]
+    assert [(name, tuple(p.shape)) for name, p in ours.named_parameters()] == trained
+    buffers = [(spec.name, spec.shape) for spec in param_specs(config) if not spec.is_trained]
+    assert [(name, tuple(p.shape)) for name, p in ours.named_buffers()] == buffers
     state = {name: tensor.detach().clone() for name, tensor in our_tensors(theirs.state_dict(), config).items()}
     if config.tie_word_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    ours.load_state_dict({name: torch.nn.Parameter(tensor) for name, tensor in state.items()}, assign=True)
+    ours.load_state_dict(state, assign=True)
+    ours.requires_grad_()
     if config.tie_word_embeddings:
         ours.lm_head.weight = ours.model.embed_tokens.weight
     return ours
@@ -80,7 +89,7 @@ def test_logits_and_every_gradient_are_those_of_transformers(case):
         loss.backward()
     assert logits.dtype == torch.float64
     config = config_from_hf(theirs.config.to_dict())
-    wanted = our_tensors({name: p.grad for name, p in theirs.named_parameters()}, config)
+    wanted = our_tensors({name: p.grad for name, p in (*theirs.named_parameters(), *theirs.named_buffers())}, config)
     for attention in ("auto", "reference"):
         ours = our_model(theirs, config, attention)
         assert relative(ours(ids), logits) < 1e-12
@@ -200,7 +209,7 @@ def test_costs_are_what_torch_counts(case):
         model(ids).sum().backward()
     facts = describe_model(config, seq_len=n_tokens)
     assert facts["parameters"] == sum(p.numel() for p in model.parameters())
-    small = sum(spec.numel for spec in param_specs(config) if spec.type in ("norm", "bias"))
+    small = sum(spec.numel for spec in param_specs(config) if spec.type in ("norm", "bias") and spec.is_trained)
     counted = counter.get_total_flops() / ids.numel()
     assert counted == pytest.approx(facts["flops_per_token"]["full"] - 6 * small, rel=1e-12)
     assert f"family                   {config.family}" in format_description(config, seq_len=n_tokens)
@@ -219,8 +228,9 @@ def test_configurations_are_read_and_written_as_transformers_does(case):
     ours, want = ({key: one.to_dict()[key] or None for key in keys} for one in (again, theirs))
     for rope in (ours["rope_parameters"], want["rope_parameters"]):
         for one in (rope.get("full_attention", rope), rope.get("sliding_attention", rope)):
-            for name in ("truncate", "beta_fast", "beta_slow", "original_max_position_embeddings"):
+            for name in ("truncate", "beta_fast", "beta_slow", "original_max_position_embeddings", "mscale"):
                 one.pop(name, None)
+            one.pop("attention_factor", None)  # where mscale has another spelling
             one.setdefault("partial_rotary_factor", 1.0)
     assert ours == want
     assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
@@ -235,8 +245,10 @@ def test_what_a_file_leaves_out_is_what_transformers_takes(family):
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     silent = {"model_type": family, **{key: SHAPE[key] for key in sizes}, "num_hidden_layers": 30}
     row = FAMILIES[family]
-    silent |= {key: 4 for name, key in row.keys.items() if name in ("n_experts", "experts_per_token")}
+    counts = {"n_experts": 16, "experts_per_token": 4}
+    silent |= {row.keys[name]: count for name, count in counts.items() if name in row.keys}
     silent |= {key: 24 for name, key in row.keys.items() if name in ("expert_size", "shared_expert_size")}
+    silent |= {"num_key_value_heads": 32} if "kv_rank" in row.keys else {}  # as many as heads
     silent["intermediate_size"] = silent.get("intermediate_size", 72)
     silent |= {"num_attention_heads": 32, "hidden_size": 512}  # a multiple of every default of num_key_value_heads
     want = transformers.AutoConfig.for_model(**silent).to_dict()
@@ -265,7 +277,8 @@ def test_presets_are_models_that_transformers_builds(name):
         theirs = getattr(transformers, FAMILIES[config.family].architecture)(
             transformers.AutoConfig.for_model(**{k: v for k, v in config_to_hf(config).items() if k != "architectures"})
         )
-    assert sum(p.numel() for p in theirs.parameters()) == sum(spec.numel for spec in param_specs(config))
+    trained = sum(spec.numel for spec in param_specs(config) if spec.is_trained)
+    assert sum(p.numel() for p in theirs.parameters()) == trained
 
 
 @pytest.mark.parametrize(
@@ -310,6 +323,19 @@ def test_what_is_not_supported_is_named_with_its_family(case, changes, message):
             {"family": "olmo2", "qk_norm": "full", "norm_place": "post", "head_dim": 32},
             "head_dim = 32: family = 'olmo2'",
         ),
+        (DEEPSEEK | {"n_kv_heads": 6}, "n_kv_heads = 6: latent attention has as many as n_heads = 12"),
+        (DEEPSEEK | {"rope_width": 3}, "rope_width = 3: 3 of a head's 67 numbers"),
+        (DEEPSEEK | {"value_width": 0}, "value_width = 0: must be at least 1 for kv_rank = 512"),
+        (DEEPSEEK | {"kv_rank": 0, "head_dim": 64}, "nope_width = 64: must be 0 for kv_rank = 0"),
+        (DEEPSEEK | {"n_groups": 3}, "n_groups = 3: n_experts = 8 must be equal groups of at least 2"),
+        (DEEPSEEK | {"n_groups": 8}, "n_groups = 8: n_experts = 8 must be equal groups of at least 2"),
+        (DEEPSEEK | {"n_groups": 4}, "top_groups = 1: must be at most n_groups = 4, and have experts_per_token = 3"),
+        (DEEPSEEK | {"shared_expert_size": 40}, "shared_expert_size = 40: must be a multiple of expert_size = 32"),
+        (DEEPSEEK | {"layers": (LayerKind(experts=True), LayerKind())}, "those without experts are the first"),
+        (
+            DEEPSEEK | {"router_score": "softmax"},
+            "router_score = 'softmax': a model of family = 'deepseek_v3' has 'sig",
+        ),
         ({"logits_softcap": -1.0}, "logits_softcap = -1.0: must be a finite number greater than 0"),
     ],
 )
@@ -338,6 +364,10 @@ def test_more_layers_repeat_a_pattern_and_plain_lists_are_refused():
 
     with pytest.raises(ModelError, match="n_layers = 6: the model lists the kinds of its 4 layers one by one"):
         override(config, n_layers=6)
+    for n_layers in (2, 40):
+        wanted = [False] + [True] * (n_layers - 1)
+        moonlight = preset("moonlight-16b-a3b", n_layers=n_layers)
+        assert [moonlight.layer(index).experts for index in range(n_layers)] == wanted
     assert override(PRESETS["qwen3-8b"], hidden_size=2048).head_width == 128
     assert override(PRESETS["llama3-8b"], hidden_size=2048).head_width == 64
 
@@ -370,7 +400,10 @@ def test_optimizer_decay_role_and_std_of_every_kind_of_tensor():
         for family in owners:
             found.setdefault(name, {}).setdefault(family, set()).add(rest)
     for name in ("q_proj", "k_proj", "v_proj"):
-        assert found[f"{name}.weight"] == {f: {f"muon decay matrices {std(c)}"} for f, c in configs.items()}
+        plain = {f: c for f, c in configs.items() if not c.kv_rank}
+        assert found[f"{name}.weight"] == {f: {f"muon decay matrices {std(c)}"} for f, c in plain.items()}
+    latents = [found[f"{name}.weight"] for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")]
+    assert latents == [{"deepseek_v3": {"muon decay matrices 0.0200"}}] * 4
     assert found["o_proj.weight"] == {
         f: {f"muon decay matrices {std(c, is_deep=c.norm_place == 'pre')}"} for f, c in configs.items()
     }
@@ -394,4 +427,4 @@ def test_optimizer_decay_role_and_std_of_every_kind_of_tensor():
             assert found[name] == {family: {"adamw - norm zeros"} for family in found[name]}
     assert found["q_norm.weight"].keys() == families(lambda config: config.qk_norm != "none")
     assert found["input_layernorm.bias"].keys() == families(lambda config: config.norm == "layer")
-    assert found["q_proj.bias"].keys() == families(lambda config: config.qkv_bias) >= {"qwen2", "gpt_neox"}
+    assert found["q_proj.bias"].keys() == families(lambda config: config.qkv_bias and not config.kv_rank)

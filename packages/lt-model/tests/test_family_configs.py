@@ -66,8 +66,12 @@ def configs(draw, family):
     fields["rope_scaling"] = draw(SCALINGS)
     if "o_bias" in row.keys:
         fields["o_bias"] = fields["qkv_bias"]
+    is_latent = "kv_rank" in row.keys
+    if is_latent:
+        fields |= {name: draw(SIZES) for name in ("kv_rank", "nope_width", "value_width")}
+        fields |= {"rope_width": 2 * draw(SIZES), "q_rank": draw(SIZES) - 1, "expert_scale": draw(st.floats(0.1, 9))}
     n_kv_heads, n_layers, width = draw(SIZES), draw(SIZES), 2 * draw(SIZES)
-    n_heads = n_kv_heads * (draw(SIZES) if "n_kv_heads" in row.keys else 1)
+    n_heads = n_kv_heads * (draw(SIZES) if "n_kv_heads" in row.keys and not is_latent else 1)
     head_dim = width if "head_dim" in row.keys and draw(st.booleans()) else 0
     hidden_size = draw(SIZES) * (n_heads if row.has_whole_heads else 1) if head_dim else n_heads * width
     window = draw(st.sampled_from([0, 1, 7, 4096])) if row.sliding else 0
@@ -81,13 +85,20 @@ def configs(draw, family):
         fields["attention_scale"] = number**-0.5 if "query_pre_attn_scalar" in row.keys.values() else number / 7
     experts = [draw(st.booleans()) or index == 0 if row.dense_layers else True for index in range(n_layers)]
     experts = experts if "n_experts" in row.keys else [False] * n_layers
-    mixed = zip(kinds, experts, strict=True)
-    fields |= {"layers": tuple(LayerKind(sliding=slide, rope=rope, experts=one) for (slide, rope), one in mixed)}
     inner = draw(SIZES)
     if any(experts):
         fields |= {"experts_per_token": draw(SIZES), "expert_size": draw(SIZES) if row.dense_layers else inner}
         fields |= {"n_experts": fields["experts_per_token"] - 1 + draw(SIZES)}
         fields |= {"shared_expert_size": draw(SIZES)} if "shared_expert_size" in row.keys else {}
+        if is_latent:
+            experts = sorted(experts)
+            fields["shared_expert_size"] *= fields["expert_size"]
+            fields["n_groups"], n_each = draw(SIZES), 1 + draw(SIZES)
+            fields["n_experts"] = fields["n_groups"] * n_each
+            fields["top_groups"] = draw(st.integers(1, fields["n_groups"]))
+            fields["experts_per_token"] = draw(st.integers(1, fields["top_groups"] * n_each))
+    mixed = zip(kinds, experts, strict=True)
+    fields |= {"layers": tuple(LayerKind(sliding=slide, rope=rope, experts=one) for (slide, rope), one in mixed)}
     fields |= {"sliding_window": window if any(slides) else 0}
     fields |= {"sliding_rope_theta": draw(st.floats(10, 1e7)) if row.has_two_ropes and any(slides) else 0.0}
     try:

@@ -45,6 +45,8 @@ COUNTS = {
     "olmoe-1b-7b": 6_919_161_856,
     "qwen3-30b-a3b": 30_532_122_624,
     "mixtral-8x7b": 46_702_792_704,
+    "moonlight-16b-a3b": 15_960_108_544,
+    "deepseek-v3": 671_026_404_352,
 }
 
 
@@ -113,7 +115,7 @@ def test_whole_table_of_a_small_model():
         ("model.norm.weight", (8,), None, "final", "norm", "norm", None, False, "ones", False),
         ("lm_head.weight", (10, 8), None, "final", "head", "lm_head", 0, True, 0.02, False),
     ]
-    assert [dataclasses.astuple(parameter) for parameter in param_specs(config)] == expected
+    assert [dataclasses.astuple(parameter) for parameter in param_specs(config)] == [(*row, True) for row in expected]
     tied = dataclasses.replace(config, tie_word_embeddings=True)
     assert param_specs(tied) == param_specs(config)[:-1]
 

@@ -49,6 +49,12 @@ FILES: dict[str, dict[str, Any]] = {
     "olmoe": {"num_experts": 5, "num_experts_per_tok": 2},
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 40, "decoder_sparse_step": 2},
     "qwen3_moe": {**EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [1]},
+    "deepseek_v3": {
+        **{"num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 16, "qk_nope_head_dim": 8},
+        **{"qk_rope_head_dim": 4, "v_head_dim": 10, "attention_bias": True, "first_k_dense_replace": 1},
+        **{"n_routed_experts": 8, "n_group": 4, "topk_group": 3, "num_experts_per_tok": 3},
+        **{"moe_intermediate_size": 24, "rope_scaling": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.0}},
+    },
 }
 CONFIGS = {name: config_from_hf({"model_type": name, **SIZES, **file}) for name, file in FILES.items()}
 AXES = {
@@ -149,7 +155,8 @@ def test_muon_trains_families_in_narrow_formats(open_on, family: str, option: st
     losses, groups = one_process(open_on, family, *OPTIONS[option])
     matrices = {spec.name for spec in param_specs(CONFIGS[family]) if spec.type in ("matrix", "experts")}
     assert groups["momentum"] == matrices
-    assert groups["exp_avg"] == groups["weights"] - matrices
+    buffers = {spec.name for spec in param_specs(CONFIGS[family]) if not spec.is_trained}
+    assert groups["exp_avg"] == groups["weights"] - matrices - buffers
     wanted, _ = one_process(open_on, family)
     assert losses == pytest.approx(wanted, rel=0.01)
     assert losses[-1] < losses[0]

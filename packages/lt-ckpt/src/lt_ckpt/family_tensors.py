@@ -31,7 +31,13 @@ Experts = Literal["each", "pairs", "stacked"]
 MODULES_AS_OURS = ("mixtral",)
 """Families whose modules have our names, unlike their files."""
 
-_LAYER = re.compile(r"model\.layers\.\d+\.")
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+def is_extra_layer(name: str, config: ModelConfig) -> bool:
+    """Return whether a tensor of a file is of a layer beyond the model's, which predicts further tokens (MTP)."""
+    match = _LAYER.match(name)
+    return FAMILIES[config.family].has_extra_layers and match is not None and int(match[1]) >= config.n_layers
 
 
 def family_key(name: str, config: ModelConfig) -> str:
@@ -140,7 +146,11 @@ def build_family_group(config: ModelConfig, stored: Mapping[str, Mapping[str, St
         CheckpointError: The tensors are not those of the model.
     """
     files = {
-        file: {name: array for name, array in arrays.items() if not IGNORED_BUFFERS.search(name)}
+        file: {
+            name: array
+            for name, array in arrays.items()
+            if not IGNORED_BUFFERS.search(name) and not is_extra_layer(name, config)
+        }
         for file, arrays in sorted(stored.items())
     }
     keys = list(dict.fromkeys(name for arrays in files.values() for name in arrays))

@@ -77,6 +77,21 @@ def select_group(source: Source, group: str) -> Source:
     return replace(source, groups={"weights": weights}, optimizer=None)
 
 
+def cast_dtypes(specs: Mapping[str, TensorSpec], config: ModelConfig, dtype: str | None) -> dict[str, str]:
+    """Return the dtype of each tensor after a cast; what is not trained stays in F32 or wider.
+
+    Raises:
+        CheckpointError: A tensor cannot be cast.
+    """
+    found = {name: dtype or spec.dtype for name, spec in specs.items()}
+    for row in param_specs(config):
+        if row.name in specs and not row.is_trained:
+            found[row.name] = "F64" if specs[row.name].dtype == "F64" else "F32"
+    for name, target in found.items():
+        check_castable(specs[name].dtype, target)
+    return found
+
+
 def target_specs(source: Source, shapes: Mapping[str, Ints], dtype: str | None) -> dict[str, TensorSpec]:
     """Return the specs of a target's tensors.
 
@@ -89,12 +104,8 @@ def target_specs(source: Source, shapes: Mapping[str, Ints], dtype: str | None) 
         CheckpointError: The source lacks a tensor, or one cannot be cast.
     """
     check_names(shapes, [name for name in source.weights.specs if name in shapes], str(source.path))
-    specs: dict[str, TensorSpec] = {}
-    for name, shape in shapes.items():
-        stored = source.weights.specs[name].dtype
-        check_castable(stored, dtype or stored)
-        specs[name] = TensorSpec(dtype or stored, shape)
-    return specs
+    dtypes = cast_dtypes({name: source.weights.specs[name] for name in shapes}, source.model, dtype)
+    return {name: TensorSpec(dtypes[name], shape) for name, shape in shapes.items()}
 
 
 def check_tied_head(source: Source) -> None:

@@ -17,10 +17,10 @@ import numpy as np
 from lt_ckpt import files, json_objects
 from lt_ckpt.checked_cast import read_cast
 from lt_ckpt.checkpoint import Checkpoint
-from lt_ckpt.dtypes import TORCH_NAMES, check_castable, item_bytes
+from lt_ckpt.dtypes import TORCH_NAMES, item_bytes
 from lt_ckpt.errors import CheckpointError
 from lt_ckpt.hf.folder import CONFIG, GENERATION_CONFIG
-from lt_ckpt.llama_tensors import HEAD, add_tied_head, stored_shapes
+from lt_ckpt.llama_tensors import HEAD, add_tied_head, cast_dtypes, stored_shapes
 from lt_ckpt.manifest import CheckpointMetadata
 from lt_ckpt.model_files import with_architecture
 from lt_ckpt.parallel import ByteCounter
@@ -198,11 +198,11 @@ def _describe_shards(
     shards: list[Shard] = []
     for kind, group in source.groups.items():
         members: list[Shard] = []
+        targets = cast_dtypes(group.specs, model, dtype if kind == "weights" else None)
         for name, spec in group.specs.items():
             if name == HEAD and model.tie_word_embeddings:
                 continue
-            target = dtype if dtype and kind == "weights" else spec.dtype
-            check_castable(spec.dtype, target)
+            target = targets[name]
             n_bytes += TensorSpec(target, spec.shape).n_bytes
             width = max(item_bytes(target), item_bytes(spec.dtype))
             members += [

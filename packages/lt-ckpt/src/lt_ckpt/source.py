@@ -58,7 +58,8 @@ class Source:
         optimizer: The optimizer whose slots are among the groups, or None.
         hash_list: The list of hashes in its folder, or None.
         is_verified: Every byte of it was compared with its hash when it was opened.
-        fallbacks: Sentences for the user about newer checkpoints of the path that are damaged and were not opened.
+        fallbacks: Sentences for the user about what was not opened: newer checkpoints of the path that are damaged,
+            and layers that the model has not.
     """
 
     format: str

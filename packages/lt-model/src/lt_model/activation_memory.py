@@ -9,7 +9,7 @@ Per token of a block of a Llama, with D hidden_size, E = n_kv_heads * head width
 - "none" saves the two inputs of the norms and their outputs (4 D), queries, keys and values after rotation and the
   attention's output (2 D + 2 E), gate, up and their product (3 I), and in fp32 two norm factors and the H normalizers
   of the softmax; other families: each norm of the stream D more, norms of queries and keys their inputs, a norm with
-  1 + w as much again, an activation other than SwiGLU its output;
+  1 + w as much again, an activation other than SwiGLU its output, latent attention its latents;
 - "full" saves the block's input (D) and recomputes the rest, one block at a time;
 - "selective" saves the input, the attention's output with its normalizers and every other matrix product (`is_saved`
   in the parameter table), and recomputes the rest, one block at a time.
@@ -63,9 +63,10 @@ def activation_bytes_per_token(
     width, inner = config.hidden_size * element_bytes, _inner_size(config) * element_bytes / tp
     heads = config.n_heads * config.head_width * element_bytes / tp
     kv = config.n_kv_heads * config.head_width * element_bytes / tp
+    outputs = config.n_heads * config.head_value_width * element_bytes / tp
     stream = width / tp if sequence_parallel else width
     factor = (_FP32_BYTES / tp if sequence_parallel else _FP32_BYTES) * (2 if config.norm == "layer" else 1)
-    attention = {"attention output": heads, "softmax normalizers": config.n_heads * _FP32_BYTES / tp}
+    attention = {"attention output": outputs, "softmax normalizers": config.n_heads * _FP32_BYTES / tp}
     if activation_checkpointing == "full":
         return {"input": stream}
     if activation_checkpointing == "selective":
@@ -89,7 +90,8 @@ def activation_bytes_per_token(
         **norms,
         "queries": heads,
         "keys": kv,
-        "values": kv,
+        "values": outputs + config.n_heads * config.nope_width * element_bytes / tp if config.kv_rank else kv,
+        **({"latents": _latent_bytes(config, element_bytes)} if config.kv_rank else {}),
         **({"norms of queries and keys": qk_copies * (heads + kv)} if config.qk_norm != "none" else {}),
         **attention,
         **({} if config.parallel_residual else {"stream between": stream if has_norm[2] else width}),
@@ -104,6 +106,12 @@ def activation_bytes_per_token(
 def _normed_copies(config: ModelConfig) -> int:
     """Return how many tensors of its width a norm saves: of n + n w also n."""
     return 2 if config.norm == "rms_plus_one" else 1
+
+
+def _latent_bytes(config: ModelConfig, element_bytes: int) -> int:
+    """Return what latent attention saves of its latents: each before and after its norm, with the shared keys."""
+    n_numbers = 2 * (config.q_rank + config.kv_rank) + config.rope_width
+    return n_numbers * element_bytes + _FP32_BYTES * (1 + (config.q_rank > 0))
 
 
 def _representative(config: ModelConfig) -> int:

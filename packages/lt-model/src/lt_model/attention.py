@@ -74,7 +74,7 @@ class AttentionBackend:
         attend: the function; its last argument is the result of `make_mask`.
         mask_factory: (boundaries, device, dtype, window) -> what `attend` takes where a row has several documents, or
             the model a window.
-        features: of "window" and "softcap", which it has.
+        features: of "window", "softcap" and "narrow values" (narrower than keys, or wider), which it has.
         device_types: the device types it runs on; all when empty.
         dtypes: the dtypes of queries it supports; all when empty.
         required_module: module that must be importable, or None.
@@ -132,6 +132,8 @@ class AttentionBackend:
             ModelError: it lacks one; names the backends that have it.
         """
         needs = {"window": "sliding_window", "softcap": "attention_softcap"}
+        if config.head_value_width != config.head_width:
+            needs["narrow values"] = "value_width"
         for feature, field in needs.items():
             value = getattr(config, field)
             if value and feature not in self.features:
@@ -140,7 +142,8 @@ class AttentionBackend:
                     f"attention = {self.name!r} has no {feature}, which {field} = {value} needs; take {able}"
                 )
         if not config.attention_softcap:
-            return self
+            has_varlen = self.name != "auto" or "narrow values" not in needs
+            return self if has_varlen else replace(self, mask_factory=_auto_flex_mask)
         capped = partial(self.attend, softcap=config.attention_softcap)
         factory = _auto_softcap_mask if self.name == "auto" else self.mask_factory
         return replace(self, attend=capped, mask_factory=factory, always_masks=self.name in ("auto", "flex"))
@@ -167,6 +170,12 @@ def _auto_mask(
     return document_bias(boundaries, device, dtype, window)
 
 
+def _auto_flex_mask(boundaries: DocumentBoundaries, device: torch.device, dtype: torch.dtype, window: int) -> Any:
+    if device.type == "cuda":
+        return flex_mask(boundaries, device, window)
+    return _auto_mask(boundaries, device, dtype, window)
+
+
 def _auto_softcap_mask(boundaries: DocumentBoundaries, device: torch.device, dtype: torch.dtype, window: int) -> Any:
     if device.type == "cuda":
         return flex_mask(boundaries, device, window)
@@ -179,12 +188,12 @@ _auto_sdpa_attention = make_sdpa_attention("CUDNN_ATTENTION", "FLASH_ATTENTION",
 def _auto_attend(q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, mask: Any, softcap: float = 0.0) -> Tensor:
     if softcap and (mask is None or isinstance(mask, Tensor)):
         return reference_attention(q_BTHK, k_BSGK, v_BSGK, mask, softcap)
-    if softcap:
-        return flex_mask_attention(q_BTHK, k_BSGK, v_BSGK, mask, softcap)
     if isinstance(mask, SplitMask):
         return split_attention(q_BTHK, k_BSGK, v_BSGK, mask)
     if isinstance(mask, VarlenMetadata):
         return varlen_attention(q_BTHK, k_BSGK, v_BSGK, mask)
+    if mask is not None and not isinstance(mask, Tensor):
+        return flex_mask_attention(q_BTHK, k_BSGK, v_BSGK, mask, softcap)
     attend = _auto_sdpa_attention if q_BTHK.device.type == "cuda" else sdpa_attention
     return attend(q_BTHK, k_BSGK, v_BSGK, mask)
 
@@ -195,7 +204,7 @@ _BACKEND_LIST = (
         summary="the fastest that can run, by device and documents",
         attend=_auto_attend,
         mask_factory=_auto_mask,
-        features=("window", "softcap"),
+        features=("window", "softcap", "narrow values"),
         supports_compile=False,
     ),
     AttentionBackend(
@@ -203,13 +212,14 @@ _BACKEND_LIST = (
         summary="the formula, for tests",
         attend=reference_attention,
         mask_factory=document_bias,
-        features=("window", "softcap"),
+        features=("window", "softcap", "narrow values"),
     ),
     AttentionBackend(
         name="sdpa",
         summary="torch's fused attention, dense document mask",
         attend=sdpa_attention,
         mask_factory=document_bias,
+        features=("window", "narrow values"),
     ),
     AttentionBackend(
         name="cudnn",
@@ -234,6 +244,7 @@ _BACKEND_LIST = (
         attend=split_attention,
         mask_factory=_split_mask,
         supports_compile=False,
+        features=("window", "narrow values"),
     ),
     AttentionBackend(
         name="varlen",
@@ -250,7 +261,7 @@ _BACKEND_LIST = (
         summary="torch's flex_attention, compiled, block mask of the documents",
         attend=flex_mask_attention,
         mask_factory=lambda boundaries, device, _, window: flex_mask(boundaries, device, window),
-        features=("window", "softcap"),
+        features=("window", "softcap", "narrow values"),
         device_types=("cuda",),
         dtypes=(*_HALF_DTYPES, torch.float32),
     ),

@@ -24,6 +24,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "qk_norm": ("none", "head", "full"),
     "activation": ("silu", "gelu", "gelu_tanh"),
     "init_residual": ("auto", "depth", "flat"),
+    "router_score": ("softmax", "sigmoid"),
 }
 """Values of the fields that are one of a few words."""
 
@@ -42,6 +43,7 @@ class RopeScaling:
         beta_slow: yarn: those with fewer are stretched fully; < beta_fast.
         truncate: yarn: whether the two limits are rounded outwards to whole pairs.
         magnitude: yarn: factor of cosines and sines; 0: 0.1 ln(factor) + 1.
+        score_magnitude: yarn: latent attention multiplies its scores by (0.1 score_magnitude ln(factor) + 1)^2.
     """
 
     kind: Literal["linear", "llama3", "yarn"] = "llama3"
@@ -53,13 +55,15 @@ class RopeScaling:
     beta_slow: float = 1.0
     truncate: bool = True
     magnitude: float = 0.0
+    score_magnitude: float = 0.0
 
     def __post_init__(self) -> None:
         if self.kind not in SCALING_FIELDS:
             raise ModelError(f"rope_scaling.kind = {self.kind!r}: not one of {', '.join(SCALING_FIELDS)}")
         for name in ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
             object.__setattr__(self, name, _positive_float(f"rope_scaling.{name}", getattr(self, name)))
-        object.__setattr__(self, "magnitude", _float("rope_scaling.magnitude", self.magnitude))
+        for name in ("magnitude", "score_magnitude"):
+            object.__setattr__(self, name, _float(f"rope_scaling.{name}", getattr(self, name)))
         check_size("rope_scaling.original_max_position_embeddings", self.original_max_position_embeddings)
         for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
             if getattr(self, high) <= getattr(self, low):
@@ -78,11 +82,18 @@ class RopeScaling:
             return self.magnitude or 1.0
         return 0.1 * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
+    @property
+    def score_factor(self) -> float:
+        """Factor of the scores of latent attention."""
+        return (0.1 * self.score_magnitude * math.log(max(1.0, self.factor)) + 1.0) ** 2
+
 
 SCALING_FIELDS: Mapping[str, tuple[str, ...]] = {
     "linear": (),
     "llama3": ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("original_max_position_embeddings", "beta_fast", "beta_slow", "truncate", "magnitude"),
+    "yarn": (
+        *("original_max_position_embeddings", "beta_fast", "beta_slow", "truncate", "magnitude", "score_magnitude"),
+    ),
 }
 """Fields of `RopeScaling` that a kind reads, besides the factor."""
 
@@ -151,10 +162,21 @@ class ModelConfig:
         init_std: standard deviation of initial weights.
         init_residual: o_proj and down_proj start with init_std / sqrt(2 n_layers) ("depth") or init_std ("flat");
             "auto": depth for norm_place "pre" alone, as under the others their scale is normalized away.
+        kv_rank: width from which keys and values are made, in latent attention (arXiv:2405.04434); 0: plain attention.
+        q_rank: width from which its queries are made; 0: from the stream itself.
+        nope_width: numbers of a head's query and key that are not rotated, in latent attention.
+        rope_width: numbers after them that are rotated, in neighboring pairs; all heads share those of the key.
+        value_width: numbers of a head's value, in latent attention.
         n_experts: experts of a layer that has them; 0: no layer has.
         experts_per_token: the experts that compute a token, those with the largest router scores.
         expert_size: inner width of an expert.
+        router_score: how scores follow from products: softmax over the experts, or the sigmoid of each.
+        selection_bias: a number per expert is added to the scores for the choice, and to nothing else.
+        n_groups: groups of adjacent experts; those of a token are all in `top_groups` of them, whose two best scores
+            have the largest sums.
+        top_groups: see there.
         normalize_top_k: the scores of a token's experts are divided by their sum.
+        expert_scale: factor of these scores, after that.
         shared_expert_size: inner width of an expert that computes every token; 0: there is none.
         shared_expert_gate: the shared expert's output is multiplied by the sigmoid of a product.
         router_aux_loss_coef: what a file says of transformers' own balancing loss; kept for exports, not used.
@@ -197,10 +219,20 @@ class ModelConfig:
     logits_softcap: float = 0.0
     init_std: float = 0.02
     init_residual: Literal["auto", "depth", "flat"] = "auto"
+    kv_rank: int = 0
+    q_rank: int = 0
+    nope_width: int = 0
+    rope_width: int = 0
+    value_width: int = 0
     n_experts: int = 0
     experts_per_token: int = 0
     expert_size: int = 0
+    router_score: Literal["softmax", "sigmoid"] = "softmax"
+    selection_bias: bool = False
+    n_groups: int = 1
+    top_groups: int = 1
     normalize_top_k: bool = False
+    expert_scale: float = 1.0
     shared_expert_size: int = 0
     shared_expert_gate: bool = False
     router_aux_loss_coef: float = 0.0
@@ -223,14 +255,27 @@ class ModelConfig:
                 raise ModelError(f"{name} = {getattr(self, name)!r}: not one of {', '.join(choices)}")
         if self.rope_scaling is not None and not isinstance(self.rope_scaling, RopeScaling):
             raise ModelError(f"rope_scaling = {self.rope_scaling!r}: must be a RopeScaling or None")
+        self._check_latent()
         self._check_heads()
         self._check_layers()
         self._check_experts()
         self._check_family()
         self._check_kinds()
 
+    def _check_latent(self) -> None:
+        widths = ("nope_width", "rope_width", "value_width")
+        if self.kv_rank and self.n_kv_heads != self.n_heads:
+            raise ModelError(
+                f"n_kv_heads = {self.n_kv_heads}: latent attention has as many as n_heads = {self.n_heads}"
+            )
+        for name in widths if self.kv_rank else (*widths, "q_rank"):
+            if (getattr(self, name) > 0) != (self.kv_rank > 0):
+                wanted = "at least 1" if self.kv_rank else "0"
+                raise ModelError(f"{name} = {getattr(self, name)}: must be {wanted} for kv_rank = {self.kv_rank}")
+
     def _check_heads(self) -> None:
-        if (self.head_dim == 0 or FAMILIES[self.family].has_whole_heads) and self.hidden_size % self.n_heads:
+        is_whole = self.head_dim == 0 and not self.kv_rank
+        if (is_whole or FAMILIES[self.family].has_whole_heads) and self.hidden_size % self.n_heads:
             raise ModelError(
                 f"hidden_size = {self.hidden_size} is not a multiple of n_heads = {self.n_heads}: "
                 "every head needs the same width; change one of them"
@@ -245,15 +290,16 @@ class ModelConfig:
             )
         if self.attention_scale == self.head_width**-0.5:
             object.__setattr__(self, "attention_scale", 0.0)
-        if self.head_width % 2:
+        if self.head_width % 2 and not self.kv_rank:
             name = "head_dim" if self.head_dim else "hidden_size / n_heads"
             raise ModelError(
                 f"{name} = {self.head_width} is odd: rotary embeddings rotate pairs of numbers, "
                 "so the head width must be even"
             )
         if self.rotary_width % 2 or not 0 < self.rotary_width <= self.head_width:
+            name = "rope_width" if self.kv_rank else "rotary_fraction"
             raise ModelError(
-                f"rotary_fraction = {self.rotary_fraction}: {self.rotary_width} of a head's {self.head_width} numbers "
+                f"{name} = {getattr(self, name)}: {self.rotary_width} of a head's {self.head_width} numbers "
                 "would be rotated; it must be an even number of them"
             )
         if self.n_heads % self.n_kv_heads:
@@ -287,6 +333,18 @@ class ModelConfig:
             raise ModelError(f"experts_per_token = {self.experts_per_token}: there are n_experts = {self.n_experts}")
         if self.shared_expert_gate and not self.shared_expert_size:
             raise ModelError("shared_expert_gate = True: there is no shared expert; set shared_expert_size")
+        n_experts, n_groups, top_groups = max(1, self.n_experts), self.n_groups, self.top_groups
+        if n_groups < 1 or n_experts % n_groups or (n_groups > 1 and n_experts // n_groups < 2):
+            raise ModelError(f"n_groups = {n_groups}: n_experts = {self.n_experts} must be equal groups of at least 2")
+        if not 1 <= top_groups <= n_groups or top_groups * (n_experts // n_groups) < self.experts_per_token:
+            raise ModelError(
+                f"top_groups = {top_groups}: must be at most n_groups = {n_groups}, and have experts_per_token = "
+                f"{self.experts_per_token}"
+            )
+        is_counted = FAMILIES[self.family].keys.get("shared_expert_size") == "n_shared_experts"
+        size, shared = self.expert_size, self.shared_expert_size
+        if is_counted and self.has_experts and (not shared or shared % size):
+            raise ModelError(f"shared_expert_size = {shared}: must be a multiple of expert_size = {size}")
 
     def _check_family(self) -> None:
         row = FAMILIES[self.family]
@@ -315,6 +373,11 @@ class ModelConfig:
     def _check_kinds(self) -> None:
         """Check that the family can say which layers slide and which are rotated."""
         row, slides = FAMILIES[self.family], {kind.sliding for kind in self.layers}
+        has_experts = [self.layer(index).experts for index in range(self.n_layers)]
+        if row.dense_layers == "first" and has_experts != sorted(has_experts):
+            raise ModelError(
+                f"layers = {self.layers!r}: those without experts are the first of family = {self.family!r}"
+            )
         kinds = {kind if not row.dense_layers else replace(kind, experts=False) for kind in self.layers}
         if row.sliding in ("", "all") and len(kinds) > 1:
             raise ModelError(f"layers = {self.layers!r}: the layers of family = {self.family!r} are all alike")
@@ -335,13 +398,18 @@ class ModelConfig:
 
     @property
     def head_width(self) -> int:
-        """Width of one attention head."""
-        return self.head_dim or self.hidden_size // self.n_heads
+        """Width of the query and the key of one attention head."""
+        return self.nope_width + self.rope_width if self.kv_rank else self.head_dim or self.hidden_size // self.n_heads
+
+    @property
+    def head_value_width(self) -> int:
+        """Width of the value of one attention head."""
+        return self.value_width or self.head_width
 
     @property
     def rotary_width(self) -> int:
         """Numbers of each head that are rotated."""
-        return int(self.head_width * self.rotary_fraction)
+        return self.rope_width or int(self.head_width * self.rotary_fraction)
 
     def layer(self, index: int) -> LayerKind:
         """Return the kind of a layer."""
@@ -432,7 +500,15 @@ class ModelConfig:
 
 _LLAMA = tuple(field.name for field in fields(ModelConfig))[:11]
 _INT_FIELDS = _LLAMA[:7]
-_POSITIVE_FIELDS = ("rope_theta", "norm_eps", "rotary_fraction", "residual_scale", "logits_divisor", "init_std")
+_POSITIVE_FIELDS = (
+    "rope_theta",
+    "norm_eps",
+    "rotary_fraction",
+    "residual_scale",
+    "logits_divisor",
+    "init_std",
+    "expert_scale",
+)
 _FLOAT_FIELDS, _BOOL_FIELDS, _OPTIONAL_INT_FIELDS = (
     tuple(field.name for field in fields(ModelConfig) if field.type == type_ and field.name not in others)
     for type_, others in (("float", _POSITIVE_FIELDS), ("bool", ()), ("int", _INT_FIELDS))

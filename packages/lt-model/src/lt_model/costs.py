@@ -23,7 +23,7 @@ FLOPS_CONVENTIONS: tuple[FlopsConvention, ...] = ("full", "causal")
 
 def n_parameters(config: ModelConfig) -> int:
     """Return the number of parameters; a tied embedding counts once."""
-    return sum(parameter.numel for parameter in param_specs(config))
+    return sum(parameter.numel for parameter in param_specs(config) if parameter.is_trained)
 
 
 def n_compute_parameters(config: ModelConfig) -> int:
@@ -38,6 +38,8 @@ def n_compute_parameters(config: ModelConfig) -> int:
 
 def active_numel(row: ParamSpec, config: ModelConfig) -> int:
     """Return the elements of a parameter that a token uses: of experts those of its own."""
+    if not row.is_trained:
+        return 0
     return row.numel // config.n_experts * config.experts_per_token if row.type == "experts" else row.numel
 
 
@@ -67,9 +69,10 @@ def attention_flops_per_token(config: ModelConfig, length: int, convention: Flop
         convention: see `flops_per_token`.
     """
     windows = [min(config.window(index) or length, length) for index in range(config.n_layers)]
+    widths = 6 * config.n_heads * (config.head_width + config.head_value_width)
     if convention == "full":
-        return 12 * config.n_heads * config.head_width * sum(windows)
-    return 12 * config.n_heads * config.head_width * sum(w * (2 * length - w) for w in windows) // (2 * length)
+        return widths * sum(windows)
+    return widths * sum(w * (2 * length - w) for w in windows) // (2 * length)
 
 
 def recomputed_flops_per_token(config: ModelConfig, seq_len: int, activation_checkpointing: CheckpointingMode) -> int:

@@ -25,9 +25,12 @@ from lt_model.documents import DocumentBoundaries
 from lt_model.errors import ModelError
 from lt_model.feed_forward import MLP, MoE
 from lt_model.loss import LossParts, linear_loss_parts
-from lt_model.norm import make_norm
+from lt_model.norm import RMSNorm, make_norm
 from lt_model.params import NORM_NAMES
-from lt_model.rope import apply_rope, rope_tables
+from lt_model.rope import apply_rope, apply_rope_to_pairs, rope_tables
+
+LATENT_EPS = 1e-6
+"""Epsilon of the norms of latents, whatever that of the others is."""
 
 
 class KVCache:
@@ -43,7 +46,7 @@ class KVCache:
         if not self.n_tokens:
             batch, _, heads, width = k_BTGK.shape
             self.k_BSGK = k_BTGK.new_empty(batch, self.max_length, heads, width)
-            self.v_BSGK = torch.empty_like(self.k_BSGK)
+            self.v_BSGK = v_BTGK.new_empty(batch, self.max_length, heads, v_BTGK.shape[-1])
         end = self.n_tokens + k_BTGK.shape[1]
         assert end <= self.max_length, f"{end} tokens in a cache for {self.max_length}"
         self.k_BSGK[:, self.n_tokens : end] = k_BTGK
@@ -92,12 +95,57 @@ class Attention(nn.Module):
         return self.o_proj(self.attend(q_BTHK, k_BTGK, v_BTGK, mask).flatten(2))
 
 
+class LatentAttention(nn.Module):
+    """Multi-head latent attention: keys and values are made from a narrow latent, and here expanded for each head.
+
+    The rotated part of a key comes from the stream itself and is the same for all heads. Files have its numbers in
+    neighboring pairs, and so has our weight.
+    """
+
+    def __init__(self, config: ModelConfig, attend: AttentionFn) -> None:
+        super().__init__()
+        hidden, n_heads, q_width = config.hidden_size, config.n_heads, config.n_heads * config.head_width
+        self.attend, self.rank = attend, config.kv_rank
+        self.nope, self.rope, self.value = config.nope_width, config.rope_width, config.value_width
+        self.query_scale = config.rope_scaling.score_factor if config.rope_scaling else 1.0
+        self.has_query_latent = config.q_rank > 0
+        if self.has_query_latent:
+            self.q_a_proj = nn.Linear(hidden, config.q_rank, bias=config.qkv_bias)
+            self.q_a_layernorm = RMSNorm(config.q_rank, LATENT_EPS)
+            self.q_b_proj = nn.Linear(config.q_rank, q_width, bias=False)
+        else:
+            self.q_proj = nn.Linear(hidden, q_width, bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(hidden, self.rank + self.rope, bias=config.qkv_bias)
+        self.kv_a_layernorm = RMSNorm(self.rank, LATENT_EPS)
+        self.kv_b_proj = nn.Linear(self.rank, n_heads * (self.nope + self.value), bias=False)
+        self.o_proj = nn.Linear(n_heads * self.value, hidden, bias=config.o_bias)
+
+    def forward(
+        self, x_BTD: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Any, cache: KVCache | None = None
+    ) -> Tensor:
+        """Return the attention output [B, T, D]; head counts follow the projections, so they may be sharded."""
+        assert rope is not None
+        places = (*x_BTD.shape[:2], -1)
+        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BTD))) if self.has_query_latent else self.q_proj(x_BTD)
+        q_nope, q_rope = q.view(*places, self.nope + self.rope).split((self.nope, self.rope), dim=-1)
+        latent, k_rope = self.kv_a_proj_with_mqa(x_BTD).split((self.rank, self.rope), dim=-1)
+        kv = self.kv_b_proj(self.kv_a_layernorm(latent)).view(*places, self.nope + self.value)
+        k_nope, v_BTHV = kv.split((self.nope, self.value), dim=-1)
+        k_rope = apply_rope_to_pairs(k_rope[:, :, None], rope).expand(-1, -1, kv.shape[2], -1)
+        q_BTHK, k_BTHK = torch.cat((q_nope, apply_rope_to_pairs(q_rope, rope)), -1), torch.cat((k_nope, k_rope), -1)
+        if self.query_scale != 1:
+            q_BTHK = q_BTHK * self.query_scale
+        if cache is not None:
+            k_BTHK, v_BTHV = cache.update(k_BTHK, v_BTHV)
+        return self.o_proj(self.attend(q_BTHK, k_BTHK, v_BTHV, mask).flatten(2))
+
+
 class DecoderBlock(nn.Module):
     """One decoder layer: x + attention(x), then x + mlp(x), with up to four norms (`NORM_NAMES`)."""
 
     def __init__(self, config: ModelConfig, attend: AttentionFn, kind: LayerKind) -> None:
         super().__init__()
-        self.self_attn = Attention(config, attend)
+        self.self_attn = (LatentAttention if config.kv_rank else Attention)(config, attend)
         self.mlp = MoE(config) if kind.experts else MLP(config, config.intermediate_size)
         self.norm_names = NORM_NAMES[config.norm_place]
         for name in filter(None, self.norm_names):

@@ -141,7 +141,7 @@ def split_attention(q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, mask: SplitM
         return sdpa_attention(q_BTHK, k_BSGK, v_BSGK, None)
     parts = (x.flatten(0, 1)[None].split(mask.lengths, dim=1) for x in (q_BTHK, k_BSGK, v_BSGK))
     outs = [_attend_window(q, k, v, mask.window) for q, k, v in zip(*parts, strict=True)]
-    return torch.cat(outs, dim=1).view(q_BTHK.shape)
+    return torch.cat(outs, dim=1).view(*q_BTHK.shape[:3], -1)
 
 
 def _attend_window(q_1THK: Tensor, k_1TGK: Tensor, v_1TGK: Tensor, window: int) -> Tensor:

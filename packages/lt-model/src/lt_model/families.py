@@ -45,8 +45,8 @@ COMMON_DEFAULTS: Mapping[str, Any] = {
 }
 """What an absent key means to transformers, where the row names nothing else; sizes of a model mean nothing."""
 COMMON_REQUIRED: Mapping[str, Any] = {"clip_qkv": None, "quantization_config": None}
-EXPERT_COUNTS = ("num_experts", "num_local_experts")
-"""Two keys of one number."""
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Keys of one number."""
 DENSE_KEYS: Mapping[str, tuple[str, ...]] = {
     "": (),
     "listed": ("decoder_sparse_step", "mlp_only_layers"),
@@ -90,6 +90,7 @@ class Family:
         has_own_head_dim: a head's width does not follow from hidden_size and n_heads.
         has_two_ropes: sliding layers have a rotary base of their own, and no scaling.
         dense_layers: which layers may lack experts: none, those listed and all but each n-th, or the first ones.
+        has_extra_layers: files may have layers beyond the model's, which predict further tokens and are not read.
         partial_key: key of the rotated share of a head before transformers 5, or "" where all is rotated.
         renames: part of our tensor names to part of theirs, in order.
         fused: their tensor of a layer to ours, which it has one below the other ("rows"), or head by head ("heads").
@@ -108,6 +109,7 @@ class Family:
     has_own_head_dim: bool = False
     has_two_ropes: bool = False
     dense_layers: Literal["", "listed", "first"] = ""
+    has_extra_layers: bool = False
     partial_key: str = ""
     renames: tuple[tuple[str, str], ...] = ()
     fused: Mapping[str, tuple[tuple[str, ...], Literal["rows", "heads"]]] = field(default_factory=dict)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -59,9 +59,15 @@ class MLP(nn.Module):
 class Router(nn.Linear):
     """Scores of the experts, and the choice of some for each token."""
 
+    e_score_correction_bias: Tensor | None
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config.hidden_size, config.n_experts, bias=False)
-        self.top_k, self.normalize = config.experts_per_token, config.normalize_top_k
+        self.top_k, self.normalize, self.scale = config.experts_per_token, config.normalize_top_k, config.expert_scale
+        self.is_softmax = config.router_score == "softmax"
+        self.n_groups, self.top_groups = config.n_groups, config.top_groups
+        bias = torch.zeros(config.n_experts, dtype=torch.float32) if config.selection_bias else None
+        self.register_buffer("e_score_correction_bias", bias)
 
     def forward(self, x_ND: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return weights [N, K], experts [N, K] and logits [N, E], in fp32 or wider."""
@@ -71,10 +77,38 @@ class Router(nn.Linear):
         """Return what `forward` does, with the weight given."""
         wide = torch.promote_types(x_ND.dtype, torch.float32)
         logits_NE = F.linear(x_ND.to(wide), weight_ED.to(wide))
-        weights_NK, experts_NK = logits_NE.softmax(dim=-1).topk(self.top_k, dim=-1)
+        scores_NE = self.scores(logits_NE)
+        if self.e_score_correction_bias is None and self.n_groups == 1:
+            weights_NK, experts_NK = scores_NE.topk(self.top_k, dim=-1)
+        else:
+            experts_NK = self._select(scores_NE.detach())
+            weights_NK = scores_NE.gather(1, experts_NK)
         if self.normalize:
-            weights_NK = weights_NK / weights_NK.sum(dim=-1, keepdim=True)
-        return weights_NK, experts_NK, logits_NE
+            weights_NK = weights_NK / (weights_NK.sum(dim=-1, keepdim=True) + 1e-20)  # sigmoids may all be 0
+        return weights_NK if self.scale == 1 else weights_NK * self.scale, experts_NK, logits_NE
+
+    def scores(self, logits_NE: Tensor) -> Tensor:
+        """Return the scores of the experts, [N, E]."""
+        return logits_NE.softmax(dim=-1) if self.is_softmax else logits_NE.sigmoid()
+
+    def _select(self, scores_NE: Tensor) -> Tensor:
+        """Return the experts [N, K] with the largest scores, their bias added, of the best groups."""
+        bias = self.e_score_correction_bias
+        choice_NE = scores_NE if bias is None else scores_NE + bias
+        if self.n_groups > 1:
+            choice = choice_NE.unflatten(1, (self.n_groups, -1))
+            groups = choice.topk(2, dim=-1).values.sum(dim=-1).topk(self.top_groups, dim=-1).indices
+            is_closed = torch.ones(choice.shape[:2], dtype=torch.bool, device=choice.device).scatter_(1, groups, False)
+            choice_NE = choice.masked_fill(is_closed[..., None], float("-inf")).flatten(1)
+        return choice_NE.topk(self.top_k, dim=-1).indices
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move or cast the weight; the selection bias stays in fp32, where steps of 0.001 count."""
+        bias = self.e_score_correction_bias
+        super()._apply(fn, recurse)
+        if bias is not None and self.e_score_correction_bias.dtype != bias.dtype:
+            self.e_score_correction_bias = bias.to(self.e_score_correction_bias.device)
+        return self
 
 
 class Experts(nn.Module):

@@ -27,9 +27,9 @@ MAX_CONFIG_BYTES = 2**24
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 ACTIVATIONS: Mapping[str, str] = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
 """Our name to transformers'."""
-NULLABLE = ("num_key_value_heads", "sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
+NULLABLE = ("num_key_value_heads", "sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "q_lora_rank")
 """Keys whose null says "none"; of the others it says that the default holds."""
-SCALING_KEYS: Mapping[str, str] = {"magnitude": "attention_factor"}
+SCALING_KEYS: Mapping[str, str] = {"magnitude": "attention_factor", "score_magnitude": "mscale_all_dim"}
 """Field of `RopeScaling` to key, where they differ."""
 
 
@@ -97,7 +97,7 @@ def config_from_hf(values: Mapping[str, Any], source: str = "") -> ModelConfig:
     given |= {key: None for key in NULLABLE if key in values and values[key] is None}
     if given.get("num_key_value_heads") is None:
         given["num_key_value_heads"] = given.get("num_attention_heads")
-    for one, other in itertools.permutations(EXPERT_COUNTS):
+    for one, other in itertools.permutations(EXPERT_COUNTS, 2):
         if other in given and given.setdefault(one, given[other]) != given[other]:
             raise ModelError(f"{where}: {one} = {given[one]!r} and {other} = {given[other]!r} disagree")
     if missing := [key for key in row.keys.values() if key not in given and key != "head_dim"]:
@@ -106,6 +106,9 @@ def config_from_hf(values: Mapping[str, Any], source: str = "") -> ModelConfig:
         found = {name: _from_key(given.get(key), key) for name, key in row.keys.items()}
         if "n_kv_heads" not in row.keys:
             found["n_kv_heads"] = found["n_heads"]
+        if "n_shared_experts" in row.keys.values():
+            counted = {"n_shared_experts": "shared_expert_size", "moe_intermediate_size": "expert_size"}
+            found["shared_expert_size"] = math.prod(check_size(key, found[name]) for key, name in counted.items())
         found |= _read_rope(values, row, where, found["max_position_embeddings"])
         found |= _read_layers(given, row, check_size("n_layers", found["n_layers"]))
         if not any(kind.sliding for kind in found["layers"]):
@@ -178,13 +181,19 @@ def _to_key(config: ModelConfig, name: str, key: str) -> Any:
     if name == "attention_scale":
         scale = value or config.head_width**-0.5
         return round(scale**-2) if key == "query_pre_attn_scalar" else scale
+    if key == "n_shared_experts":
+        return value // config.expert_size if value else 0
     return value or None if key in NULLABLE else value
 
 
 def _read_layers(given: Mapping[str, Any], row: Family, n_layers: int) -> dict[str, Any]:
     """Return the kinds of layers and their window."""
     dense, step = given.get("mlp_only_layers") or (), given.get("decoder_sparse_step") or 1
-    experts = ["n_experts" in row.keys and i not in dense and (i + 1) % step == 0 for i in range(n_layers)]
+    n_dense = given.get("first_k_dense_replace") and check_size("first_k_dense_replace", given["first_k_dense_replace"])
+    experts = [
+        "n_experts" in row.keys and i >= (n_dense or 0) and i not in dense and (i + 1) % step == 0
+        for i in range(n_layers)
+    ]
     if not row.sliding:
         return {"layers": tuple(LayerKind(experts=has_experts) for has_experts in experts)}
     window = given["sliding_window"] or 0
@@ -219,6 +228,8 @@ def _write_layers(config: ModelConfig, row: Family) -> dict[str, Any]:
         step = _period([kind.experts for kind in kinds])
         dense = [] if step else [index for index, kind in enumerate(kinds) if not kind.experts]
         return {"decoder_sparse_step": step or 1, "mlp_only_layers": dense}
+    if row.dense_layers == "first":
+        return {"first_k_dense_replace": sum(not kind.experts for kind in kinds)}
     if not row.sliding:
         return {}
     written: dict[str, Any] = {"sliding_window": config.sliding_window or None}

@@ -92,7 +92,7 @@ def init_slice(
 @torch.no_grad()
 def init_model(model: Decoder, seed: int) -> None:
     """Set every parameter of an unsharded, materialized model in place, from the run's seed."""
-    targets = dict(model.named_parameters())
+    targets = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for parameter in param_specs(model.config):
         target = targets[parameter.name]
         target.copy_(init_slice(parameter, seed, dtype=target.dtype, device=target.device))

@@ -42,6 +42,7 @@ class ParamSpec:
             features), one more of stacked matrices, or None when every rank has all of it.
         decay: whether weight decay applies (to matrices, experts, routers and the head).
         init: initial values: the standard deviation of normal ones, or "ones" or "zeros".
+        is_trained: False of a buffer without gradient: the selection bias of a router, fp32 in every dtype.
         is_saved: whether "selective" recomputation saves the output of its product: every other one of a block.
     """
 
@@ -55,6 +56,7 @@ class ParamSpec:
     decay: bool
     init: float | Literal["ones", "zeros"]
     is_saved: bool = False
+    is_trained: bool = True
 
     @property
     def numel(self) -> int:
@@ -93,15 +95,9 @@ def _iter_param_specs(config: ModelConfig) -> Iterator[ParamSpec]:
 
 def _block_specs(config: ModelConfig, layer: int) -> Iterator[ParamSpec]:
     hidden = config.hidden_size
-    q_width, kv_width = config.n_heads * config.head_width, config.n_kv_heads * config.head_width
     is_deep = config.init_residual == "depth" or (config.init_residual == "auto" and config.norm_place == "pre")
     residual_std = config.init_std / math.sqrt(2 * config.n_layers) if is_deep else config.init_std
-    products: list[_Product] = [
-        ("self_attn.q_proj", (q_width, hidden), 0, config.qkv_bias),
-        ("self_attn.k_proj", (kv_width, hidden), 0, config.qkv_bias),
-        ("self_attn.v_proj", (kv_width, hidden), 0, config.qkv_bias),
-        ("self_attn.o_proj", (hidden, q_width), 1, config.o_bias),
-    ]
+    products = _latent_products(config) if config.kv_rank else _attention_products(config)
     if not config.layer(layer).experts:
         products += _mlp_products("mlp", hidden, config.intermediate_size, config)
     else:
@@ -118,22 +114,63 @@ def _block_specs(config: ModelConfig, layer: int) -> Iterator[ParamSpec]:
             shape, dim = (config.n_experts, *shape), 1 + (tp_dim or 0)
             yield _spec(f"{prefix}.{name}", shape, layer, "experts", tp_dim=dim, init=std, is_saved=is_saved)
             continue
-        type_: ParamType = "router" if tp_dim is None else "matrix"
+        type_: ParamType = "router" if name.startswith("mlp.") and tp_dim is None else "matrix"
         yield _spec(f"{prefix}.{name}.weight", shape, layer, type_, tp_dim=tp_dim, init=std, is_saved=is_saved)
         if has_bias:  # of a row-parallel product whole on every rank, and added once, after the sum
-            yield _spec(f"{prefix}.{name}.bias", shape[:1], layer, "bias", tp_dim=None if tp_dim else 0, init="zeros")
-        if name == "self_attn.o_proj" and config.qk_norm == "head":
-            yield from _norm_specs(config, f"{prefix}.self_attn.q_norm", config.head_width, layer)
-            yield from _norm_specs(config, f"{prefix}.self_attn.k_norm", config.head_width, layer)
-        elif name == "self_attn.o_proj" and config.qk_norm == "full":
-            yield from _norm_specs(config, f"{prefix}.self_attn.q_norm", q_width, layer, 0)
-            yield from _norm_specs(config, f"{prefix}.self_attn.k_norm", kv_width, layer, 0)
+            yield _spec(
+                f"{prefix}.{name}.bias", shape[:1], layer, "bias", tp_dim=0 if tp_dim == 0 else None, init="zeros"
+            )
+        yield from _specs_after(config, layer, name)
     for name in filter(None, NORM_NAMES[config.norm_place]):
         yield from _norm_specs(config, f"{prefix}.{name}", hidden, layer)
 
 
+def _specs_after(config: ModelConfig, layer: int, product: str) -> Iterator[ParamSpec]:
+    """Yield what follows a product in the table: norms of latents, of queries and keys, and the selection bias."""
+    attention, place = f"model.layers.{layer}.self_attn", product.rpartition(".")[2]
+    latents = {"q_a_proj": ("q_a_layernorm", config.q_rank), "kv_a_proj_with_mqa": ("kv_a_layernorm", config.kv_rank)}
+    if place in latents:
+        norm, rank = latents[place]
+        yield _spec(f"{attention}.{norm}.weight", (rank,), layer, "norm", tp_dim=None, init="ones")
+    elif product == "mlp.gate" and config.selection_bias:
+        name, shape = f"model.layers.{layer}.mlp.gate.e_score_correction_bias", (config.n_experts,)
+        yield _spec(name, shape, layer, "bias", tp_dim=None, init="zeros", is_trained=False)
+    elif place == "o_proj" and config.qk_norm != "none":
+        is_full, width = config.qk_norm == "full", config.head_width
+        for norm, n_heads in (("q_norm", config.n_heads), ("k_norm", config.n_kv_heads)):
+            size = width * n_heads if is_full else width
+            yield from _norm_specs(config, f"{attention}.{norm}", size, layer, 0 if is_full else None)
+
+
 _Product = tuple[str, tuple[int, ...], int | None, bool]
 """Name, shape, dimension of tensor parallelism, whether there is a bias."""
+
+
+def _attention_products(config: ModelConfig) -> list[_Product]:
+    hidden, width = config.hidden_size, config.head_width
+    q_width, kv_width = config.n_heads * width, config.n_kv_heads * width
+    return [
+        ("self_attn.q_proj", (q_width, hidden), 0, config.qkv_bias),
+        ("self_attn.k_proj", (kv_width, hidden), 0, config.qkv_bias),
+        ("self_attn.v_proj", (kv_width, hidden), 0, config.qkv_bias),
+        ("self_attn.o_proj", (hidden, q_width), 1, config.o_bias),
+    ]
+
+
+def _latent_products(config: ModelConfig) -> list[_Product]:
+    hidden, heads, latent = config.hidden_size, config.n_heads, config.kv_rank
+    queries: list[_Product] = [("self_attn.q_proj", (heads * config.head_width, hidden), 0, False)]
+    if config.q_rank:
+        queries = [
+            ("self_attn.q_a_proj", (config.q_rank, hidden), None, config.qkv_bias),
+            ("self_attn.q_b_proj", (heads * config.head_width, config.q_rank), 0, False),
+        ]
+    return [
+        *queries,
+        ("self_attn.kv_a_proj_with_mqa", (latent + config.rope_width, hidden), None, config.qkv_bias),
+        ("self_attn.kv_b_proj", (heads * (config.nope_width + config.value_width), latent), 0, False),
+        ("self_attn.o_proj", (hidden, heads * config.value_width), 1, config.o_bias),
+    ]
 
 
 def _mlp_products(name: str, hidden: int, inner: int, config: ModelConfig) -> list[_Product]:
@@ -162,6 +199,7 @@ def _spec(
     tp_dim: int | None,
     init: float | Literal["ones", "zeros"],
     is_saved: bool = False,
+    is_trained: bool = True,
 ) -> ParamSpec:
     role: ParamRole = "block" if layer is not None else "embed" if type_ == "embedding" else "final"
     return ParamSpec(
@@ -175,4 +213,5 @@ def _spec(
         decay=type_ in (*PRODUCTS, "head"),
         init=init,
         is_saved=is_saved,
+        is_trained=is_trained,
     )

@@ -48,10 +48,13 @@ def override(config: ModelConfig, **fields: Any) -> ModelConfig:
         ModelError: sizes that do not divide, or another n_layers where layers are a plain list without a pattern.
     """
     n_layers, period = fields.get("n_layers", config.n_layers), len(config.layers)
-    is_plain_list = period == config.n_layers > 1 and period != FAMILIES[config.family].period
+    row = FAMILIES[config.family]
+    is_plain_list = period == config.n_layers > 1 and period != row.period and row.dense_layers != "first"
     if n_layers != config.n_layers and is_plain_list and "layers" not in fields:
         raise ModelError(
             f"n_layers = {n_layers}: the model lists the kinds of its {config.n_layers} layers one by one; "
             "give a config.json with as many"
         )
+    if row.dense_layers == "first":  # the first layers stay as they are, others are like the last
+        fields = {"layers": (*config.layers, *[config.layers[-1]] * max(0, n_layers - len(config.layers))), **fields}
     return replace(config, **fields)

@@ -77,6 +77,13 @@ def rope_tables(rope: Rope, position_ids: Tensor, dtype: torch.dtype) -> tuple[T
     return cos.to(dtype), sin.to(dtype)
 
 
+def apply_rope_to_pairs(x_BTHK: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate numbers 2i and 2i + 1 by the angle of pair i; return them as numbers i and i + W/2."""
+    cos, sin = tables
+    a, b = x_BTHK.unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
 def apply_rope(x_BTHK: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate queries or keys by the angles of their positions; same shape and dtype as `x_BTHK`."""
     cos, sin = tables

@@ -51,6 +51,9 @@ def reference_attention(
 def sdpa_attention(q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, bias: Tensor | None) -> Tensor:
     """Attend through torch's scaled_dot_product_attention; plain causal attention needs no bias tensor."""
     n_tokens, n_keys = q_BTHK.shape[1], k_BSGK.shape[1]
+    width = v_BSGK.shape[-1]
+    if width < k_BSGK.shape[-1] and q_BTHK.device.type == "cpu":  # whose linear kernel has one width
+        v_BSGK = F.pad(v_BSGK, (0, k_BSGK.shape[-1] - width))
     if bias is None and 1 < n_tokens < n_keys:  # is_causal would align the triangle with the first key, not the last
         bias = _causal_bias(q_BTHK, k_BSGK)
     # A compiled comparison of lengths that vary is a SymBool, which torch's function refuses.
@@ -63,7 +66,7 @@ def sdpa_attention(q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, bias: Tensor 
         is_causal=is_causal,
         enable_gqa=q_BTHK.shape[2] != k_BSGK.shape[2],
     )
-    return out_BHTK.transpose(1, 2)
+    return out_BHTK.transpose(1, 2)[..., :width]
 
 
 def make_sdpa_attention(*kernels: str) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:

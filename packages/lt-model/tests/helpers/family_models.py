@@ -49,6 +49,18 @@ LINEAR = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0}
 GEMMA = {"head_dim": 12, "query_pre_attn_scalar": 20}
 EXPERTS = {"num_local_experts": 5, "num_experts_per_tok": 2}
 QWEN_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+LATENTS = {
+    "num_key_value_heads": 6,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 14,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 2,
+}
 NEOX = {"num_key_value_heads": None, "layer_norm_eps": 1e-3}
 CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("llama", {"rope_parameters": LLAMA3}),
@@ -111,6 +123,23 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "qwen2_moe",
         {**QWEN_EXPERTS, "shared_expert_intermediate_size": 40, "decoder_sparse_step": 2},
     ),
+    "deepseek_v3, queries of the stream": (
+        "deepseek_v3",
+        {**LATENTS, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "v_head_dim": 16},
+    ),
+    "deepseek_v3, yarn, groups": (
+        "deepseek_v3",
+        {
+            **LATENTS,
+            "attention_bias": True,
+            "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3},
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+        },
+    ),
     "qwen3_moe, head 12": (
         "qwen3_moe",
         {**QWEN_EXPERTS, "head_dim": 12, "norm_topk_prob": True, "mlp_only_layers": [1]},
@@ -145,9 +174,11 @@ def make_model(config: transformers.PretrainedConfig) -> torch.nn.Module:
         torch.set_default_dtype(torch.float32)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for tensor in model.parameters():
+        biases = [(name, tensor) for name, tensor in model.named_buffers() if name.endswith("correction_bias")]
+        for name, tensor in (*model.named_parameters(), *biases):
             noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
-            tensor.copy_(1 + 0.3 * noise if tensor.dim() == 1 else 0.2 * noise)
+            is_vector = tensor.dim() == 1 and not name.endswith("correction_bias")
+            tensor.copy_(1 + 0.3 * noise if is_vector else 0.2 * noise)
     return model.double().eval()
 
 

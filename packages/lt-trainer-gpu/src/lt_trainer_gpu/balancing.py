@@ -104,7 +104,9 @@ class BalancedRouter(Router):
         counts_E = counts_BE.sum(dim=0)
         total_E = _all_reduce(counts_E, balance.group_names)
         n_tokens = (total_E.sum() / top_k).clamp(min=1)
-        scores_BE = (logits_NE.softmax(dim=-1) * counted_N1).view(n_rows, -1, n_experts).sum(dim=1)
+        scores_NE = self.scores(logits_NE)
+        shares_NE = scores_NE / scores_NE.sum(dim=-1, keepdim=True)
+        scores_BE = (shares_NE * counted_N1).view(n_rows, -1, n_experts).sum(dim=1)
         share = balance.share.to(dtype)
         aux_loss = share * n_experts / top_k * (total_E / n_tokens * scores_BE.sum(dim=0) / n_tokens).sum()
         z_loss = share * (logits_NE.logsumexp(dim=-1, keepdim=True).square() * counted_N1).sum() / n_tokens
@@ -174,3 +176,16 @@ def pop_load(stages: Sequence[DecoderStage], tp: int) -> Tensor:
     if dist.is_initialized():
         dist.all_reduce(load_LE)
     return load_LE / tp
+
+
+@torch.no_grad()
+def move_selection_biases(stages: Sequence[DecoderStage], load_LE: Tensor, rate: float, finite: Tensor) -> None:
+    """Raise the bias of each expert with fewer tokens than the mean by `rate`, lower that of others; their mean stays.
+
+    As in DeepSeek-V3 (arXiv:2412.19437); in a step that is skipped, as `finite` says on the device, nothing moves.
+    """
+    for index, router in ((index, router) for stage in stages for index, router in stage_routers(stage).items()):
+        bias_E, counts_E = router.e_score_correction_bias, load_LE[index, :-1]
+        if bias_E is not None:
+            moves_E = rate * (counts_E.mean() - counts_E).sign()
+            bias_E += torch.where(finite, moves_E - moves_E.mean(), 0)

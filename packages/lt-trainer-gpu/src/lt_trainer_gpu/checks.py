@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from lt_trainer.engine import World
 
 ATTENTION_LACKS: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("sdpa", "cudnn", "split", "varlen"), ("attention_softcap",)),
-    "flash": ("attention_softcap", "sliding_window"),
+    **dict.fromkeys(("sdpa", "split"), ("attention_softcap",)),
+    **dict.fromkeys(("cudnn", "varlen"), ("attention_softcap", "value_width")),
+    "flash": ("attention_softcap", "value_width", "sliding_window"),
+    "flash-attn": ("value_width",),
 }
 """Attention backend to the features of a model that it does not have."""
 CONTEXT_PARALLEL_ATTENTION = ("auto", "varlen", "sdpa", "split", "reference", "flex")

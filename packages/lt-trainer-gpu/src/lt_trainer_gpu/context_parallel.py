@@ -98,17 +98,28 @@ def apply_context_parallel(stage: DecoderStage, cp_group: ContextParallelGroup) 
 
     Its inputs are then this rank's positions, and `QuerySegments` as boundaries.
     """
-    backend = context_parallel_backend(stage._attention_backend, cp_group, stage.config.attention_softcap)
+    config = stage.config
+    is_narrow = config.head_value_width != config.head_width
+    backend = context_parallel_backend(stage._attention_backend, cp_group, config.attention_softcap, is_narrow)
     stage._attention_backend = backend
     for block in stage.blocks:
         block.self_attn.attend = backend.attend
 
 
 def context_parallel_backend(
-    backend: AttentionBackend, cp_group: ContextParallelGroup, softcap: float = 0.0
+    backend: AttentionBackend, cp_group: ContextParallelGroup, softcap: float = 0.0, is_narrow: bool = False
 ) -> AttentionBackend:
-    """Return `backend` over the keys of all ranks; `softcap` as in `ModelConfig.attention_softcap`."""
-    make_mask = _capped_auto_mask if softcap and backend.name == "auto" else _MASK_FACTORIES[backend.name]
+    """Return `backend` over the keys of all ranks.
+
+    Args:
+        backend: of a rank's own keys.
+        cp_group: the ranks.
+        softcap: as in `ModelConfig.attention_softcap`.
+        is_narrow: values have another width than keys, for which "auto" has no "varlen".
+    """
+    make_mask = _MASK_FACTORIES[backend.name]
+    if backend.name == "auto" and (softcap or is_narrow):
+        make_mask = _capped_auto_mask if softcap else _narrow_auto_mask
     attend_capped = partial(reference_attention, softcap=softcap)
     attend_with_bias = attend_capped if softcap or backend.name == "reference" else sdpa_attention
     attend_in_blocks = partial(flex_mask_attention, softcap=softcap)
@@ -116,15 +127,15 @@ def context_parallel_backend(
     def attend(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: WholeRowsMask | SplitMask | VarlenMask) -> Tensor:
         k_PGK, v_PGK = gather_keys(k_BTGK, v_BTGK, mask.key_index, cp_group)
         if isinstance(mask, WholeRowsMask):
-            rows = (q_BTHK.shape[0], -1, *k_PGK.shape[1:])
             attend_rows = attend_with_bias if isinstance(mask.mask, Tensor) else attend_in_blocks
-            return attend_rows(q_BTHK, k_PGK.view(rows), v_PGK.view(rows), mask.mask)
+            k_BSGK, v_BSGK = (x.unflatten(0, (q_BTHK.shape[0], -1)) for x in (k_PGK, v_PGK))
+            return attend_rows(q_BTHK, k_BSGK, v_BSGK, mask.mask)
         q_LHK = q_BTHK.flatten(0, 1)
         if isinstance(mask, SplitMask):
             out_LHK = _attend_split(q_LHK, k_PGK, v_PGK, mask)
         else:
             out_LHK = _attend_varlen(q_LHK, k_PGK, v_PGK, mask)
-        return out_LHK.view(q_BTHK.shape)
+        return out_LHK.view(*q_BTHK.shape[:3], -1)
 
     return replace(backend, attend=attend, mask_factory=make_mask)
 
@@ -141,7 +152,8 @@ def gather_keys(
         cp_group: the ranks.
     """
     kv_BTGJ = torch.cat((k_BTGK, v_BTGK), dim=-1)
-    k_PGK, v_PGK = _GatherPositions.apply(kv_BTGJ, key_index_P, cp_group).chunk(2, dim=-1)
+    widths = (k_BTGK.shape[-1], v_BTGK.shape[-1])
+    k_PGK, v_PGK = _GatherPositions.apply(kv_BTGJ, key_index_P, cp_group).split(widths, dim=-1)
     return k_PGK, v_PGK
 
 
@@ -260,6 +272,13 @@ def _capped_auto_mask(
     boundaries: DocumentBoundaries, device: torch.device, dtype: torch.dtype, window: int
 ) -> WholeRowsMask:
     make_mask = _flex_mask if device.type == "cuda" else _dense_mask
+    return make_mask(boundaries, device, dtype, window)
+
+
+def _narrow_auto_mask(
+    boundaries: DocumentBoundaries, device: torch.device, dtype: torch.dtype, window: int
+) -> WholeRowsMask | SplitMask:
+    make_mask = _split_mask if device.type == "cpu" else _capped_auto_mask
     return make_mask(boundaries, device, dtype, window)
 
 

@@ -37,7 +37,7 @@ from lt_trainer.engine import Device, ExpertLoad, Snapshot, StepBatch, StepMetri
 from lt_trainer.evaluation.position_scores import PositionScores
 from lt_trainer.torch import GlooControl, PendingStep, allocate_host_memory, local_tensor, translate_dist_errors
 from lt_trainer_gpu import flight_recorder
-from lt_trainer_gpu.balancing import pop_load
+from lt_trainer_gpu.balancing import move_selection_biases, pop_load
 from lt_trainer_gpu.computation import DTYPE_FIELD, Computation, agree_on_cpu_dtype, choose_computation
 from lt_trainer_gpu.context_parallel_rows import rank_positions
 from lt_trainer_gpu.devices import accumulation_dtype, init_process_group
@@ -90,6 +90,7 @@ class GpuEngine:
         )
         self._state = TrainedState(self._stages, config, recipe, computation, layout)
         self._computation, self._optimizer_options = computation, recipe.optimizer
+        self._bias_update_rate = recipe.moe.bias_update_rate
         # Summed over ranks: the first of the TP ranks of the last stage reports the loss.
         self._reports_loss = layout.tp_rank == 0 and layout.pp_rank == layout.pp - 1
         self._no_loss = torch.zeros((), dtype=accumulation_dtype(computation.device), device=computation.device)
@@ -133,6 +134,8 @@ class GpuEngine:
                 weights.sync_model()
                 has_experts = self._stages[0].config.has_experts
                 load = pop_load(self._stages, self._mesh_layout.tp) if has_experts else None
+                if load is not None:
+                    move_selection_biases(self._stages, load, self._bias_update_rate, finite)
                 return PendingStep(loss, grad_norm, load)
         except torch.OutOfMemoryError:
             if self._profiler is not None:

@@ -155,6 +155,8 @@ class MeshLayout:
         count, index = self.dp_replicate, self.dp_replicate_rank
         if parameter.tp_dim is None:
             count, index = count * self.tp, index * self.tp + self.tp_rank
+        if not parameter.is_trained:  # FSDP shards parameters alone
+            count, index = count * self.fsdp_size, index * self.fsdp_size + self.fsdp_rank
         if parameter.role == "embed" and self.has_embedding_twice:
             count, index = count * 2, index * 2 + (self.pp_rank > 0)
         return count, index

@@ -144,6 +144,12 @@ def stage_param_specs(stage: DecoderStage) -> dict[str, ParamSpec]:
     return {name: specs[name] for name, _ in stage.named_parameters()}
 
 
+def stage_buffers(stage: DecoderStage) -> dict[str, Tensor]:
+    """Return what a stage has of the parameter table without training it: selection biases."""
+    names = {spec.name for spec in param_specs(stage.config) if not spec.is_trained}
+    return {name: buffer for name, buffer in stage.named_buffers() if name in names}
+
+
 def stage_params(stage: DecoderStage) -> dict[str, nn.Parameter]:
     """Return the parameters of a stage by their names in checkpoints."""
     specs = stage_param_specs(stage)

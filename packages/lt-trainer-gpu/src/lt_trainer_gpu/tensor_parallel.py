@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lt_model import param_specs
-from lt_model.decoder import Attention, KVCache, vocab_parallel_embedding
+from lt_model.decoder import Attention, KVCache, LatentAttention, vocab_parallel_embedding
 from lt_model.feed_forward import MLP, MoE, Router
 from lt_model.norm import RMSNorm, rms_norm_plus_one
 from lt_trainer_gpu.collectives import (
@@ -40,6 +40,18 @@ from lt_trainer_gpu.model import DecoderStage, LossHead, stage_param_specs
 
 class TensorParallelAttention(Attention):
     """Attention over this rank's heads."""
+
+    tp_group: TensorParallelGroup
+
+    def forward(
+        self, x_BTD: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Any, cache: KVCache | None = None
+    ) -> Tensor:
+        """Return the output of all heads, summed over ranks."""
+        return reduce_from_tp(super().forward(copy_to_tp(x_BTD, self.tp_group), rope, mask, cache), self.tp_group)
+
+
+class TensorParallelLatentAttention(LatentAttention):
+    """The same of latents, which every rank computes whole, on all positions."""
 
     tp_group: TensorParallelGroup
 
@@ -81,13 +93,14 @@ class PartialGradRouter(Router):
 
 
 class PartialGradLinear(nn.Linear):
-    """Gate of a shared expert, the same on every rank, of whose gradient each has a part."""
+    """Product of latents, or gate of a shared expert: the same on every rank, of whose gradient each has a part."""
 
     tp_group: TensorParallelGroup
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return input @ weight^T."""
-        return F.linear(input, sum_grad(self.weight, self.tp_group))
+        """Return input @ weight^T + bias."""
+        bias = None if self.bias is None else sum_grad(self.bias, self.tp_group)
+        return F.linear(input, sum_grad(self.weight, self.tp_group), bias)
 
 
 class TensorParallelRMSNorm(RMSNorm):
@@ -112,7 +125,7 @@ class TensorParallelLayerNorm(nn.LayerNorm):
 
 
 class HeadNorm(TensorParallelRMSNorm):
-    """RMSNorm of each of this rank's heads by one weight, of whose gradient it has a part."""
+    """RMSNorm of latents, or of each of this rank's heads by one weight, of whose gradient it has a part."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normalized x."""
@@ -164,6 +177,7 @@ class VocabParallelEmbedding(nn.Embedding):
 
 _TENSOR_PARALLEL_CLASSES: dict[type, type] = {
     Attention: TensorParallelAttention,
+    LatentAttention: TensorParallelLatentAttention,
     MLP: TensorParallelMLP,
     MoE: TensorParallelMoE,
     Router: PartialGradRouter,
@@ -177,9 +191,9 @@ def apply_tensor_parallel(model: DecoderStage, mesh_layout: MeshLayout, tp_group
     """Replace the parameters of `model` (on the meta device) by this rank's shards, in place."""
     classes: dict[str, type] = {}
     for name, parameter in stage_param_specs(model).items():
-        if parameter.kind in ("q_norm", "k_norm"):
+        if parameter.kind in ("q_norm", "k_norm", "q_a_layernorm", "kv_a_layernorm"):
             classes[name.rpartition(".")[0]] = HeadNorm if parameter.tp_dim is None else SplitNorm
-        elif parameter.kind == "shared_expert_gate":
+        elif parameter.type in ("matrix", "router") and parameter.tp_dim is None and parameter.kind != "gate":
             classes[name.rpartition(".")[0]] = PartialGradLinear
         elif parameter.type == "matrix" and parameter.tp_dim == 1:
             classes[name.rpartition(".")[0]] = RowParallelLinear

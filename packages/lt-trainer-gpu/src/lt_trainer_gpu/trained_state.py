@@ -34,7 +34,7 @@ from lt_trainer.torch import (
 from lt_trainer_gpu.computation import Computation
 from lt_trainer_gpu.matrix_exchange import matrix_exchange
 from lt_trainer_gpu.mesh_layout import MeshLayout
-from lt_trainer_gpu.model import DecoderStage, stage_params
+from lt_trainer_gpu.model import DecoderStage, stage_buffers, stage_params
 from lt_trainer_gpu.optimizer import GpuOptimizer
 from lt_trainer_gpu.optimizer_offload import OffloadedOptimizer
 from lt_trainer_gpu.parameter_shards import parameter_shard
@@ -74,9 +74,13 @@ class TrainedState:
     ) -> None:
         self._config, self._mesh_layout = config, mesh_layout
         params = {name: parameter for stage in stages for name, parameter in stage_params(stage).items()}
-        self._param_specs = {spec.name: spec for spec in param_specs(config) if spec.name in params}
+        self._buffers = {name: buffer for stage in stages for name, buffer in stage_buffers(stage).items()}
+        held = params.keys() | self._buffers.keys()
+        self._param_specs = {spec.name: spec for spec in param_specs(config) if spec.name in held}
         self.norm_param_names = [
-            name for name, spec in self._param_specs.items() if mesh_layout.replica_count_and_index(spec)[1] == 0
+            name
+            for name, spec in self._param_specs.items()
+            if spec.is_trained and mesh_layout.replica_count_and_index(spec)[1] == 0
         ]
         self.weights: Weights = (
             ModelWeights(params)
@@ -94,6 +98,7 @@ class TrainedState:
         self, shards: Mapping[str, LocalShard], recipe: Recipe, computation: Computation
     ) -> GpuOptimizer:
         options, spec = recipe.optimizer, optimizer_spec(recipe.optimizer.name)
+        shards = {name: shard for name, shard in shards.items() if name not in self._buffers}
         decays = weight_decay_names(self._config, include_embeddings=options.decay_embeddings)
         timeout_s = recipe.fault_tolerance.collective_timeout_s
         optimizer_class = OffloadedOptimizer if computation.options.optimizer_offload else GpuOptimizer
@@ -118,7 +123,7 @@ class TrainedState:
         """Return this rank's slices of the weights."""
         return {
             name: parameter_shard(self._param_specs[name], tensor, self._mesh_layout)
-            for name, tensor in self.weights.master_weights.items()
+            for name, tensor in {**self.weights.master_weights, **self._buffers}.items()
         }
 
     def _groups(self) -> StateGroups:
@@ -177,12 +182,15 @@ class TrainedState:
         optimizer, table = self.optimizer, param_specs(self._config)
         weight_dtype: torch.dtype = next(iter(self.weights.master_weights.values())).dtype
         return {
-            "weights": {spec.name: TensorSpec(DTYPE_CODES[weight_dtype], spec.shape) for spec in table},
+            "weights": {
+                spec.name: TensorSpec(DTYPE_CODES[weight_dtype if spec.is_trained else torch.float32], spec.shape)
+                for spec in table
+            },
             **{
                 slot.name: {
                     spec.name: TensorSpec(DTYPE_CODES[optimizer.slot_dtype(slot)], spec.shape)
                     for spec in table
-                    if slot in optimizer.spec.for_params([spec]).slots
+                    if spec.is_trained and slot in optimizer.spec.for_params([spec]).slots
                 }
                 for slot in optimizer.spec.all_slots
             },

@@ -12,7 +12,7 @@ from typing import Any
 
 from lt_ckpt import json_objects
 from lt_ckpt.conversion import Target
-from lt_ckpt.family_tensors import build_family_group, family_tensors
+from lt_ckpt.family_tensors import build_family_group, family_tensors, is_extra_layer
 from lt_ckpt.hf.folder import CONFIG, INDEX_FILE, SINGLE_FILE, read_stored_arrays, read_tensor_file
 from lt_ckpt.laid_out_files import lay_out_safetensors, write_layout
 from lt_ckpt.layout import FileLayout, stored_specs
@@ -41,7 +41,10 @@ def open_hf(path: str | os.PathLike[str], *, config: Mapping[str, Any]) -> Sourc
     kind, root = ("pt", found.parent) if found.is_file() else ("hf", found)
     stored = {found.name: read_tensor_file(root, found.name)} if kind == "pt" else read_stored_arrays(root)
     groups = {"weights": build_family_group(model, stored, str(found))}
-    return Source(format=kind, path=found, root=root, config=dict(config), groups=groups)
+    has_extra = any(is_extra_layer(name, model) for arrays in stored.values() for name in arrays)
+    skipped = f"{found}: layers from number {model.n_layers} on, which predict further tokens, are not read"
+    notes = (skipped,) if has_extra else ()
+    return Source(format=kind, path=found, root=root, config=dict(config), groups=groups, fallbacks=notes)
 
 
 def hf_target(source: Source, *, dtype: str | None = None, max_shard_bytes: int = MAX_SHARD_BYTES) -> Target:

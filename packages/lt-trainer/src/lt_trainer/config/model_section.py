@@ -26,6 +26,7 @@ class RopeScalingOptions(Section, table="model.rope_scaling"):
     beta_slow: float = option(1.0, "yarn: turns below which it is scaled fully", gt=0)
     truncate: bool = option(True, "yarn: round both limits to whole pairs")
     magnitude: float = option(0.0, "yarn: factor of cosines and sines; 0 = by its rule", ge=0)
+    score_magnitude: float = option(0.0, "yarn: scores of latent attention times (0.1 * this * ln(factor) + 1)^2", ge=0)
 
     def check(self) -> None:
         """Check the order of the factors."""

@@ -18,7 +18,7 @@ from lt_ckpt import CheckpointError, open_source
 from lt_ckpt.checksums import check_undamaged
 from lt_data import Tokenizer
 from lt_data.display.terminal import echo_error
-from lt_model import config_from_hf
+from lt_model import config_from_hf, param_specs
 from lt_trainer.control import Control
 from lt_trainer.engine import StepBatch, Topology
 from lt_trainer.evaluation.position_scores import PositionScores
@@ -104,15 +104,17 @@ def load_model(path: Path, *, device: str = "cpu", dtype: str = "float32") -> Lo
         raise CheckpointError(f"{source.path} has no tokenizer files; copy tokenizer.json and its config into it")
     assert source.config is not None, "open_source requires a config"
     check_undamaged(source)
+    config = config_from_hf(dict(source.config))
+    kept_wide = {spec.name for spec in param_specs(config) if not spec.is_trained}
     tensors: dict[str, torch.Tensor] = {}
     hashes: dict[str, str] = {}
     for name, spec in source.weights.specs.items():
         raw = source.read(name)
         hashes[name] = hash_tensor(spec.dtype, spec.shape, raw.data)
         tensor = torch.from_numpy(raw).view(TORCH_DTYPES[spec.dtype]).view(spec.shape)
-        tensors[name] = tensor.to(target, compute_dtype)
+        tensors[name] = tensor.to(target, torch.float32 if name in kept_wide else compute_dtype)
     with torch.device("meta"):
-        model = Decoder(config_from_hf(dict(source.config)))
+        model = Decoder(config)
     if model.config.tie_word_embeddings:  # saved once
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     model.load_state_dict(tensors, assign=True, strict=True)

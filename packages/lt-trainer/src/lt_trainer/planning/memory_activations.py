@@ -59,7 +59,8 @@ def _sharding(layout: PlannedLayout) -> dict[str, Any]:
 
 def _kv_per_token(config: ModelConfig, layout: PlannedLayout) -> float:
     """Return bytes of the keys and values of a token in one block."""
-    return 2 * config.n_kv_heads * config.head_width * layout.element_bytes / layout.tp
+    widths = config.head_width + config.head_value_width
+    return config.n_kv_heads * widths * layout.element_bytes / layout.tp
 
 
 def _foreign_keys_per_token(config: ModelConfig, layout: PlannedLayout) -> float:
