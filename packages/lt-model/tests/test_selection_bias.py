@@ -118,3 +118,30 @@ def test_a_step_moves_the_biases_once_by_the_tokens_of_training(sets):
     if "engine.gpu.dtype=bfloat16" not in sets:
         torch.testing.assert_close(found, wanted)
     engine.close()
+
+
+def test_files_keep_the_bias_wide_and_layers_for_further_tokens_are_not_read(tmp_path):
+    formats = pytest.importorskip("lt_ckpt.formats", reason="lt-ckpt converts files, and it is not installed")
+    transformers = pytest.importorskip("transformers")
+    from family_models import make_config, make_model
+    from safetensors.torch import load_file, save_file
+
+    model = make_model(make_config("deepseek_v3, yarn, groups")).float()
+    biases = {name: tensor for name, tensor in model.state_dict().items() if name.endswith("correction_bias")}
+    assert len(biases) == 3
+    model.save_pretrained(tmp_path / "theirs")
+    file = tmp_path / "theirs" / "model.safetensors"
+    further = {"model.layers.4.mlp.gate.weight": torch.ones(8, 48), "model.layers.4.eh_proj.weight": torch.ones(48, 96)}
+    save_file({**load_file(file), **further}, file, metadata={"format": "pt"})
+    source = formats.open_source(tmp_path / "theirs")
+    (sentence,) = source.fallbacks
+    assert sentence.endswith("layers from number 4 on, which predict further tokens, are not read")
+    for kind in ("lt", "hf"):
+        formats.convert_checkpoint(source, tmp_path / kind, formats.ConvertOptions(format=kind, dtype="BF16"))
+        source = formats.open_source(tmp_path / kind)
+        for name, spec in source.weights.specs.items():
+            assert spec.dtype == ("F32" if name in biases else "BF16"), name
+            if name in biases:
+                assert source.read(name).tobytes() == biases[name].numpy().tobytes()
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert all(torch.equal(exported.state_dict()[name], biases[name]) for name in biases)

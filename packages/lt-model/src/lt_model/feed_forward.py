@@ -106,8 +106,9 @@ class Router(nn.Linear):
         """Move or cast the weight; the selection bias stays in fp32, where steps of 0.001 count."""
         bias = self.e_score_correction_bias
         super()._apply(fn, recurse)
-        if bias is not None and self.e_score_correction_bias.dtype != bias.dtype:
-            self.e_score_correction_bias = bias.to(self.e_score_correction_bias.device)
+        moved = self.e_score_correction_bias
+        if bias is not None and moved is not None and moved.dtype != bias.dtype:
+            self.e_score_correction_bias = bias.to(moved.device)
         return self
 
 
