@@ -21,9 +21,10 @@ def inputs(dtype=torch.float64):
     return hidden, weight, labels
 
 
-def reference(hidden, weight, labels):
+def reference(hidden, weight, labels, softcap=0.0):
     """The definition, on all logits at once."""
     logits = (hidden @ weight.T).to(torch.promote_types(hidden.dtype, torch.float32))
+    logits = softcap * (logits / softcap).tanh() if softcap else logits
     counted = labels != IGNORE_INDEX
     log_probs = logits.log_softmax(dim=-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
     return LabelScores(log_probs * counted, (logits.argmax(dim=-1) == labels) & counted)
@@ -67,16 +68,21 @@ def all_reduce_softmax(all_terms):
 
 
 @pytest.mark.parametrize("chunk_tokens", [0, 1, 5, 23, 100])
-@pytest.mark.parametrize("pad_to_multiple_of", [1, 8])
-def test_scores_are_log_softmax_and_argmax(chunk_tokens, pad_to_multiple_of):
-    given = inputs()
-    found = linear_label_scores(*given, chunk_tokens=chunk_tokens, pad_to_multiple_of=pad_to_multiple_of)
-    wanted = reference(*given)
+@pytest.mark.parametrize("options", [{}, {"pad_to_multiple_of": 8}, {"pad_to_multiple_of": 8, "softcap": 1.5}])
+def test_scores_are_log_softmax_and_argmax(chunk_tokens, options):
+    given, softcap = inputs(), options.get("softcap", 0.0)
+    found = linear_label_scores(*given, chunk_tokens=chunk_tokens, **options)
+    wanted = reference(*given, softcap)
     torch.testing.assert_close(found.log_probs, wanted.log_probs, rtol=1e-12, atol=0)
     assert found.is_greedy.tolist() == wanted.is_greedy.tolist()
     assert 3 < found.is_greedy.sum() < N - 3
-    loss = linear_loss_parts(*given).cross_entropy
+    hidden, weight = (tensor.requires_grad_() for tensor in given[:2])
+    loss = linear_loss_parts(*given, chunk_tokens=chunk_tokens, **options).cross_entropy
     torch.testing.assert_close(-found.log_probs.sum(), loss, rtol=1e-13, atol=0)
+    total = linear_loss_parts(*given, chunk_tokens=chunk_tokens, **options).total
+    theirs = torch.autograd.grad(-reference(*given, softcap).log_probs.sum(), (hidden, weight))
+    for ours, grad in zip(torch.autograd.grad(total, (hidden, weight)), theirs, strict=True):
+        torch.testing.assert_close(ours, grad, rtol=1e-12, atol=1e-14)
 
 
 def test_scores_have_the_shape_of_the_labels_and_fp32_of_bfloat16():
@@ -88,8 +94,8 @@ def test_scores_have_the_shape_of_the_labels_and_fp32_of_bfloat16():
     assert found.is_greedy.shape == (1, N)
 
 
-@pytest.mark.parametrize("n_ranks", [2, 3])
-def test_a_split_vocabulary_gives_the_same_scores_on_every_rank(n_ranks):
+@pytest.mark.parametrize(("n_ranks", "softcap"), [(2, 0.0), (3, 0.0), (3, 1.5)])
+def test_a_split_vocabulary_gives_the_same_scores_on_every_rank(n_ranks, softcap):
     hidden, weight, labels = inputs()
     bounds = [VOCAB * rank // n_ranks for rank in range(n_ranks + 1)]
 
@@ -101,18 +107,20 @@ def test_a_split_vocabulary_gives_the_same_scores_on_every_rank(n_ranks):
             vocab_start_index=bounds[rank],
             all_reduce_softmax=lambda *terms: exchange(all_reduce_softmax, *terms),
             chunk_tokens=7,
+            softcap=softcap,
         )
 
     def unchunked(rank, exchange):
+        logits = hidden @ weight[bounds[rank] : bounds[rank + 1]].T
         return vocab_parallel_label_scores(
-            hidden @ weight[bounds[rank] : bounds[rank + 1]].T,
+            softcap * (logits / softcap).tanh() if softcap else logits,
             labels,
             vocab_start_index=bounds[rank],
             all_reduce_max=lambda x: exchange(lambda parts: torch.stack([p for (p,) in parts]).amax(dim=0), x),
             all_reduce_sum=lambda x: exchange(lambda parts: sum(p for (p,) in parts), x),
         )
 
-    wanted = reference(hidden, weight, labels)
+    wanted = reference(hidden, weight, labels, softcap)
     for function in (linear, unchunked):
         for found in split_scores(function, n_ranks):
             torch.testing.assert_close(found.log_probs, wanted.log_probs, rtol=1e-12, atol=0)

@@ -39,6 +39,7 @@ RUNS = {case: (case, ()) for case in CASES} | {
     "mistral, wider window": ("mistral, window 7, head 16", ("model.sliding_window=20",)),
     "olmo3, yarn": ("olmo3, yarn in full layers", (*YARN, "model.rope_theta=700.0")),
     "qwen3, yarn": ("qwen3, yarn, head 12", YARN),
+    "smollm3, yarn": ("smollm3, linear, window", YARN),
     "granite, linear": ("granite", LINEAR),
     "olmo2, llama3": ("olmo2", LLAMA3),
 }

@@ -28,7 +28,8 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 256},
     "olmo2": {"qkv_bias": True, "o_bias": True},
     "gemma3_text": {
-        **{"head_dim": 256, "activation": "gelu_tanh", "sliding_window": 512, "sliding_rope_theta": 1e4},
+        **{"head_dim": 256, "activation": "gelu_tanh", "logits_softcap": 30.0},
+        **{"sliding_window": 512, "sliding_rope_theta": 1e4},
         "layers": (LayerKind(sliding=True), LayerKind()),
     },
     "gpt_neox": {
