@@ -144,7 +144,7 @@ def test_the_shape_of_a_hub_is_asked_for_once(hub, tmp_path: Path) -> None:  # n
     window = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}
     hub.files["config.json"] = json.dumps({"model_type": "qwen2", **SHAPE, **window}).encode()
     recipe = base(Path("unused"), tmp_path / "run", "config")
-    recipe["model"] = {"config": "hf://org/name", "rope_theta": 700.0, "vocab_size": SHAPE["vocab_size"]}
+    recipe["model"] = {"config": "hf://org/name", "rope_theta": 700.0}
     assert load(base=recipe).origins["model.n_heads"] == "from hf://org/name"
     assert hub.log == [], "to show a recipe asks nothing"
     with pytest.raises(RecipeError, match="n_layers = 3: the model lists the kinds of its 4 layers one by one"):
