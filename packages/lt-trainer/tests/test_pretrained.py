@@ -82,13 +82,11 @@ def test_the_model_decides_the_architecture(model, tmp_path) -> None:
     assert (made.rope_scaling.factor, made.rope_scaling.original_max_position_embeddings) == (8.0, 16)
     assert resolved.origins["model.n_layers"] == f"init_from {model}"
     assert not resolved.is_given("model.n_layers")
-    longer = load(base=base, overrides=["model.max_position_embeddings=128", "model.rope_theta=1e6"])
-    assert longer.recipe.model.max_position_embeddings == 128
-    assert longer.recipe.model.rope_theta == 1e6
+    longer = load(base=base, overrides=["model.max_position_embeddings=128", "model.rope_theta=1e6"]).recipe.model
+    assert (longer.max_position_embeddings, longer.rope_theta) == (128, 1e6)
     assert load(base=base, overrides=["model.resize_vocab=true"]).recipe.model.vocab_size == 0, "the data's"
-    for field in ("init_from", "config"):
-        larger = load(base={**base, "model": {field: str(model)}}).recipe
-        assert model_config(larger, 290).vocab_size == 300, "rows beyond the tokenizer's are kept"
+    larger = (load(base={**base, "model": {field: str(model)}}).recipe for field in ("init_from", "config"))
+    assert [model_config(one, 290).vocab_size for one in larger] == [300, 300], "rows beyond the tokenizer's are kept"
 
     written = tmp_path / "written.toml"
     written.write_text(to_toml(resolved.recipe, resolved.origins))
@@ -104,10 +102,9 @@ def test_another_model_than_the_recipe_says_is_refused(model) -> None:
     three = ModelConfig.from_dict(CONFIG.to_dict() | {"n_layers": 3})
     with pytest.raises(RecipeError, match=r"model\.n_layers = 3.*has n_layers = 2; remove these fields"):
         opened(options, three)
-    wide = ModelConfig.from_dict(CONFIG.to_dict() | {"init_std": 0.5})
     base["model"] = {"init_from": str(model), "init_std": 0.5}
     with pytest.raises(RecipeError, match=r"model\.init_std = 0\.5.*has init_std = 0\.02; remove these fields"):
-        opened(load(base=base).recipe.model, wide)
+        opened(load(base=base).recipe.model, ModelConfig.from_dict(CONFIG.to_dict() | {"init_std": 0.5}))
     grown = ModelConfig.from_dict(CONFIG.to_dict() | {"vocab_size": 320})
     with pytest.raises(RecipeError, match=r"model\.vocab_size = 320.*vocab_size = 300.*model\.resize_vocab"):
         opened(ModelOptions(init_from=str(model)), grown)
@@ -141,21 +138,18 @@ def test_any_slice_is_the_models(model, data, monkeypatch) -> None:
 def test_a_vocabulary_of_another_size(model, new, begin, n, column, monkeypatch) -> None:
     monkeypatch.setattr("lt_trainer.checkpointing.pretrained.BLOCK_BYTES", 999)
     weights = weights_of(CONFIG)
-    begin = min(begin, new)
-    n = min(n, new - begin)
+    begin, n = min(begin, new), min(n, new - min(begin, new))
     resized = ModelConfig.from_dict(CONFIG.to_dict() | {"vocab_size": new})
     pretrained = opened(ModelOptions(init_from=str(model), resize_vocab=True), resized)
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         old = weights[name].astype(np.float64)
         whole = np.concatenate([old, np.tile(old.mean(axis=0), (max(0, new - 300), 1))])[:new]
-        blocks = pretrained.read(name, (begin, column), (n, 32 - column), "F64")
-        found = joined(blocks, (n, 32 - column), np.float64)
+        found = joined(pretrained.read(name, (begin, column), (n, 32 - column), "F64"), (n, 32 - column), np.float64)
         np.testing.assert_allclose(found, whole[begin : begin + n, column:], rtol=1e-12, atol=1e-14)
         kept = max(0, min(n, 300 - begin))
         assert (found[:kept] == whole[begin : begin + kept, column:]).all()
-    assert (
-        joined(pretrained.read("model.norm.weight", (0,), (32,), "F32"), (32,)) == weights["model.norm.weight"]
-    ).all()
+    norm = joined(pretrained.read("model.norm.weight", (0,), (32,), "F32"), (32,))
+    assert (norm == weights["model.norm.weight"]).all()
     assert new == 300 or f"vocab_size 300 -> {new}" in pretrained.describe()
 
 
