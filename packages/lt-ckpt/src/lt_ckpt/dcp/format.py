@@ -142,7 +142,7 @@ def open_dcp(path: str | os.PathLike[str], *, config: Mapping[str, Any]) -> Sour
     metadata = SafeReader(folder).read_metadata()
     tensors = {k: m for k, m in metadata.state_dict_metadata.items() if isinstance(m, dcp.TensorStorageMetadata)}
     dialect, prefix = _detect_naming(model, tensors, str(folder))
-    is_qwen = dialect == "titan" and model.family.startswith("qwen3")  # without Meta's order of rows
+    is_qwen = "titan" in dialect and model.family.startswith("qwen3")  # without Meta's order of rows
     if dialect != "hf":
         model.check_features(f"the names of {dialect}", ("qkv_bias", "o_bias") if is_qwen else None)
     table, shapes = _find_tensors(model, dialect, prefix, tensors, str(folder))
@@ -186,7 +186,9 @@ def _detect_naming(config: ModelConfig, tensors: Mapping[str, object], where: st
             start = key.removesuffix(embedding)
             if start != key and (not start or start.endswith(".")):
                 query = start + dialect_key("model.layers.0.self_attn.q_proj.weight", "titan")
-                found.append(("titan" if query in tensors else dialect, start))
+                is_early = any(".moe.experts.w1" in name for name in tensors)
+                titan = "titan, early" if is_early else "titan"
+                found.append((titan if query in tensors else dialect, start))
     if not found:
         raise CheckpointError(f"{where}: contains no embedding of a model under a known name")
     if len(found) > 1:

@@ -35,10 +35,13 @@ _TITAN = {
     **{f"self_attn.{x}_proj.weight": f"attention.qkv_linear.w{x}.weight" for x in "qkv"},
     **{f"self_attn.{x}_norm.weight": f"attention.{x}_norm.weight" for x in "qk"},
     "mlp.gate.weight": "moe.router.gate.weight",
-    **{f"mlp.experts.{x}_proj": f"moe.experts.w{n}" for n, x in enumerate(("gate", "down", "up"), start=1)},
+    "mlp.experts.gate_proj": "moe.routed_experts.inner_experts.w1_EFD",
+    "mlp.experts.down_proj": "moe.routed_experts.inner_experts.w2_EDF",
+    "mlp.experts.up_proj": "moe.routed_experts.inner_experts.w3_EFD",
 }
-DIALECTS = {"meta": _META, "titan": _TITAN}
-"""Meta's names (also torchtitan's until 2025), and torchtitan's since."""
+_EXPERTS = {f"mlp.experts.{x}_proj": f"moe.experts.w{n}" for n, x in enumerate(("gate", "down", "up"), start=1)}
+DIALECTS = {"meta": _META, "titan": _TITAN, "titan, early": _TITAN | _EXPERTS}
+"""Meta's names (also torchtitan's until 2025), torchtitan's since, and those before 0.3 of experts."""
 
 
 def dialect_key(name: str, dialect: str) -> str:
