@@ -27,7 +27,8 @@ def test_sum_by_hand():
 
 @pytest.mark.parametrize("rows", [1, 5, 23, 256])
 def test_chunked_loss_and_gradients_equal_the_plain_ones(monkeypatch, rows):
-    monkeypatch.setattr("lt_model.loss._CPU_CHUNK_TOKENS", rows)
+    monkeypatch.setattr("lt_model.loss.default_chunk_tokens", lambda *_: rows)
+    monkeypatch.setattr("lt_model.loss._CPU_PART_TOKENS", 4)
     hidden, weight, labels = _inputs()
     # A factor after the loss must reach the gradients.
     plain = cross_entropy_sum(hidden @ weight.T, labels)
@@ -89,7 +90,7 @@ def test_bfloat16_loss_is_fp32_of_bfloat16_logits():
 
 def test_the_heads_gradient_is_summed_over_chunks_in_fp32(monkeypatch):
     """Each token adds an eighth to seven rows: in bfloat16 the sum would stay at 32, where half a step is more."""
-    monkeypatch.setattr("lt_model.loss._CPU_CHUNK_TOKENS", 1)
+    monkeypatch.setattr("lt_model.loss.default_chunk_tokens", lambda *_: 1)
     hidden = torch.ones(512, 2, dtype=torch.bfloat16)
     weight = torch.zeros(8, 2, dtype=torch.bfloat16, requires_grad=True)
     linear_loss(hidden, weight, torch.zeros(512, dtype=torch.long)).backward()
@@ -112,7 +113,7 @@ def test_one_chunk_needs_no_wide_sum_and_gives_the_same_bits():
 @pytest.mark.parametrize("slab", [1, 3, 4, 11])
 def test_slabs_of_the_heads_gradient_do_not_show(monkeypatch, slab):
     """A CPU widens the product of a narrow dtype some rows of the vocabulary at a time."""
-    monkeypatch.setattr("lt_model.loss._CPU_CHUNK_TOKENS", 5)
+    monkeypatch.setattr("lt_model.loss.default_chunk_tokens", lambda *_: 5)
     monkeypatch.setattr("lt_model.loss._CPU_CHUNK_ROWS", slab)
     hidden, weight, labels = _inputs(dtype=torch.bfloat16)
     linear_loss(hidden, weight, labels).backward()

@@ -52,7 +52,7 @@ def _close(found, expected, tolerance):
 
 @pytest.mark.parametrize("rows", [1, 5, 256])
 def test_z_loss_and_its_gradients_follow_the_formula(monkeypatch, rows):
-    monkeypatch.setattr("lt_model.loss._CPU_CHUNK_TOKENS", rows)
+    monkeypatch.setattr("lt_model.loss.default_chunk_tokens", lambda *_: rows)
     hidden, weight, labels = _inputs()
     expected = _by_formula(hidden, weight, labels, Z)
     gradients = torch.autograd.grad(expected * 3.0, (hidden, weight))
@@ -85,7 +85,8 @@ def test_the_pure_form_the_chunked_one_and_one_split_over_ranks_are_the_same(cut
     _close((written_out @ weight, written_out.T @ hidden), gradients, 1e-12)
     bounds = list(pairwise([0, *sorted(cuts), 11]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lt_model.loss._CPU_CHUNK_TOKENS", rows)
+        patch.setattr("lt_model.loss.default_chunk_tokens", lambda *_: rows)
+        patch.setattr("lt_model.loss._CPU_PART_TOKENS", 2)
         found = _split_loss(hidden, weight, labels, bounds, z_loss=z_loss, pad_to_multiple_of=pad_to)
     for parts, _, _ in found:
         torch.testing.assert_close(parts, (pure.total, pure.cross_entropy, pure.z_loss), rtol=1e-12, atol=1e-12)
@@ -162,7 +163,7 @@ def test_z_loss_of_the_model_reaches_every_parameter(config, make_model):
 @settings(max_examples=60, deadline=None)
 def test_padding_changes_neither_loss_nor_gradients(vocab, pad_to, rows, z_loss):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lt_model.loss._CPU_CHUNK_TOKENS", rows)
+        patch.setattr("lt_model.loss.default_chunk_tokens", lambda *_: rows)
         hidden, weight, labels = _inputs(n_tokens=13, vocab=vocab, seed=vocab)
         plain = linear_loss(hidden, weight, labels, z_loss=z_loss)
         padded = linear_loss(hidden, weight, labels, z_loss=z_loss, pad_to_multiple_of=pad_to)

@@ -85,7 +85,7 @@ def test_default_positions_match_untouched_transformers_in_fp32(config, make_mod
     theirs = _hugging_face(ours)
     logits = theirs(input_ids=ids, use_cache=False).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-    assert _relative(ours(ids), logits) < 2e-6
+    assert _relative(ours(ids), logits) < 3e-6
     our_loss = ours(ids, labels_BT=labels)
     assert our_loss.dtype == torch.float32
     assert abs(our_loss.item() / loss.item() - 1) < 1e-6

@@ -202,6 +202,11 @@ def loss_chunk_tokens(vocab_size: int) -> int:
     return max(1024, (1 << 28) // vocab_size // 128 * 128)
 
 
+def loss_part_tokens(vocab_size: int) -> int:
+    """Return the tokens of a chunk of the loss whose logits are in fp32 at a time: 2^26 logits."""
+    return max(128, (1 << 26) // vocab_size // 128 * 128)
+
+
 def loss_bytes(
     config: ModelConfig, n_tokens: int, *, element_bytes: int = 2, chunk_tokens: int = 0, tp: int = 1
 ) -> Mapping[str, float]:
@@ -216,16 +221,16 @@ def loss_bytes(
 
     Returns:
         "hidden states": the input and its gradient; "gradient of the head": in fp32 or wider if it is summed over
-        several chunks, else in the compute dtype; "logits": of one chunk, in both dtypes, or the sum rounded to the
-        compute dtype after them, whichever is more.
+        several chunks, else in the compute dtype; "logits": of one chunk, and of a part of it in fp32 or wider, or
+        the sum rounded to the compute dtype after them, whichever is more.
     """
     chunk_tokens = min(n_tokens, chunk_tokens or loss_chunk_tokens(config.vocab_size // tp))
-    wide = max(_FP32_BYTES, element_bytes)
-    vocab, both = config.vocab_size / tp, wide + (element_bytes if element_bytes < wide else 0)
-    is_summed = chunk_tokens < n_tokens
-    rounded = vocab * config.hidden_size * (both - wide) * is_summed
+    wide, vocab, is_summed = max(_FP32_BYTES, element_bytes), config.vocab_size / tp, chunk_tokens < n_tokens
+    is_narrow = element_bytes < wide
+    wide_tokens = min(chunk_tokens, loss_part_tokens(config.vocab_size // tp)) * is_narrow
+    rounded = vocab * config.hidden_size * element_bytes * is_summed * is_narrow
     return {
         "hidden states": 2 * n_tokens * config.hidden_size * element_bytes,
         "gradient of the head": vocab * config.hidden_size * (wide if is_summed else element_bytes),
-        "logits": max(chunk_tokens * vocab * both, rounded),
+        "logits": max(vocab * (chunk_tokens * element_bytes + wide_tokens * wide), rounded),
     }

@@ -26,7 +26,8 @@ devices cannot run the chunked form use it.
 `compile=True` compiles what lies between a chunk's matrix products (`compiled_loss`), which are library calls either
 way.
 
-Shapes: N = B * T tokens, C tokens of a chunk, D hidden_size, V vocabulary (a rank's rows of it), W = V and its padding.
+Shapes: N = B * T tokens, C tokens of a chunk, P of a part of it, D hidden_size, V vocabulary (a rank's rows of it),
+W = V and its padding.
 """
 
 from __future__ import annotations
@@ -39,13 +40,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from lt_model.activation_memory import loss_chunk_tokens
+from lt_model.activation_memory import loss_chunk_tokens, loss_part_tokens
 from lt_model.compiled_loss import compiled, softmax_terms, write_logits_grad
 from lt_model.errors import ModelError
 
 IGNORE_INDEX = -100  # a label of this value is not counted (as in torch and transformers)
 
-_CPU_CHUNK_TOKENS = 256  # a chunk's logits stay in cache for small vocabularies
+_CPU_CHUNK_LOGITS = 2**25  # of a chunk: 64 MiB in bfloat16
+_CPU_PART_TOKENS = 128  # of a chunk, computed in fp32 at a time
 _CPU_CHUNK_ROWS = 2048  # rows of the head's gradient that a CPU updates at a time
 
 
@@ -179,7 +181,7 @@ def linear_loss_parts(
         vocab_start_index: token id of the weight's first row, if the head is vocabulary-parallel.
         all_reduce_softmax: reduction over the ranks with the other rows; None if the weight has all. `hidden` and
             `labels` are the same on all ranks, and the gradient of `hidden` is this rank's partial sum.
-        chunk_tokens: tokens whose logits exist at a time; 0: 256 on a CPU, else `activation_memory.loss_chunk_tokens`.
+        chunk_tokens: tokens whose logits exist at a time; 0: `default_chunk_tokens`.
         compile: compile what lies between the matrix products (`compiled_loss`); not with a softcap.
         softcap: logits z become softcap * tanh(z / softcap); 0: they stay.
 
@@ -245,44 +247,48 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_weight_WD = unwritten(weight_WD, dtype=sum_dtype) if needs_grad else None
         # Overwritten by every chunk: fresh memory would cost a CPU more than the arithmetic on it.
         buffer_CW = hidden_ND.new_empty(chunk_rows, width)
-        wide_buffer_CW = buffer_CW if buffer_CW.dtype == wide or compile else torch.empty_like(buffer_CW, dtype=wide)
+        # Its parts are what is computed in fp32 at a time; on a CPU they stay in its cache.
+        part_tokens = _CPU_PART_TOKENS if hidden_ND.device.type == "cpu" else loss_part_tokens(rows)
+        part_rows = chunk_rows if compile else min(chunk_rows, part_tokens)
+        is_wide = buffer_CW.dtype == wide or compile
+        wide_buffer_PW = buffer_CW if is_wide else buffer_CW.new_empty(part_rows, width, dtype=wide)
         for chunk in (slice(first, first + chunk_rows) for first in range(0, hidden_ND.shape[0], max(1, chunk_rows))):
-            hidden_CD, targets_C1 = hidden_ND[chunk], targets_N1[chunk]
-            counted_C1, own_C1 = counted_N1[chunk], own_N1[chunk]
-            product_CW, padded_CW = (buffer[: hidden_CD.shape[0]] for buffer in (buffer_CW, wide_buffer_CW))
-            torch.mm(hidden_CD, weight_WD.T, out=product_CW)
-            exp_CV = slope_CV = None
-            if compile:
-                top_C1, sum_C1, at_target_C1 = compiled(softmax_terms)(product_CW, targets_C1, own_C1, vocab_size)
-            else:
-                if product_CW.dtype != wide:
-                    padded_CW.copy_(product_CW)
-                logits_CV = padded_CW[:, :vocab_size]
-                slope_CV = _cap_logits(logits_CV, softcap)
-                at_target_C1 = logits_CV.gather(1, targets_C1) * own_C1
-                top_C1 = logits_CV.amax(dim=1, keepdim=True)
-                exp_CV = logits_CV.sub_(top_C1).exp_()
-                sum_C1 = exp_CV.sum(dim=1, keepdim=True)
-            own_top_C1 = top_C1
-            if all_reduce_softmax is not None:
-                top_C1, sum_C1, at_target_C1 = all_reduce_softmax(top_C1, sum_C1, at_target_C1)
-            log_sum_C1 = sum_C1.log() + top_C1
-            cross_entropy += ((log_sum_C1 - at_target_C1) * counted_C1).sum()
-            factor_C1 = counted_C1 * (own_top_C1 - top_C1).exp() / sum_C1
-            if z_loss:
-                z_part += (log_sum_C1.square() * counted_C1).sum() * z_loss
-                factor_C1 = factor_C1 * (1 + 2 * z_loss * log_sum_C1)
-            if grad_hidden_ND is not None and grad_weight_WD is not None:
-                if exp_CV is None:
-                    compiled(write_logits_grad)(product_CW, own_top_C1, factor_C1, targets_C1, own_C1, vocab_size)
+            hidden_CD = hidden_ND[chunk]
+            product_CW = torch.mm(hidden_CD, weight_WD.T, out=buffer_CW[: hidden_CD.shape[0]])
+            of_chunk = (product_CW, targets_N1[chunk], counted_N1[chunk], own_N1[chunk])
+            parts = zip(*(tensor.split(part_rows) for tensor in of_chunk), strict=True)
+            for product_PW, targets_P1, counted_P1, own_P1 in parts:
+                padded_PW = product_PW if is_wide else wide_buffer_PW[: product_PW.shape[0]].copy_(product_PW)
+                exp_PV = slope_PV = None
+                if compile:
+                    top_P1, sum_P1, at_target_P1 = compiled(softmax_terms)(product_PW, targets_P1, own_P1, vocab_size)
                 else:
-                    _write_logits_grad(exp_CV, factor_C1, targets_C1, own_C1, slope_CV)
-                    padded_CW[:, vocab_size:] = 0
-                    if product_CW.dtype != wide:
-                        product_CW.copy_(padded_CW)
+                    logits_PV = padded_PW[:, :vocab_size]
+                    slope_PV = _cap_logits(logits_PV, softcap)
+                    at_target_P1 = logits_PV.gather(1, targets_P1) * own_P1
+                    top_P1 = logits_PV.amax(dim=1, keepdim=True)
+                    exp_PV = logits_PV.sub_(top_P1).exp_()
+                    sum_P1 = exp_PV.sum(dim=1, keepdim=True)
+                own_top_P1 = top_P1
+                if all_reduce_softmax is not None:
+                    top_P1, sum_P1, at_target_P1 = all_reduce_softmax(top_P1, sum_P1, at_target_P1)
+                log_sum_P1 = sum_P1.log() + top_P1
+                cross_entropy += ((log_sum_P1 - at_target_P1) * counted_P1).sum()
+                factor_P1 = counted_P1 * (own_top_P1 - top_P1).exp() / sum_P1
+                if z_loss:
+                    z_part += (log_sum_P1.square() * counted_P1).sum() * z_loss
+                    factor_P1 = factor_P1 * (1 + 2 * z_loss * log_sum_P1)
+                if needs_grad:
+                    if exp_PV is None:
+                        compiled(write_logits_grad)(product_PW, own_top_P1, factor_P1, targets_P1, own_P1, vocab_size)
+                    else:
+                        _write_logits_grad(exp_PV, factor_P1, targets_P1, own_P1, slope_PV)
+                        padded_PW[:, vocab_size:] = 0
+                        product_PW.copy_(padded_PW)  # nothing where it is itself
+            if grad_hidden_ND is not None and grad_weight_WD is not None:
                 torch.mm(product_CW, weight_WD, out=grad_hidden_ND[chunk])
                 _add_product(grad_weight_WD, product_CW.T, hidden_CD, first=chunk.start == 0)
-        for buffer in (buffer_CW, wide_buffer_CW):  # freed before the head's gradient exists twice; the loop left views
+        for buffer in (buffer_CW, wide_buffer_PW):  # freed before the head's gradient exists twice: views are left
             buffer.untyped_storage().resize_(0)
         if grad_weight_WD is not None:
             ctx.save_for_backward(grad_hidden_ND, grad_weight_WD[:rows].to(weight_VD.dtype))
@@ -326,7 +332,7 @@ def _check_arguments(*, z_loss: float, pad_to_multiple_of: int, vocab_size: int 
 def default_chunk_tokens(hidden: Tensor, weight_VD: Tensor) -> int:
     """Return the tokens whose logits exist at a time, by device and vocabulary."""
     if hidden.device.type == "cpu":
-        return _CPU_CHUNK_TOKENS
+        return max(1, _CPU_CHUNK_LOGITS // weight_VD.shape[0] // _CPU_PART_TOKENS) * _CPU_PART_TOKENS
     return loss_chunk_tokens(weight_VD.shape[0])
 
 

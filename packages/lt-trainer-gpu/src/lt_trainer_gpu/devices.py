@@ -10,6 +10,7 @@ lt-trainer-neuron runs.
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import os
 from collections.abc import Mapping
@@ -29,6 +30,8 @@ FIRST_NATIVE_NEURON = (2, 13)
 """First torch-neuronx that is a torch device; older ones are the XLA line."""
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 """Variable that tells torch whether to load the devices of other packages, as it does by default."""
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""Constants from glibc's malloc.h."""
 WITHOUT_FLOAT64 = ("mps", "neuron")
 """Device types that cannot compute in float64."""
 
@@ -137,9 +140,22 @@ def select_device(options: GpuOptions, world: World) -> torch.device:
         check_neuron_environment(_installed_version("torch-neuronx"), torch.__version__, os.environ)
     kind = choose_device_type(options.device, None if options.device == "cpu" else find_accelerator(), world)
     if kind in ("cpu", "mps"):
+        keep_freed_memory()
         return torch.device(kind)
     torch.accelerator.set_device_index(world.local_rank)
     return torch.device(kind, world.local_rank)
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep what tensors free, for the next ones; a libc without `mallopt` stays as it is.
+
+    A step on a CPU allocates megabytes a thousand times. The system clears each page that is new to the process, which
+    cost 5 % of a step of 512 tokens.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, 32 * 2**20)  # the largest it takes
+        mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def _installed_version(package: str) -> str:

@@ -51,7 +51,7 @@ def job(
     if family != "llama":
         shape |= {"family": family, **FAMILIES[family].fixed, **FAMILY_FIELDS[family]}
     values = {"vocab_size": 32000, "rows": fields.get("ranks", 1), **fields}
-    return Job(model=tuple(shape.items()), overrides=overrides, row_lengths=(seq_len,) * 3, initialize=False, **values)
+    return Job(model=tuple(shape.items()), overrides=overrides, row_lengths=(seq_len,) * 3, **values)
 
 
 def config_of(asked: Job) -> ModelConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +27,6 @@ class Job:
         overrides: recipe fields.
         one_document: steps (by number) whose rows are one document each.
         fault: fault of the engine to plant, one of `FAULTS`; none when empty.
-        initialize: whether weights get their initial values; on the host that takes long for a large model.
     """
 
     folder: str = ""
@@ -39,7 +39,6 @@ class Job:
     overrides: tuple[str, ...] = ()
     one_document: tuple[int, ...] = ()
     fault: str = ""
-    initialize: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +48,13 @@ class RankResult:
     Attributes:
         peak_bytes: most bytes that torch's allocator held for tensors, of each step.
         graphs: graphs that torch.compile has made, after each step.
+        seconds: time of each step on the host.
         expandable: whether torch's allocator has expandable segments.
     """
 
     peak_bytes: list[int] = field(default_factory=list)
     graphs: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
     expandable: bool = False
 
 
@@ -67,14 +68,11 @@ def train(job: Job) -> RankResult:
     from lt_trainer.config.recipe import load
     from lt_trainer.config.section import unflatten
     from lt_trainer.engine import World
-    from lt_trainer_gpu import trained_state
     from lt_trainer_gpu.spec import SPEC
 
     os.environ["NULLCUDA_LOG"] = str(Path(job.folder) / f"{os.environ['RANK']}.log")
     mark = ctypes.CDLL(None).nullcuda_mark
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN cannot be replaced: it computes on what it finds in memory
-    if not job.initialize:
-        trained_state.init_parameters = lambda *_: None
     longest = max(job.row_lengths)
     config = ModelConfig(vocab_size=job.vocab_size, max_position_embeddings=longest, **dict(job.model))
     base = {
@@ -102,7 +100,9 @@ def train(job: Job) -> RankResult:
             assert part.input_ids.shape == shape
         torch.cuda.reset_peak_memory_stats()
         mark(f"step {step}".encode())
+        start = time.perf_counter()
         pending = engine.step(part, 1e-3)
+        result.seconds.append(time.perf_counter() - start)
         mark(f"fetch {step}".encode())
         engine.fetch_metrics([pending])
         mark(b"between")
