@@ -5,6 +5,7 @@ draws an eleventh of the pairs, others each day; the slow set trains all. Ranks 
 """
 
 import datetime
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,14 +19,16 @@ from lt_model.decoder import Decoder
 from lt_test_helpers import layouts
 from lt_test_helpers.layouts import StateSlice, assemble, assert_near
 from lt_trainer.config.model_section import architecture_values
+from lt_trainer.config.recipe import load
 from lt_trainer.config.section import unflatten
+from lt_trainer.engine import World
 from lt_trainer.errors import RecipeError
 from lt_trainer_gpu import checks
 from lt_trainer_gpu import engine as engine_module
 from lt_trainer_gpu.fp8 import TensorwiseLinear, apply_fp8, fp8_products
 
-STEPS, ROWS, SEQ_LEN, VOCAB, SLOTS = 2, 4, 32, 61, ("momentum", "exp_avg")
-MICRO_STEP_ROWS = 2  # of all ranks, over which experts are balanced
+STEPS, ROWS, SEQ_LEN, VOCAB, SLOTS = 2, 8, 32, 61, ("momentum", "exp_avg")
+MICRO_STEP_ROWS = 4  # of all ranks, over which experts are balanced
 SIZES = {
     **{"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": SEQ_LEN, "head_dim": 8},
@@ -48,7 +51,7 @@ FILES: dict[str, dict[str, Any]] = {
     "starcoder2": {"sliding_window": 6},
     "olmoe": {"num_experts": 5, "num_experts_per_tok": 2},
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 40, "decoder_sparse_step": 2},
-    "qwen3_moe": {**EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [1]},
+    "qwen3_moe": {**EXPERTS, "num_experts": 4, "norm_topk_prob": True, "mlp_only_layers": [1]},
     "deepseek_v3": {
         **{"num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 16, "qk_nope_head_dim": 8},
         **{"qk_rope_head_dim": 4, "v_head_dim": 10, "attention_bias": True, "first_k_dense_replace": 1},
@@ -69,7 +72,29 @@ AXES = {
     "selective": ("parallel.tp=2", "engine.gpu.activation_checkpointing=selective"),
     "pp, full": ("parallel.pp=2", "engine.gpu.activation_checkpointing=full"),
 }
+EP, EP4, SP = "parallel.ep=2", "parallel.ep=4", AXES["sp"]
+EP_AXES: dict[str, tuple[int, tuple[str, ...]]] = {
+    "ep": (2, (EP,)),
+    "ep 4": (4, (EP4,)),
+    "ep, sharded": (4, (EP,)),
+    "ep, more ranks than experts": (8, (EP, "parallel.cp=2")),
+    "ep, sp": (2, (EP, *SP)),
+    "ep 4, sp": (4, (EP4, *SP)),
+    "ep, cp": (2, (EP, "parallel.cp=2")),
+    "ep, dp_replicate": (4, (EP, "parallel.dp_replicate=2")),
+    "ep, pp": (4, (EP, "parallel.pp=2")),
+    "ep, interleaved, sp": (4, (EP, *SP, *AXES["interleaved"])),
+    "ep, selective": (2, (EP, "engine.gpu.activation_checkpointing=selective")),
+    "ep, full": (4, (EP, "engine.gpu.activation_checkpointing=full", "engine.gpu.reshard_after_forward=false")),
+}
+ALL_AXES = {axis: (2, sets) for axis, sets in AXES.items()} | EP_AXES
 PAIRS = [(family, axis) for family in CONFIGS for axis in AXES]
+PAIRS += [
+    (f, axis)
+    for f, n in {"qwen2_moe": 6, "qwen3_moe": 4, "deepseek_v3": 8}.items()
+    for axis in EP_AXES
+    if n % 4 == 0 or "4" not in axis
+]
 TODAY = datetime.date.today().toordinal()
 DRAWN = {pair for number, pair in enumerate(PAIRS) if (number * 7 + TODAY) % 11 == 0}
 DRAWN |= {("olmoe", "cp")}  # experts are counted over ranks, and over those of a row
@@ -105,9 +130,9 @@ def train(axis: tuple[str, ...], families: list[str]) -> dict[str, tuple[list[An
 def compare(ranks: Any, pairs: set[tuple[str, str]]) -> None:
     families = [family for family in CONFIGS if any(family == one for one, _ in pairs)]
     (alone,) = ranks.run(train, (), families, ranks=1)
-    for axis, sets in AXES.items():
+    for axis, (n_ranks, sets) in ALL_AXES.items():
         own = [family for family in families if (family, axis) in pairs]
-        results = ranks.run(train, sets, own, ranks=2) if own else []
+        results = ranks.run(train, sets, own, ranks=n_ranks) if own else []
         for family in own:
             losses, moments, weights, balance = alone[family]
             for rank in results:
@@ -223,10 +248,22 @@ def test_blocks_of_families_are_traced_as_one_graph(open_on, monkeypatch, family
 
 
 def test_what_options_lack_is_refused_with_the_field() -> None:
-    for family, option, message in (
-        ("gemma2", "engine.gpu.attention=sdpa", r"attention_softcap = 5\.0 of family = 'gemma2' is not .*= sdpa"),
-        ("olmoe", "engine.gpu.fp8=tensorwise", r"n_experts = 5 of family = 'olmoe' is not .*fp8 = tensorwise"),
+    configs = CONFIGS | {"odd": replace(CONFIGS["qwen3_moe"], expert_size=25)}
+    for family, sets, message in (
+        ("gemma2", ("engine.gpu.attention=sdpa",), r"attention_softcap = 5\.0 of family = 'gemma2' is not .*= sdpa"),
+        ("olmoe", ("engine.gpu.fp8=tensorwise",), r"n_experts = 5 of family = 'olmoe' is not .*fp8 = tensorwise"),
+        ("llama", (EP,), r"parallel\.ep = 2: this model has no experts"),
+        ("olmoe", (EP,), r"parallel\.ep = 2: .* parts of the experts, and there are 5; .* divisor of 1"),
+        ("qwen2_moe", ("parallel.ep=3",), r"parallel\.ep = 3: .*dp_shard x cp x tp, and there are 4; .* divisor of 2"),
+        ("qwen2_moe", (EP, "parallel.dp_replicate=4"), r"parallel\.ep = 2: .* x tp, and there are 1; .* divisor of 1"),
+        ("qwen3_moe", (EP, *AXES["tp"]), r"parallel\.ep = 2, parallel\.tp = 2, .*: each .* the same tokens"),
+        ("odd", AXES["tp"], r"expert_size = 25; set it to a divisor of 25, or use parallel\.ep"),
+        ("odd", (EP, *SP), ""),
     ):
-        model = unflatten(architecture_values(CONFIGS[family]))
-        with pytest.raises(RecipeError, match=message):
-            layouts.open_engine(option, model=model, rows=ROWS, seq_len=SEQ_LEN, vocab=VOCAB)
+        base = {
+            "model": unflatten(architecture_values(configs[family])),
+            "data": {"store": "unused", "seq_len": SEQ_LEN},
+            "batch": {"global_batch_size": ROWS, "micro_batch_size": 1},
+        }
+        with pytest.raises(RecipeError, match=message) if message else nullcontext():
+            checks.check_recipe(load(base=base, overrides=sets).recipe, World(size=4, local_size=4))

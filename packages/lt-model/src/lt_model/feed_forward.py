@@ -151,18 +151,18 @@ class MoE(nn.Module):
         places_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
         every_expert = torch.arange(self.gate.out_features, device=order_R.device)
         ends_E = torch.searchsorted(sorted_R, every_expert, right=True, out_int32=True)
-        out_RD = self.experts(_TakeRows.apply(x_ND, order_R, places_R, n_copies), ends_E)
-        out_NKD = _TakeRows.apply(out_RD, places_R, order_R, 1).unflatten(0, (-1, n_copies))
+        out_RD = self.experts(TakeRows.apply(x_ND, order_R, places_R, n_copies), ends_E)
+        out_NKD = TakeRows.apply(out_RD, places_R, order_R, 1).unflatten(0, (-1, n_copies))
         out_ND = (out_NKD.to(weights_NK.dtype) * weights_NK[..., None]).sum(dim=1).to(x_ND.dtype)
         if self.shared_experts is not None:
-            shared_ND = self.shared_experts(x_ND)
+            shared_BTD = self.shared_experts(x_BTD)
             if self.shared_expert_gate is not None:
-                shared_ND = shared_ND * self.shared_expert_gate(x_ND).sigmoid()
-            out_ND = out_ND + shared_ND
+                shared_BTD = shared_BTD * self.shared_expert_gate(x_BTD).sigmoid()
+            return out_ND.view_as(x_BTD) + shared_BTD
         return out_ND.view_as(x_BTD)
 
 
-class _TakeRows(torch.autograd.Function):
+class TakeRows(torch.autograd.Function):
     """Rows of `n_copies` adjacent copies of each row of x, in another order; no atomics in the gradient."""
 
     @staticmethod
@@ -174,5 +174,6 @@ class _TakeRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the gradient of x: sums over the copies."""
         (places,) = ctx.saved_tensors
         return upstream[places].unflatten(0, (-1, ctx.n_copies)).sum(dim=1), None, None, None

@@ -36,6 +36,7 @@ _SAVED_OPS = (
     "flash_attn::_flash_attn_forward",
     "flash_attn::_flash_attn_varlen_forward",
     "_c10d_functional::all_reduce",
+    "_c10d_functional::all_to_all_single",
     "_c10d_functional::reduce_scatter_tensor",
 )
 _MATMUL_OPS = ("aten::mm", "aten::addmm", "aten::_scaled_mm", "lt_model::grouped_product")

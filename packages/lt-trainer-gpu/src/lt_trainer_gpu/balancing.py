@@ -1,12 +1,12 @@
 """Losses that balance the load of experts, added in the backward pass, and the load itself.
 
 Of a layer and a micro-step, over the tokens with a label of all ranks that have other tokens of it (dp_replicate,
-dp_shard, cp): f_e is the share of tokens that expert e computes, which add up to K, and P_e its mean score. The
-auxiliary loss is E / K * sum(f * P), 1 where all experts have the same (Switch Transformers, arXiv:2101.03961), through
-whose P gradients flow; the sequence-wise one is the mean over rows of the same within each row, whose tokens cp ranks
-share (DeepSeek-V3, arXiv:2412.19437, equations 17 to 20; a row is a sequence, whatever its documents, as in
-Megatron-LM); the z-loss is the mean of logsumexp(logits)^2 (ST-MoE, arXiv:2202.08906). A step adds them over layers, as
-means over its micro-batches. So the rows of a micro-step are part of what is trained.
+dp_shard, cp, with expert parallelism tp): f_e is the share of tokens that expert e computes, which add up to K, and P_e
+its mean score. The auxiliary loss is E / K * sum(f * P), 1 where all experts have the same (Switch Transformers,
+arXiv:2101.03961), through whose P gradients flow; the sequence-wise one is the mean over rows of the same within each
+row, whose tokens cp and tp ranks share (DeepSeek-V3, arXiv:2412.19437, equations 17 to 20; a row is a sequence, whatever
+its documents, as in Megatron-LM); the z-loss is the mean of logsumexp(logits)^2 (ST-MoE, arXiv:2202.08906). A step adds
+them over layers, as means over its micro-batches. So the rows of a micro-step are part of what is trained.
 
 Both enter at the weights of the choice (`_AddLoss`, as in Megatron-LM): stages, recomputation and the loss know nothing
 of it. The load goes the same way, as the gradient of a tensor of its own: autograd adds it up over micro-batches, and
@@ -49,7 +49,9 @@ class Balance:
         row_group_names: those of them over which the tokens of a row are.
         n_row_groups: groups of ranks that have other rows.
         tp: ranks that compute the same losses.
-        counted_BT: whether a token of the pass has a label.
+        sp: parts of a row's positions, of which tensor-parallel ranks route one each.
+        sp_rank: this rank's part.
+        counted_BT: whether a token of the pass that this rank routes has a label.
         share: 1 / micro-batches of the step.
     """
 
@@ -58,12 +60,14 @@ class Balance:
     row_group_names: tuple[str, ...] = ()
     n_row_groups: int = 1
     tp: int = 1
+    sp: int = 1
+    sp_rank: int = 0
     counted_BT: Tensor | None = None
     share: Tensor | None = None
 
     def begin_pass(self, labels_BT: Tensor, n_micro_batches: int) -> None:
         """Take the micro-batch that the next forward or backward pass is of."""
-        self.counted_BT = labels_BT != IGNORE_INDEX
+        self.counted_BT = labels_BT.chunk(self.sp, dim=1)[self.sp_rank] != IGNORE_INDEX
         device = labels_BT.device
         self.share = torch.full((), 1 / n_micro_batches, dtype=accumulation_dtype(device), device=device)
 

@@ -30,6 +30,8 @@ CONTEXT_PARALLEL_ATTENTION = ("auto", "varlen", "sdpa", "split", "reference", "f
 """Attention backends that take the keys of all context-parallel ranks."""
 COMPILE_TORCH_VERSIONS: tuple[tuple[int, int], ...] = ((2, 11), (2, 14), (2, 15))
 """Torch versions (major, minor) whose compiled blocks passed the parity tests; others may train wrongly in silence."""
+EP_TORCH_VERSION = (2, 11)
+"""Oldest torch version with which expert parallelism is tested."""
 FP8_MULTIPLE = 16
 """Size of which float8 products on a GPU need multiples."""
 FP8_CAPABILITY = (8, 9)
@@ -84,10 +86,10 @@ def check_recipe(recipe: Recipe, world: World) -> None:
     check_features(model, f"engine.gpu.attention = {attention}", ATTENTION_LACKS.get(attention, ()))
     if (fp8 := recipe.engine["gpu"].fp8) != "off":
         check_features(model, f"engine.gpu.fp8 = {fp8}", ("n_experts",))
-    for name in ("expert_size", "shared_expert_size"):
+    for name in ("expert_size",) * (recipe.parallel.ep == 1) + ("shared_expert_size",):
         if (size := getattr(model, name)) % recipe.parallel.tp:
             problem = f"tensor-parallel ranks need equal parts of {name} = {size}"
-            remedy = f"set it to a divisor of {size}"
+            remedy = f"set it to a divisor of {size}" + ", or use parallel.ep" * (name == "expert_size")
             raise RecipeError(problem, values={"parallel.tp": recipe.parallel.tp}, remedy=remedy)
 
 
@@ -100,11 +102,11 @@ def check_device(recipe: Recipe, facts: DeviceFacts) -> None:
     _refuse_broken(recipe, _device_rules(recipe, facts))
     model = model_config(recipe, recipe.model.vocab_size or 1)
     if facts.type == "cuda" and model.has_experts:
-        multiple, tp = 4 if facts.dtype == "float32" else 8, recipe.parallel.tp
+        multiple, tp = 4 if facts.dtype == "float32" else 8, recipe.parallel.tp if recipe.parallel.ep == 1 else 1
         for name, size in {"hidden_size": model.hidden_size, "expert_size": model.expert_size // tp}.items():
             if size % multiple:
                 problem = f"a rank has {size} of {name}, and the grouped kernel of experts needs multiples of 16 bytes"
-                remedy = f"change {name} or parallel.tp, so that it is a multiple of {multiple}"
+                remedy = f"change {name} or parallel.tp, so that it is a multiple of {multiple}, or use parallel.ep"
                 raise RecipeError(problem, values={"parallel.tp": tp}, remedy=remedy)
 
 
@@ -167,6 +169,7 @@ def _recipe_rules(recipe: Recipe, world: World) -> Iterator[Rule]:
         "set engine.gpu.attention to auto or varlen, or data.document_mask to false",
     )
     dp = parallel.data_parallel_size(world.size)
+    yield from _expert_rules(recipe, dp // parallel.dp_replicate * cp * tp)
     n_sharing = {"pipeline_stages_per_rank": pp, "reshard_after_forward": dp * cp, "reduce_each_micro_batch": dp * cp}
     for name, n_ranks in n_sharing.items():
         yield Rule(
@@ -214,6 +217,23 @@ def _recipe_rules(recipe: Recipe, world: World) -> Iterator[Rule]:
         )
     if options.device not in ("auto", "cuda"):
         yield _memory_history_rule(recipe, options.device)
+
+
+def _expert_rules(recipe: Recipe, n_ranks: int) -> Iterator[Rule]:
+    parallel, n_experts = recipe.parallel, model_config(recipe, recipe.model.vocab_size or 1).n_experts
+    for size, what in ((n_experts, "experts"), (n_ranks, "ranks of dp_shard x cp x tp")):
+        yield Rule(
+            size % parallel.ep > 0,
+            "parallel.ep",
+            f"expert-parallel ranks have equal parts of the {what}, and there are {size}",
+            f"set parallel.ep to a divisor of {math.gcd(n_experts, n_ranks)}",
+        )
+    yield Rule(
+        parallel.ep > 1 and parallel.tp > 1 and not parallel.sequence_parallel,
+        "parallel.ep parallel.tp parallel.sequence_parallel",
+        "each tensor-parallel rank would send the same tokens to the experts",
+        "set parallel.sequence_parallel to true, or parallel.tp or parallel.ep to 1",
+    )
 
 
 def _fp8_rules(recipe: Recipe, options: GpuOptions) -> Iterator[Rule]:
@@ -268,6 +288,12 @@ def _device_rules(recipe: Recipe, facts: DeviceFacts) -> Iterator[Rule]:
         "optimizer.weights_dtype engine.gpu.dtype",
         f"weights in bfloat16 need a forward pass in bfloat16, not {facts.dtype}",
         "set engine.gpu.dtype to bfloat16, or optimizer.weights_dtype to float32",
+    )
+    yield Rule(
+        recipe.parallel.ep > 1 and parse_torch_version(facts.torch_version) < EP_TORCH_VERSION,
+        "parallel.ep",
+        f"expert parallelism needs torch {'.'.join(map(str, EP_TORCH_VERSION))} or newer, not {facts.torch_version}",
+        "set parallel.ep to 1, or install a newer torch",
     )
     if facts.type != "cuda":
         yield _memory_history_rule(recipe, facts.type)

@@ -133,7 +133,7 @@ class GpuEngine:
                 self._state.optimizer.step(masters, gradients, lr, finite, scale)
                 weights.sync_model()
                 has_experts = self._stages[0].config.has_experts
-                load = pop_load(self._stages, self._mesh_layout.tp) if has_experts else None
+                load = pop_load(self._stages, self._mesh_layout.router_copies) if has_experts else None
                 if load is not None:
                     move_selection_biases(self._stages, load, self._bias_update_rate, finite)
                 return PendingStep(loss, grad_norm, load)

@@ -5,6 +5,8 @@ every rank gets one whole matrix. An all-to-all takes the slices to the owners, 
 second one takes the slices of the results back. Rounds take the matrices by cost, the most expensive first, so that
 those of one round cost about the same and no rank waits long.
 
+Ranks with whole matrices of a stack, as with expert parallelism, transform these themselves, at once.
+
 A matrix is transformed by one rank as a whole, so results have the same bits on every mesh that gives the same slices.
 Replicas (dp_replicate) do the same work, each for itself.
 
@@ -80,10 +82,19 @@ class ShardedMatrices:
         self, names: Sequence[str], direction: Callable[[str], Tensor], transform: Callable[[Tensor], Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield each name with this rank's slice of its transformed matrix; arguments as in `MatrixExchange`."""
-        by_cost = sorted(names, key=self._cost, reverse=True)
+        for name in [name for name in names if self._has_whole(name)]:
+            own = direction(name)
+            yield name, transform(own) if own.numel() else own
+        by_cost = sorted([name for name in names if not self._has_whole(name)], key=self._cost, reverse=True)
         for first in range(0, len(by_cost), self._size):
             matrices = by_cost[first : first + self._size]
             yield from self._transform_round(matrices, [direction(name) for name in matrices], transform)
+
+    def _has_whole(self, name: str) -> bool:
+        """Return whether every rank has whole matrices of this stack."""
+        spec = self._specs[name]
+        shapes = [self._slice_of(spec, peer)[1] for peer in range(self._size)]
+        return spec.type == "experts" and all(shape[1:] == spec.shape[1:] for shape in shapes)
 
     def _cost(self, name: str) -> int:
         shape = self._specs[name].shape
@@ -111,8 +122,11 @@ class ShardedMatrices:
             yield name, values.view(one.shape)
 
     def _index_of(self, spec: ParamSpec, peer: int) -> Index:
-        offset, shape = self._mesh_layout.slice_of(spec, *divmod(peer, self._mesh_layout.tp))
+        offset, shape = self._slice_of(spec, peer)
         return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+
+    def _slice_of(self, spec: ParamSpec, peer: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return self._mesh_layout.slice_of(spec, *divmod(peer, self._mesh_layout.tp))
 
     def _exchange(self, sent: Tensor, sent_sizes: list[int], received_sizes: list[int]) -> Tensor:
         received = sent.new_empty(sum(received_sizes))

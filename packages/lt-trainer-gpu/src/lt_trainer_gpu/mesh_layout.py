@@ -6,11 +6,16 @@ replica of the weights; pipeline stages, which exchange only activations, are fa
 
 Pipeline parallelism divides the layers. Of a stage's tensors, tensor parallelism shards each one first, along its
 `tp_dim` in `lt_model.params`; sharding over dp_shard x cp (`fsdp_size` ranks) splits the result along dimension 0.
+
+Expert parallelism (ep > 1) is for stacked experts another mesh of the same ranks: dp_shard x cp x tp = efsdp x ep, the
+last axis adjacent. Each of ep ranks has E/ep whole experts, sharded over efsdp ranks along dimension 0, or dimension 1
+where there are fewer experts than ranks.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lt_model import ParamSpec
@@ -28,6 +33,7 @@ class MeshLayout:
         dp_shard: data-parallel ranks over which each replica is sharded.
         cp: context-parallel ranks, each with its positions of the same rows; weights are sharded over them too.
         tp: tensor-parallel ranks, which compute each layer together.
+        ep: expert-parallel ranks, among which the experts are divided.
         pp_rank: this rank's index in its pipeline.
         dp_replicate_rank: this rank's replica.
         dp_shard_rank: this rank's index within the replica.
@@ -42,6 +48,7 @@ class MeshLayout:
     dp_shard: int = 1
     cp: int = 1
     tp: int = 1
+    ep: int = 1
     pp_rank: int = 0
     dp_replicate_rank: int = 0
     dp_shard_rank: int = 0
@@ -71,6 +78,7 @@ class MeshLayout:
             dp_shard=shards,
             cp=parallel.cp,
             tp=parallel.tp,
+            ep=parallel.ep,
             pp_rank=pp_rank,
             dp_replicate_rank=dp_replicate_rank,
             dp_shard_rank=dp_shard_rank,
@@ -109,6 +117,16 @@ class MeshLayout:
         return self.dp_replicate * self.fsdp_size > 1
 
     @property
+    def efsdp_size(self) -> int:
+        """Ranks over which each replica of an expert is sharded, with expert parallelism."""
+        return self.fsdp_size * self.tp // self.ep
+
+    @property
+    def router_copies(self) -> int:
+        """Tensor-parallel ranks that route the same tokens."""
+        return self.tp if self.ep == 1 else 1
+
+    @property
     def topology(self) -> Topology:
         """Data-parallel topology for the data loader; pp, cp and tp ranks read the same rows."""
         return Topology(
@@ -131,29 +149,50 @@ class MeshLayout:
         """Return the number of the rank with these coordinates in another stage of the pipeline."""
         return self.rank + (pp_rank - self.pp_rank) * (self.world_size // self.pp)
 
-    def tp_shard_range(self, parameter: ParamSpec) -> tuple[int, int]:
-        """Return start and length of this rank's tensor-parallel shard along `parameter.tp_dim`."""
-        assert parameter.tp_dim is not None
-        return shard_range(parameter.shape[parameter.tp_dim], self.tp, self.tp_rank)
+    def part_of(
+        self, parameter: ParamSpec, fsdp_rank: int | None = None, tp_rank: int | None = None
+    ) -> tuple[list[int], list[int]]:
+        """Return offset and shape of the part of `parameter` that FSDP shards, on this rank unless another is given."""
+        fsdp_rank = self.fsdp_rank if fsdp_rank is None else fsdp_rank
+        tp_rank = self.tp_rank if tp_rank is None else tp_rank
+        offset, shape = [0] * len(parameter.shape), list(parameter.shape)
+        dim, size, index = parameter.tp_dim, self.tp, tp_rank
+        if self._has_ep(parameter):
+            dim, size, index = 0, self.ep, (fsdp_rank * self.tp + tp_rank) % self.ep
+        if dim is not None:
+            offset[dim], shape[dim] = shard_range(shape[dim], size, index)
+        return offset, shape
 
     def slice_of(self, parameter: ParamSpec, fsdp_rank: int, tp_rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return offset and shape of the slice that a rank of this pipeline stage has of `parameter`.
 
         FSDP gives each rank ceil(rows / ranks) rows as long as there are any (`torch.chunk`).
         """
-        offset, shape = [0] * len(parameter.shape), list(parameter.shape)
-        if parameter.tp_dim is not None:
-            offset[parameter.tp_dim], shape[parameter.tp_dim] = shard_range(
-                parameter.shape[parameter.tp_dim], self.tp, tp_rank
-            )
-        first = min(shape[0], fsdp_rank * math.ceil(shape[0] / self.fsdp_size))
-        end = min(shape[0], (fsdp_rank + 1) * math.ceil(shape[0] / self.fsdp_size))
-        return (offset[0] + first, *offset[1:]), (end - first, *shape[1:])
+        offset, shape = self.part_of(parameter, fsdp_rank, tp_rank)
+        dim, size, index = 0, self.fsdp_size, fsdp_rank
+        if self._has_ep(parameter):
+            dim, size = self.expert_fsdp_dim(shape), self.efsdp_size
+            index = (fsdp_rank * self.tp + tp_rank) // self.ep
+        first = min(shape[dim], index * math.ceil(shape[dim] / size))
+        end = min(shape[dim], (index + 1) * math.ceil(shape[dim] / size))
+        offset[dim] += first
+        shape[dim] = end - first
+        return tuple(offset), tuple(shape)
+
+    def expert_fsdp_dim(self, shape: Sequence[int]) -> int:
+        """Return the dimension along which FSDP shards an expert-parallel rank's stacked experts of this shape.
+
+        Fewer experts than ranks are sharded along dimension 1, if they can be in equal parts, as FSDP needs it.
+        """
+        return int(self.efsdp_size > shape[0] and shape[1] % self.efsdp_size == 0)
+
+    def _has_ep(self, parameter: ParamSpec) -> bool:
+        return self.ep > 1 and parameter.type == "experts"
 
     def replica_count_and_index(self, parameter: ParamSpec) -> tuple[int, int]:
         """Return the number of ranks that hold this rank's elements, and its index among them."""
         count, index = self.dp_replicate, self.dp_replicate_rank
-        if parameter.tp_dim is None:
+        if parameter.tp_dim is None and not self._has_ep(parameter):
             count, index = count * self.tp, index * self.tp + self.tp_rank
         if not parameter.is_trained:  # FSDP shards parameters alone
             count, index = count * self.fsdp_size, index * self.fsdp_size + self.fsdp_rank

@@ -14,13 +14,11 @@ def parameter_shard(parameter: ParamSpec, tensor: Tensor, mesh_layout: MeshLayou
 
     Args:
         parameter: the unsharded parameter, a row of the parameter table.
-        tensor: plain, or sharded by FSDP: then its offset is relative to the tensor-parallel shard.
+        tensor: plain, or sharded by FSDP: then its offset is relative to the part that FSDP shards.
         mesh_layout: this rank's coordinates.
     """
     local, offset = local_slice(tensor)
-    if mesh_layout.tp > 1 and parameter.tp_dim is not None:
-        first, _ = mesh_layout.tp_shard_range(parameter)
-        offset = tuple(at + first * (dim == parameter.tp_dim) for dim, at in enumerate(offset))
+    offset = tuple(at + first for at, first in zip(offset, mesh_layout.part_of(parameter)[0], strict=True))
     n_replicas, replica_index = mesh_layout.replica_count_and_index(parameter)
     return LocalShard(
         local=local.detach(), shape=parameter.shape, offset=offset, n_replicas=n_replicas, replica_index=replica_index

@@ -197,26 +197,27 @@ def apply_tensor_parallel(model: DecoderStage, mesh_layout: MeshLayout, tp_group
             classes[name.rpartition(".")[0]] = PartialGradLinear
         elif parameter.type == "matrix" and parameter.tp_dim == 1:
             classes[name.rpartition(".")[0]] = RowParallelLinear
-        if parameter.tp_dim is None:
+        offset, shape = mesh_layout.part_of(parameter)
+        if shape == list(parameter.shape):
             continue
-        first, length = mesh_layout.tp_shard_range(parameter)
-        shape = list(parameter.shape)
-        shape[parameter.tp_dim] = length
         owner, _, attribute = name.rpartition(".")
         module = model.get_submodule(owner)
         full = getattr(module, attribute)
         assert full.is_meta, "values are set after sharding"
         setattr(module, attribute, nn.Parameter(torch.empty(shape, dtype=full.dtype, device="meta")))
         if parameter.type == "embedding":
-            module.vocab_start_index = first  # pyright: ignore[reportArgumentType]
+            module.vocab_start_index = offset[0]  # pyright: ignore[reportArgumentType]
     if model.is_last:  # a tied head has no row of its own in the table
         head = model.lm_head
         assert isinstance(head, LossHead)
-        head.vocab_start_index, _ = mesh_layout.tp_shard_range(param_specs(model.config)[0])
+        head.vocab_start_index = mesh_layout.part_of(param_specs(model.config)[0])[0][0]
         head.tp_group = tp_group
     model.tie_weights()
+    has_ep = mesh_layout.ep > 1
     for name, module in model.named_modules():
         kind = classes.get(name) or _TENSOR_PARALLEL_CLASSES.get(type(module))
-        if kind is not None and not name.endswith(".shared_experts"):  # the mixture sums over ranks
+        if has_ep and kind is TensorParallelMoE:  # each rank routes its own positions to whole experts
+            continue
+        if kind is not None and (has_ep or not name.endswith(".shared_experts")):  # else the mixture sums over ranks
             module.__class__ = kind
             module.tp_group = tp_group  # pyright: ignore[reportArgumentType]

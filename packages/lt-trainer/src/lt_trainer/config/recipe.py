@@ -381,7 +381,8 @@ def model_config(recipe: Recipe, vocab_size: int) -> ModelConfig:
         config = ModelConfig.from_dict({**json.loads(model.shape or "{}"), **values}, "model")
     except (ModelError, ValueError) as exc:
         raise RecipeError(str(exc), remedy="change the fields of [model]") from exc
-    for name, value in vars(recipe.moe).items():
-        if not config.has_experts and value != default_of(MoeOptions, name):
-            raise RecipeError("this model has no experts", values={f"moe.{name}": value}, remedy="remove it")
+    for table, options, names in (("moe", recipe.moe, MoeOptions.model_fields), ("parallel", recipe.parallel, ("ep",))):
+        for name in () if config.has_experts else names:
+            if (value := getattr(options, name)) != default_of(type(options), name):
+                raise RecipeError("this model has no experts", values={f"{table}.{name}": value}, remedy="remove it")
     return config

@@ -130,6 +130,7 @@ class ParallelOptions(Section, table="parallel"):
     cp: int = option(1, "context-parallel degree", ge=1)
     dp_replicate: int = option(1, "model replicas, each sharded over dp_shard devices", ge=1)
     dp_shard: int = option(0, "devices that share weights and optimizer state; 0 = all remaining", ge=0)
+    ep: int = option(1, "expert-parallel degree, of the ranks of dp_shard, cp and tp: each has whole experts", ge=1)
     sequence_parallel: bool = option(False, "shard activations along the sequence between tensor-parallel blocks")
 
     def data_parallel_size(self, world: int) -> int:
