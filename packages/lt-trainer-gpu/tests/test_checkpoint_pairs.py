@@ -14,8 +14,11 @@ from pathlib import Path
 import pytest
 
 from lt_ckpt import Checkpoint, OptimizerRecord
+from lt_model import config_from_hf
 from lt_test_helpers import layouts
 from lt_test_helpers.layouts import StateSlice, assemble, copy_slices, rank_batch
+from lt_trainer.config.model_section import architecture_values
+from lt_trainer.config.section import unflatten
 from lt_trainer_gpu.engine import GpuEngine
 
 ROWS, SEQ_LEN, VOCAB = 24, 16, 61
@@ -38,9 +41,20 @@ MESHES: dict[str, tuple[int, tuple[str, ...]]] = {
     "pp-interleaved": (2, (PP, INTERLEAVED)),
     "pp-cp-tp-sp": (8, (PP, CP, TP, SP)),
 }
+EXPERTS = {
+    **{"model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2, "hidden_size": 32, "intermediate_size": 48},
+    **{"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 5, "vocab_size": VOCAB},
+}
+EP = "parallel.ep=2"
+EP_MESHES: dict[str, tuple[int, tuple[str, ...]]] = {
+    "ep": (2, (EP,)),
+    "ep-hsdp-pp": (8, (EP, REPLICATED, PP)),
+    "ep-tp-sp": (4, (EP, TP, SP)),
+    "ep4-more-ranks-than-experts": (8, ("parallel.ep=4", CP)),
+}
 ADAMW = OptimizerRecord(name="adamw", slots=("exp_avg", "exp_avg_sq"))
 RECORDS = {"adamw": ADAMW, "adamw-bf16": ADAMW} | {
-    "muon": OptimizerRecord(name="muon", slots=("momentum", "exp_avg", "exp_avg_sq")),
+    name: OptimizerRecord(name="muon", slots=("momentum", "exp_avg", "exp_avg_sq")) for name in ("muon", "muon-experts")
 }
 STATES = [(optimizer, tied) for optimizer in RECORDS for tied in (False, True)]
 N_SAMPLED = 2
@@ -52,10 +66,13 @@ SAMPLE, SAMPLED_STATE = (
 
 
 def open_engine(optimizer: str, tied: bool, sets: Sequence[str]) -> GpuEngine:
-    name, _, moments = optimizer.partition("-")
+    name, _, variant = optimizer.partition("-")
     model, named = {**MODEL, "tie_word_embeddings": tied}, {"name": name, "weight_decay": 0.1}
-    if moments:
+    if variant == "bf16":
         named["moments_dtype"] = "bfloat16"
+    if variant == "experts":  # their losses depend on the rows of a micro-step
+        sets = (*sets, "moe.aux_loss=0")
+        model = unflatten(architecture_values(config_from_hf(EXPERTS | {"tie_word_embeddings": tied})))
     return layouts.open_engine(*sets, model=model, rows=ROWS, seq_len=SEQ_LEN, vocab=VOCAB, optimizer=named)
 
 
@@ -88,13 +105,13 @@ def take_over(
 def prove(ranks, folder: Path, optimizer: str, tied: bool, names: Sequence[str]) -> None:
     saved = {}
     for name in names:
-        n, sets = MESHES[name]
+        n, sets = (MESHES | EP_MESHES)[name]
         saved[name] = ranks.run(save, optimizer, tied, sets, str(folder / name), ranks=n)
     paths = {name: found[0][0] for name, found in saved.items()}
     assert {Checkpoint.open(Path(path)).manifest.optimizer for path in paths.values()} == {RECORDS[optimizer]}
     states = {name: assemble([rank[1] for rank in found]) for name, found in saved.items()}
     for name in names:
-        n, sets = MESHES[name]
+        n, sets = (MESHES | EP_MESHES)[name]
         taken = ranks.run(take_over, optimizer, tied, sets, paths, ranks=n, timeout_s=300)
         for left, wanted in states.items():
             restored = assemble([rank[left][0] for rank in taken])
@@ -110,7 +127,12 @@ def test_sampled_meshes_take_over_each_others_checkpoints(ranks, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "tied", "names"), [("adamw", False, ("one", "hsdp-cp")), ("adamw-bf16", True, ("hsdp", "fsdp-tp-sp"))]
+    ("optimizer", "tied", "names"),
+    [
+        ("adamw", False, ("one", "hsdp-cp")),
+        ("adamw-bf16", True, ("hsdp", "fsdp-tp-sp")),
+        ("muon-experts", False, ("fsdp", "ep-tp-sp")),
+    ],
 )
 def test_two_meshes_take_over_each_others_checkpoints(ranks, tmp_path: Path, optimizer: str, tied: bool, names) -> None:
     prove(ranks, tmp_path, optimizer, tied, names)
@@ -119,4 +141,4 @@ def test_two_meshes_take_over_each_others_checkpoints(ranks, tmp_path: Path, opt
 @pytest.mark.slow
 @pytest.mark.parametrize(("optimizer", "tied"), STATES)
 def test_every_mesh_takes_over_every_checkpoint(ranks, tmp_path: Path, optimizer: str, tied: bool) -> None:
-    prove(ranks, tmp_path, optimizer, tied, list(MESHES))
+    prove(ranks, tmp_path, optimizer, tied, list(MESHES | EP_MESHES if "experts" in optimizer else MESHES))

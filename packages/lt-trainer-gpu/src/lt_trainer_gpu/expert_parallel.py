@@ -57,7 +57,7 @@ class ExpertParallelExperts(Experts):
         counts_E = torch.diff(ends_E, prepend=ends_E.new_zeros(1))
         each = [len(counts_E) // size] * size
         received_SL = _all_to_all(counts_E, each, each, name).view(size, -1)
-        sent, received = split_sizes(counts_E.view(size, -1), received_SL)
+        sent, received = split_sizes(counts_E.view(size, -1), received_SL, len(rows_RD))
         rows = _Exchange.apply(rows_RD, received, sent, name)
         order, places = expert_order(received_SL, len(rows))
         ends_L = received_SL.sum(dim=0).cumsum(dim=0, dtype=torch.int32)
@@ -65,9 +65,10 @@ class ExpertParallelExperts(Experts):
         return _Exchange.apply(TakeRows.apply(out, places, order, 1), sent, received, name)
 
 
-def split_sizes(sent_SL: Tensor, received_SL: Tensor) -> tuple[list[int], list[int]]:
-    """Return the rows for each rank and those from each rank; waits for the device."""
+def split_sizes(sent_SL: Tensor, received_SL: Tensor, n_rows: int) -> tuple[list[int], list[int]]:
+    """Return how many of `n_rows` rows are for each rank, and how many come from each; waits for the device."""
     sent, received = torch.stack((sent_SL, received_SL)).sum(dim=-1).tolist()
+    assert sum(sent) == n_rows
     return sent, received
 
 

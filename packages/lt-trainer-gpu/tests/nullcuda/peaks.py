@@ -4,6 +4,7 @@ Memory is never touched there, so the shapes are those of real runs: a billion p
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -66,7 +67,8 @@ def planned_memory(asked: Job) -> PlannedMemory:
         "batch": {"global_batch_size": asked.rows, "micro_batch_size": asked.micro_batch_size},
     }
     recipe = load(base=base, overrides=asked.overrides).recipe
-    return plan_memory(config_of(asked), seq_len, layout_from_recipe(recipe, devices=asked.ranks, nodes=1))
+    layout = layout_from_recipe(recipe, devices=asked.ranks, nodes=1)
+    return plan_memory(config_of(asked), seq_len, replace(layout, expert_imbalance=asked.expert_skew))
 
 
 def check_peak(asked: Job, results: Sequence[RankResult]) -> None:

@@ -89,7 +89,15 @@ FAMILY_LAYOUTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "cp": ((CP,), {"vocab_size": 1024, "rows": 1, "ranks": 2, "seq_len": 8192}),
     "fsdp": ((), {"ranks": 2}),
 }
+EP = "parallel.ep=2"
+EP_LAYOUTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "ep": ((EP,), {"vocab_size": 1024, "ranks": 2}),
+    "ep-skewed": ((EP, SELECTIVE), {"vocab_size": 1024, "ranks": 4, "expert_skew": 2}),
+    "ep-recompute": ((EP, FULL), {"vocab_size": 1024, "ranks": 4}),
+    "ep-skewed-sp": ((EP, TP, SP), LITTLE | {"ranks": 2, "expert_skew": 2}),
+}
 FAMILY_CASES = [(family, layout) for family in FAMILY_FIELDS for layout in FAMILY_LAYOUTS]
+FAMILY_CASES += [("olmoe", layout) for layout in EP_LAYOUTS]
 TODAY = datetime.date.today().toordinal()
 
 
@@ -101,7 +109,7 @@ TODAY = datetime.date.today().toordinal()
     ],
 )
 def test_a_family_holds_what_the_plan_says(run_job: Callable[[Job], Any], family: str, layout: str) -> None:
-    overrides, fields = FAMILY_LAYOUTS[layout]
+    overrides, fields = (FAMILY_LAYOUTS | EP_LAYOUTS)[layout]
     asked = job(*overrides, family=family, **fields)
     check_peak(asked, run_job(asked)[0])
 

@@ -27,6 +27,7 @@ class Job:
         overrides: recipe fields.
         one_document: steps (by number) whose rows are one document each.
         fault: fault of the engine to plant, one of `FAULTS`; none when empty.
+        expert_skew: rows that each expert-parallel rank computes, over their mean; nothing there counts them.
     """
 
     folder: str = ""
@@ -39,6 +40,7 @@ class Job:
     overrides: tuple[str, ...] = ()
     one_document: tuple[int, ...] = ()
     fault: str = ""
+    expert_skew: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,11 +70,16 @@ def train(job: Job) -> RankResult:
     from lt_trainer.config.recipe import load
     from lt_trainer.config.section import unflatten
     from lt_trainer.engine import World
+    from lt_trainer_gpu import expert_parallel
     from lt_trainer_gpu.spec import SPEC
 
     os.environ["NULLCUDA_LOG"] = str(Path(job.folder) / f"{os.environ['RANK']}.log")
     mark = ctypes.CDLL(None).nullcuda_mark
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN cannot be replaced: it computes on what it finds in memory
+    expert_parallel.split_sizes = lambda sent, _, n: (
+        [n // len(sent)] * len(sent),
+        [job.expert_skew * n // len(sent)] * len(sent),
+    )
     longest = max(job.row_lengths)
     config = ModelConfig(vocab_size=job.vocab_size, max_position_embeddings=longest, **dict(job.model))
     base = {

@@ -17,7 +17,7 @@ from lt_trainer.optimizers.spec import DTYPE_BYTES
 
 RECIPE_FIELDS = {
     "nodes": "parallel.n_nodes",
-    **{name: f"parallel.{name}" for name in ("tp", "cp", "pp", "sequence_parallel", "dp_replicate", "dp_shard")},
+    **{name: f"parallel.{name}" for name in ("tp", "cp", "pp", "sequence_parallel", "dp_replicate", "dp_shard", "ep")},
     "micro_batch_size": "batch.micro_batch_size",
     "activation_checkpointing": "engine.gpu.activation_checkpointing",
     "reduce_each_micro_batch": "engine.gpu.reduce_each_micro_batch",
@@ -25,6 +25,9 @@ RECIPE_FIELDS = {
 """Fields of a layout that a search changes, and their names in the recipe."""
 OFFLOAD_RESIDENT_BLOCKS = 2
 """Blocks with activations on the device under activation offload: one computing, one being copied."""
+
+EXPERT_IMBALANCE = 1.5
+"""Rows of the busiest expert parallel rank over the mean, as balanced experts have them; an assumption."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +54,8 @@ class PlannedLayout:
         reduce_each_micro_batch: reduce gradients after every micro-batch.
         is_compiled: blocks are compiled.
         cp: context parallel degree; weights and optimizer state are sharded over these devices too.
+        ep: expert parallel degree, of the devices of dp_shard x cp x tp.
+        expert_imbalance: rows that the busiest expert parallel rank computes, over their mean.
         pp: pipeline parallel degree.
         stages_per_rank: pipeline stages of a device; more than one: interleaved 1F1B.
     """
@@ -74,6 +79,8 @@ class PlannedLayout:
     reduce_each_micro_batch: bool = False
     is_compiled: bool = False
     cp: int = 1
+    ep: int = 1
+    expert_imbalance: float = EXPERT_IMBALANCE
     pp: int = 1
     stages_per_rank: int = 1
 
@@ -106,6 +113,11 @@ class PlannedLayout:
     def fsdp_size(self) -> int:
         """Devices over which each replica of a weight is sharded: dp_shard x cp."""
         return self.dp_shard * self.cp
+
+    @property
+    def efsdp_size(self) -> int:
+        """Devices over which each replica of an expert is sharded, with expert parallelism."""
+        return self.fsdp_size * self.tp // self.ep
 
     @property
     def pipeline_efficiency(self) -> float:
@@ -176,7 +188,7 @@ def layout_from_recipe(recipe: Recipe, *, devices: int, nodes: int) -> PlannedLa
     return PlannedLayout(
         devices=devices,
         nodes=nodes,
-        **parallel.model_dump(include={"tp", "cp", "pp", "sequence_parallel", "dp_replicate"}),
+        **parallel.model_dump(include={"tp", "cp", "pp", "sequence_parallel", "dp_replicate", "ep"}),
         dp_shard=parallel.data_parallel_size(world) // parallel.dp_replicate,
         micro_batch_size=recipe.batch.micro_batch_size,
         accumulation_steps=recipe.accumulation_steps(world),

@@ -128,15 +128,16 @@ class _RankPlan:
         if not weights.has_head:  # nor the last norm
             self._outside -= self._stream
         self._activations = layout.resident_blocks(weights.n_layers) * self._block_activations + self._outside
-        self._sent = weights.block * layout.master_bytes if layout.fsdp_size > 1 else 0.0
-        """Input of the reduce-scatter of one block."""
+        self._sent = (weights.block - weights.experts) * layout.master_bytes if layout.fsdp_size > 1 else 0.0
+        """Input of the reduce-scatter of one block; expert-parallel experts have one of their own before it."""
+        self._sent_experts = weights.experts * layout.master_bytes if layout.efsdp_size > 1 else 0.0
         self.optimizer_state = slot_bytes(weights.rows, layout, layout.tp) / layout.fsdp_size
 
     def peak(self, upcast_bytes: int, workspace_bytes: int) -> tuple[str, Parts]:
         """Return the phase that needs most, and all parts in it."""
         layout, weights = self._layout, self._weights
         permanent = {
-            "weights": weights.all * layout.weight_bytes / layout.fsdp_size,
+            "weights": weights.shards * layout.weight_bytes,
             "optimizer state": 0.0 if layout.optimizer_offload else self.optimizer_state,
             "workspace": float(workspace_bytes),
         }
@@ -173,7 +174,7 @@ class _RankPlan:
         if not (layout.uses_fsdp and reduces):
             return
         ends = {"gathered weights": weights.gathered_outside, "activations": self._stream}
-        in_blocks = weights.head_unsharded + weights.block * size + self._sent
+        in_blocks = weights.head_unsharded + weights.block * size + max(self._sent, self._sent_experts)
         yield (
             "head reduction",
             {
@@ -193,7 +194,7 @@ class _RankPlan:
             gradients = max(earlier, done * layout.master_bytes)
             gradients += weights.head * layout.element_bytes if index == last else 0.0
         else:
-            others = done * layout.gradient_bytes / layout.fsdp_size
+            others = (last - index) * weights.block_shard * layout.gradient_bytes
             if earlier > weights.shard_gradients:  # unsharded until they are sent
                 others += earlier - done * layout.master_bytes
             gradients = max(others, earlier if earlier <= weights.shard_gradients else 0.0)

@@ -15,6 +15,10 @@ from lt_trainer.planning.layout import PlannedLayout
 
 ATTENTION_TENSORS = 6
 """Tensors of the stream's size at the end of a block's backward: gradients of queries, keys, values, output, stream."""
+OF_ROUTED_POSITIONS = {"router", "choice of experts", "outputs of experts", "shared output"}
+"""What is saved for the positions that a device routes: with expert parallelism, those of one tensor parallel rank."""
+ORDER_BYTES = 16
+"""Bytes of a received row's place among its expert's rows, and back."""
 SELECTED_KEYS = 0.5
 """Keys beyond all of the cp devices' equal shares that a device selects at most: it has a head and a tail chunk of each
 row, and keys that both see are selected twice."""
@@ -24,8 +28,9 @@ def activations_per_token(config: ModelConfig, layout: PlannedLayout) -> float:
     """Return activation bytes per token and block; "memory_budget" interpolates between "full" and "none"."""
 
     def saved(mode: Any) -> float:
-        n_bytes = activation_bytes_per_token(config, mode, **_sharding(layout))
-        return sum(n_bytes.values()) + (_foreign_keys_per_token(config, layout) if mode == "none" else 0.0)
+        return _saved_per_token(config, layout, mode) + (
+            _foreign_keys_per_token(config, layout) if mode == "none" else 0.0
+        )
 
     if layout.activation_checkpointing == "memory_budget":
         return saved("full") + layout.activation_memory_budget * (saved("none") - saved("full"))
@@ -35,7 +40,14 @@ def activations_per_token(config: ModelConfig, layout: PlannedLayout) -> float:
 def block_backward_per_token(config: ModelConfig, layout: PlannedLayout) -> float:
     """Return bytes per token of a block's backward; "memory_budget" may recompute as much as "full"."""
     mode = "full" if layout.activation_checkpointing == "memory_budget" else layout.activation_checkpointing
-    n_bytes = block_backward_bytes_per_token(config, mode, **_sharding(layout))
+    n_bytes = block_backward_bytes_per_token(config, "none" if layout.ep > 1 else mode, **_sharding(layout))
+    if layout.ep > 1:
+        row, inner = config.hidden_size, config.expert_size * layout.expert_imbalance
+        rows = config.experts_per_token / layout.tp
+        n_bytes += rows * 3 * (inner - config.expert_size) * layout.element_bytes
+        n_bytes -= (config.experts_per_token - rows) * row * (4 + layout.element_bytes)
+        all_bytes, saved = (_saved_per_token(config, layout, one) for one in ("none", mode))
+        n_bytes += all_bytes - min(saved, all_bytes)
     return n_bytes if mode == "none" else n_bytes + _foreign_keys_per_token(config, layout)
 
 
@@ -51,6 +63,25 @@ def attention_backward_per_token(config: ModelConfig, layout: PlannedLayout) -> 
     heads, kv, selected = width / layout.tp, _kv_per_token(config, layout), layout.cp + SELECTED_KEYS
     per_head = 2 * heads * selected if config.n_kv_heads < config.n_heads else 0.0
     return 3 * width + 3 * heads + 2 * kv * selected + max(per_head, kv * layout.cp)
+
+
+def _saved_per_token(config: ModelConfig, layout: PlannedLayout, mode: Any) -> float:
+    """Return saved bytes per token; with expert parallelism a device routes its own positions, others' rows arrive."""
+    parts = dict(activation_bytes_per_token(config, mode, **_sharding(layout)))
+    if layout.ep == 1:
+        return sum(parts.values())
+    row, inner = config.hidden_size * layout.element_bytes, config.expert_size * layout.element_bytes
+    rows = config.experts_per_token / layout.tp
+    received = rows * layout.expert_imbalance
+    for name in parts.keys() & OF_ROUTED_POSITIONS:
+        parts[name] /= layout.tp
+    if mode == "selective":  # what arrives, gate, down and what returns
+        parts["experts"] = received * (2 * row + inner) + rows * row
+    elif mode == "none":
+        parts["rows of experts"] = received * (row + ORDER_BYTES)
+        for name in parts.keys() & {"gate", "up", "activation", "product"}:
+            parts[name] += (received - rows) * inner
+    return sum(parts.values())
 
 
 def _sharding(layout: PlannedLayout) -> dict[str, Any]:

@@ -33,13 +33,20 @@ TRANSFORM_MATRICES, TRANSFORM_SQUARES = 3, 2
 """Whole matrices, and squares of their smaller side, that the Newton-Schulz iteration of Muon holds."""
 
 
-def local_size(row: ParamSpec, tp: int) -> float:
-    """Return a device's elements of a parameter after tensor parallelism."""
-    return row.numel if row.tp_dim is None else row.numel / tp
+def local_size(row: ParamSpec, layout: PlannedLayout) -> float:
+    """Return a device's elements of a parameter after tensor or expert parallelism, before sharding."""
+    if row.type == "experts" and layout.ep > 1:
+        return row.numel / layout.ep
+    return row.numel if row.tp_dim is None else row.numel / layout.tp
+
+
+def shard_size(row: ParamSpec, layout: PlannedLayout) -> float:
+    """Return a device's elements of a sharded parameter; of experts the same with and without expert parallelism."""
+    return row.numel / layout.fsdp_size / (1 if row.tp_dim is None else layout.tp)
 
 
 class RankWeights:
-    """Weights and gradients of one pipeline rank, whose counts are those after tensor parallelism, before sharding.
+    """Weights and gradients of one pipeline rank: numbers before sharding, and of shards.
 
     Args:
         config: model config.
@@ -58,11 +65,13 @@ class RankWeights:
         self.pp_rank, self.n_layers, self._layout = pp_rank, len(own), layout
         self.is_tied = config.tie_word_embeddings and is_first and self.has_head
         end = math.ceil(config.vocab_size / layout.tp) * config.hidden_size
-        self.all = sum(local_size(row, layout.tp) for row in self.rows)
-        self.block = sum(local_size(row, layout.tp) for row in table if row.layer == 0)
+        of_block = [row for row in table if row.layer == 0]
+        self.all, self.shards = (sum(size(row, layout) for row in self.rows) for size in (local_size, shard_size))
+        self.block, self.block_shard = (sum(size(row, layout) for row in of_block) for size in (local_size, shard_size))
+        self.experts = sum(local_size(row, layout) for row in of_block if row.type == "experts") * (layout.ep > 1)
         self.head = end if self.has_head else 0
         self.embedding = end if is_first else 0
-        self.shard_gradients = self.all * layout.gradient_bytes / layout.fsdp_size
+        self.shard_gradients = self.shards * layout.gradient_bytes
         self._count_gathered()
         self._count_head_gradients()
 
@@ -128,8 +137,8 @@ class RankWeights:
         layout = self._layout
         if layout.accumulation_steps == 1:
             return 0.0
-        unsharded = self.all * layout.master_bytes
-        return unsharded / layout.fsdp_size if layout.reduce_each_micro_batch or not layout.uses_fsdp else unsharded
+        is_sharded = layout.reduce_each_micro_batch or not layout.uses_fsdp
+        return (self.shards if is_sharded else self.all) * layout.master_bytes
 
 
 def slot_bytes(rows: Sequence[ParamSpec], layout: PlannedLayout, tp: int) -> float:
@@ -155,7 +164,7 @@ def update_bytes(table: Sequence[ParamSpec], layout: PlannedLayout, upcast_bytes
         largest = max(row.numel for row in rows)
         if spec is ADAMW:
             narrower = sum(size < master for size in (layout.weight_bytes, layout.gradient_bytes, *per_element))
-            numel = sum(local_size(row, layout.tp) for row in rows) / layout.fsdp_size
+            numel = sum(shard_size(row, layout) for row in rows)
             buffers = 0.0
             if layout.optimizer_offload:
                 buffers = min(OFFLOAD_BUFFER_BYTES, sum(per_element) * numel)

@@ -169,6 +169,7 @@ def _notes(recipe: Recipe, config: ModelConfig, layout: PlannedLayout) -> list[s
         "optimizer offload: its copies are not counted as time": layout.optimizer_offload,
         f"tensor parallelism over {tp} devices crosses nodes, whose links are much slower": tp > layout.devices,
         f"context parallelism over {tp_cp} devices crosses nodes": tp <= layout.devices < tp_cp,
+        f"the busiest rank computes {layout.expert_imbalance} times the mean rows of experts": layout.ep > 1,
         f"each layer gathers {gathered:.3g} GiB of keys and values per micro-batch": layout.cp > 1,
     }
     return [*alignment_warnings(config), *(text for text, applies in notes.items() if applies)]
@@ -248,6 +249,7 @@ def _degrees(layout: PlannedLayout) -> Iterator[str]:
         "pp": "pipeline stages",
         "dp_replicate": "replicas",
         "fsdp_size": "sharded over",
+        "ep": "expert parallel",
     }
     found = [f"{name} {getattr(layout, field)}" for field, name in names.items() if getattr(layout, field) > 1]
     yield from found or ["not sharded"]

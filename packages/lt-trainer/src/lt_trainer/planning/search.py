@@ -11,8 +11,8 @@ Nearest means the fewest changes, the cheapest first. From the innermost loop ou
 6. `parallel.cp`: the recipe's, then larger powers of two that divide the rows, up to `MAX_CP`;
 7. more nodes, doubled up to `MAX_NODES`.
 
-Pipeline stages stay as they are. The global batch size, sequence length and dtypes never change: they affect what is
-learned.
+Pipeline stages and `parallel.ep` stay as they are. The global batch size, sequence length and dtypes never change: they
+affect what is learned.
 
 Cost: a few thousand closed-form evaluations, well under a second.
 """
@@ -54,7 +54,8 @@ def candidate_layouts(
         sequence_parallel = layout.sequence_parallel if tp == layout.tp else tp > 1
         chunks = math.lcm(2 if cp > 1 else 1, tp if sequence_parallel else 1) * cp
         data, left = divmod(layout.devices * n_nodes, layout.pp * tp * cp)
-        if not left and all(length % chunks == 0 for length in row_lengths):
+        has_ep = data * cp * tp % layout.ep == 0 and (layout.ep == 1 or tp == 1 or sequence_parallel)
+        if not left and has_ep and all(length % chunks == 0 for length in row_lengths):
             parallel = replace(layout, nodes=n_nodes, tp=tp, cp=cp, sequence_parallel=sequence_parallel)
             yield from _data_layouts(parallel, data, global_batch_size)
 
@@ -63,7 +64,8 @@ def _data_layouts(layout: PlannedLayout, data: int, global_batch_size: int) -> I
     """Yield the layouts with these model parallel degrees and `data` data parallel ranks."""
     first = layout.activation_checkpointing
     modes = [first, *(mode for mode in MODES if first not in (mode, "full"))]
-    replicas = [n for n in range(layout.dp_replicate, 0, -1) if data % n == 0]
+    in_replica = data * layout.cp * layout.tp
+    replicas = [n for n in range(layout.dp_replicate, 0, -1) if data % n == 0 and in_replica // n % layout.ep == 0]
     reductions = [True] if layout.reduce_each_micro_batch else [False, True]
     sizes = [n for n in range(layout.micro_batch_size, 0, -1) if global_batch_size % (n * data) == 0]
     for dp_replicate, reduce_each, mode, size in product(replicas, reductions, modes, sizes):
