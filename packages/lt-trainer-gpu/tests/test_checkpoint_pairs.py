@@ -59,10 +59,8 @@ RECORDS = {"adamw": ADAMW, "adamw-bf16": ADAMW} | {
 STATES = [(optimizer, tied) for optimizer in RECORDS for tied in (False, True)]
 N_SAMPLED = 2
 RANDOM = random.Random(int(os.environ.get("LT_SEED", "20")))
-SAMPLE, SAMPLED_STATE = (
-    RANDOM.sample([name for name, (n, _) in MESHES.items() if n <= 4], N_SAMPLED),
-    RANDOM.choice(STATES),
-)
+SAMPLE = RANDOM.sample([name for name, (n, _) in MESHES.items() if n <= 4], N_SAMPLED)
+SAMPLED_STATE = RANDOM.choice(STATES)
 
 
 def open_engine(optimizer: str, tied: bool, sets: Sequence[str]) -> GpuEngine:

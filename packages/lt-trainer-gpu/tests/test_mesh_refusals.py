@@ -127,10 +127,7 @@ CHANGES: dict[str, tuple[tuple[str, ...] | Callable[[Mesh], tuple[str, ...]], Ru
         ("engine.gpu.fp8=tensorwise", "engine.gpu.dtype=float32", *rows_of(16)),
         lambda mesh: "model.n_kv_heads" if mesh.tp else "data.seq_len" if mesh.cp else "",
     ),
-    "another-world": (
-        ("parallel.dp_shard=3",),
-        lambda mesh: "parallel.dp_shard",
-    ),
+    "another-world": (("parallel.dp_shard=3",), lambda mesh: "parallel.dp_shard"),
 }
 
 

@@ -129,18 +129,12 @@ def test_plan_and_engine_know_the_same_buffers() -> None:
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_plan_and_engine_shard_alike(cp: int, replicas: int, tp: int) -> None:
-    sets = (f"parallel.cp={cp}", f"parallel.dp_replicate={replicas}", f"parallel.tp={tp}")
+    sets = (f"parallel.cp={cp}", f"parallel.dp_replicate={replicas}", f"parallel.tp={tp}", f"parallel.ep={cp}")
     for world in (cp * replicas * tp, 2 * cp * replicas * tp):
         rows = world // (cp * tp)
         recipe = recipe_of(ACTIVE, 256, 1, 1, rows, sets)
-        planned, mesh = (
-            layout_from_recipe(recipe, devices=world, nodes=1),
-            MeshLayout.from_options(recipe.parallel, 0, world),
-        )
-        assert (planned.cp, planned.tp, planned.dp_replicate) == (mesh.cp, mesh.tp, mesh.dp_replicate)
-        assert (planned.dp_shard, planned.fsdp_size, planned.uses_fsdp) == (
-            mesh.dp_shard,
-            mesh.fsdp_size,
-            mesh.uses_fsdp,
-        )
+        planned = layout_from_recipe(recipe, devices=world, nodes=1)
+        mesh = MeshLayout.from_options(recipe.parallel, 0, world)
+        for name in ("cp", "tp", "ep", "dp_replicate", "dp_shard", "fsdp_size", "efsdp_size", "uses_fsdp"):
+            assert getattr(planned, name) == getattr(mesh, name)
         assert planned.accumulation_steps == 1

@@ -4,7 +4,7 @@ Of a layer and a micro-step, over the tokens with a label of all ranks that have
 dp_shard, cp, with expert parallelism tp): f_e is the share of tokens that expert e computes, which add up to K, and P_e
 its mean score. The auxiliary loss is E / K * sum(f * P), 1 where all experts have the same (Switch Transformers,
 arXiv:2101.03961), through whose P gradients flow; the sequence-wise one is the mean over rows of the same within each
-row, whose tokens cp and tp ranks share (DeepSeek-V3, arXiv:2412.19437, equations 17 to 20; a row is a sequence, whatever
+row, whose tokens these ranks share (DeepSeek-V3, arXiv:2412.19437, equations 17 to 20; a row is a sequence, whatever
 its documents, as in Megatron-LM); the z-loss is the mean of logsumexp(logits)^2 (ST-MoE, arXiv:2202.08906). A step adds
 them over layers, as means over its micro-batches. So the rows of a micro-step are part of what is trained.
 

@@ -76,10 +76,8 @@ def train(job: Job) -> RankResult:
     os.environ["NULLCUDA_LOG"] = str(Path(job.folder) / f"{os.environ['RANK']}.log")
     mark = ctypes.CDLL(None).nullcuda_mark
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN cannot be replaced: it computes on what it finds in memory
-    expert_parallel.split_sizes = lambda sent, _, n: (
-        [n // len(sent)] * len(sent),
-        [job.expert_skew * n // len(sent)] * len(sent),
-    )
+    skews = 1, job.expert_skew  # of rows sent and received
+    expert_parallel.split_sizes = lambda sent, _, n: tuple([skew * n // len(sent)] * len(sent) for skew in skews)
     longest = max(job.row_lengths)
     config = ModelConfig(vocab_size=job.vocab_size, max_position_embeddings=longest, **dict(job.model))
     base = {
