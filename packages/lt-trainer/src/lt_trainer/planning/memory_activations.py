@@ -75,8 +75,8 @@ def _saved_per_token(config: ModelConfig, layout: PlannedLayout, mode: Any) -> f
     received = rows * layout.expert_imbalance
     for name in parts.keys() & OF_ROUTED_POSITIONS:
         parts[name] /= layout.tp
-    if mode == "selective":  # what arrives, gate, down and what returns
-        parts["experts"] = received * (2 * row + inner) + rows * row
+    if mode == "selective":  # what arrives, one product of the inner width, and what returns
+        parts["experts"] = received * (row + inner) + rows * row
     elif mode == "none":
         parts["rows of experts"] = received * (row + ORDER_BYTES)
         for name in parts.keys() & {"gate", "up", "activation", "product"}:
