@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from lt_ckpt import Checkpoint, Shard
 from lt_data import Tokenizer, TokenStore, pack, prepare
 from lt_data.sources.reader import read_documents
-from lt_model import ModelConfig, config_to_hf, param_specs
+from lt_model import ModelConfig, config_from_hf, config_to_hf, param_specs
 from lt_trainer import engine as engine_module
 from lt_trainer.checkpointing.pretrained import PretrainedWeights
 from lt_trainer.config.section import Section
@@ -175,10 +175,12 @@ def little_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory, little_data: Path) -> Path:
-    """A Hugging Face folder: random weights, a context of 64, the tokenizer of the little data."""
+    """A Hugging Face folder of a family with caps, scales and a window; the tokenizer of the little data."""
     folder, rng = tmp_path_factory.mktemp("model"), np.random.default_rng(0)
-    shape = {"hidden_size": 32, "intermediate_size": 48, "n_heads": 4, "n_kv_heads": 2, "n_layers": 2}
-    config = ModelConfig(vocab_size=300, max_position_embeddings=64, **shape)
+    values = {"model_type": "gemma2", "attn_logit_softcapping": 5.0, "final_logit_softcapping": 4.0, "head_dim": 8}
+    values |= {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    values |= {"num_hidden_layers": 2, "vocab_size": 300, "max_position_embeddings": 64, "sliding_window": 8}
+    config = config_from_hf(values)
     weights = {p.name: (rng.standard_normal(p.shape) * 0.3).astype(np.float32) for p in param_specs(config)}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config_to_hf(config)))

@@ -261,10 +261,10 @@ def _varlen_mask(boundaries: DocumentBoundaries, device: torch.device, dtype: to
 def _auto_mask(
     boundaries: DocumentBoundaries, device: torch.device, dtype: torch.dtype, window: int
 ) -> WholeRowsMask | SplitMask | VarlenMask:
-    if device.type == "cpu":
-        return _split_mask(boundaries, device, dtype, window)
     if device.type == "cuda" and unavailable_reason("varlen", "cuda", dtype) is None:
         return _varlen_mask(boundaries, device, dtype, window)
+    if device.type == "cpu" or window:  # no [T, T] tensor for a window
+        return _split_mask(boundaries, device, dtype, window)
     return _dense_mask(boundaries, device, dtype, window)
 
 
