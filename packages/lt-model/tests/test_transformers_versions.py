@@ -21,6 +21,9 @@ READER = Path(__file__).parent / "helpers" / "read_folder.py"
 NOT_YET = {
     "qwen2, window from layer 2": {"use_sliding_window": False},
     "qwen3, yarn, head 12": {"rope_parameters": {**YARN, "original_max_position_embeddings": 16}},
+    "deepseek_v3, yarn, groups": {
+        "rope_parameters": {**YARN, "mscale_all_dim": 1.3, "original_max_position_embeddings": 16}
+    },
     "phi3, partial": {"rope_parameters": {**DEFAULT, "partial_rotary_factor": 1.0}},
 }
 """Changes of a case for what the oldest versions do not have.

@@ -67,7 +67,8 @@ def _iter_lines(config: ModelConfig, facts: dict[str, Any]) -> Iterator[str]:
     shown = {"family": config.family, **facts["config"], "head_dim": config.head_width}
     if "layers" in shown:
         kinds = [", ".join(name for name, is_so in asdict(kind).items() if is_so) or "plain" for kind in config.layers]
-        shown["layers"] = "; ".join(f"{len([*run])} x {kind}" for kind, run in groupby(kinds)) + ", repeated"
+        shown["layers"] = "; ".join(f"{len([*run])} x {kind}" for kind, run in groupby(kinds))
+        shown["layers"] += ", repeated" if len(config.layers) < config.n_layers else ""
     for name, value in shown.items():
         yield f"{name:<24} {value}"
     yield ""

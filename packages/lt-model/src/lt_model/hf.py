@@ -67,6 +67,7 @@ def config_to_hf(
         "use_cache": True,
         "bos_token_id": bos_token_id,
         "eos_token_id": eos_token_id,
+        **({"num_nextn_predict_layers": 0} if row.has_extra_layers else {}),
         "pad_token_id": None,  # a family's default may lie outside of this vocabulary
         **_write_layers(config, row),
         **_write_rope(config, row),

@@ -43,7 +43,8 @@ class ParamSpec:
         decay: whether weight decay applies (to matrices, experts, routers and the head).
         init: initial values: the standard deviation of normal ones, or "ones" or "zeros".
         is_trained: False of a buffer without gradient: the selection bias of a router, fp32 in every dtype.
-        is_saved: whether "selective" recomputation saves the output of its product: every other one of a block.
+        is_saved: whether "selective" recomputation saves the output of its product: every other one of a block, of
+            experts the first and the last.
     """
 
     name: str
@@ -111,7 +112,7 @@ def _block_specs(config: ModelConfig, layer: int) -> Iterator[ParamSpec]:
     for index, (name, shape, tp_dim, has_bias) in enumerate(products):
         std, is_saved = residual_std if tp_dim == 1 else config.init_std, index % 2 == 0
         if name.startswith("mlp.experts."):
-            shape, dim = (config.n_experts, *shape), 1 + (tp_dim or 0)
+            shape, dim, is_saved = (config.n_experts, *shape), 1 + (tp_dim or 0), not name.endswith("up_proj")
             yield _spec(f"{prefix}.{name}", shape, layer, "experts", tp_dim=dim, init=std, is_saved=is_saved)
             continue
         type_: ParamType = "router" if name.startswith("mlp.") and tp_dim is None else "matrix"
