@@ -81,9 +81,7 @@ def rope_tables(rope: Rope, position_ids: Tensor, dtype: torch.dtype) -> tuple[T
 
 def apply_rope_to_pairs(x_BTHK: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate numbers 2i and 2i + 1 by the angle of pair i; return them as numbers i and i + W/2."""
-    cos, sin = tables
-    a, b = x_BTHK.unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    return apply_rope(x_BTHK.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), tables)
 
 
 def apply_rope(x_BTHK: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
