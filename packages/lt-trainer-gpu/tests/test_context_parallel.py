@@ -134,6 +134,6 @@ def test_the_backends_are_those_that_check_accepts() -> None:
 
 
 def test_features_of_backends_are_those_that_check_knows() -> None:
-    fields = {"attention_softcap": "softcap", "sliding_window": "window"}
+    fields = {"attention_softcap": "softcap", "sliding_window": "window", "value_width": "narrow values"}
     found = {name: {field for field, one in fields.items() if one not in BACKENDS[name].features} for name in BACKENDS}
     assert {name: set(lacks) for name, lacks in ATTENTION_LACKS.items()} == {n: one for n, one in found.items() if one}

@@ -227,7 +227,8 @@ def loss_bytes(
     chunk_tokens = min(n_tokens, chunk_tokens or loss_chunk_tokens(config.vocab_size // tp))
     wide, vocab, is_summed = max(_FP32_BYTES, element_bytes), config.vocab_size / tp, chunk_tokens < n_tokens
     is_narrow = element_bytes < wide
-    wide_tokens = min(chunk_tokens, loss_part_tokens(config.vocab_size // tp)) * is_narrow
+    part_tokens = min(chunk_tokens, loss_part_tokens(config.vocab_size // tp))
+    wide_tokens = part_tokens * (is_narrow + (config.logits_softcap > 0))  # with the slopes of a cap
     rounded = vocab * config.hidden_size * element_bytes * is_summed * is_narrow
     return {
         "hidden states": 2 * n_tokens * config.hidden_size * element_bytes,

@@ -308,7 +308,7 @@ def _cap_logits(logits: Tensor, softcap: float) -> Tensor | None:
     """Replace logits z by softcap * tanh(z / softcap); return the derivative, or None where there is no cap."""
     if not softcap:
         return None
-    slope = 1 - logits.div_(softcap).tanh_().square()
+    slope = logits.div_(softcap).tanh_().square().neg_().add_(1)
     logits.mul_(softcap)
     return slope
 
