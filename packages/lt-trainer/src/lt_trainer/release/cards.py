@@ -132,7 +132,11 @@ def _report_parts(facts: Facts) -> dict[str, str]:
     values = flatten(facts.recipe)
     given = [(plain(name), plain(values.get(name))) for name, origin in facts.origins.items() if origin != "default"]
     losses = [(record["step"], f"{record['loss']:.6g}") for record in (*facts.train[:1], *facts.train[-1:])]
+    shape, experts = facts.shape, ""
+    if shape.has_experts:
+        experts = f"; {shape.n_experts} experts of width {shape.expert_size:,}, {shape.experts_per_token} for a token"
     return {
+        "experts": experts,
         "settings": table(("field", "value"), given),
         "results": table(("step", "training loss, nats per token"), losses),
     }

@@ -46,6 +46,7 @@ class Facts:
         origins: Field of it → origin of its value.
         environment: The run's environment.json.
         model: model/config.json.
+        shape: The model that it says, in one form for all families.
         train: Training records by step.
         validation: Last validation record of each set.
         start_event: Newest start event (device, number of ranks); empty without one.
@@ -69,6 +70,7 @@ class Facts:
         self.recipe, self.origins = recipe["recipe"], recipe["origins"]
         self.environment = _read_json(bundle / "run" / "environment.json")
         self.model = _read_json(bundle / "model" / "config.json")
+        self.shape = config_from_hf(dict(self.model))
         records = drop_superseded_records(read_jsonl(bundle / METRICS))
         records = [record for record in records if record["step"] <= self.release.step]
         self.train = [record for record in records if "loss" in record]
@@ -86,7 +88,7 @@ class Facts:
     @property
     def n_parameters(self) -> int:
         """Number of parameters; a tied head counts once."""
-        return n_parameters(config_from_hf(dict(self.model)))
+        return n_parameters(self.shape)
 
     @property
     def trained_tokens(self) -> int | None:
