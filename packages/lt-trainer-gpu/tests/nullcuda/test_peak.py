@@ -64,7 +64,7 @@ SLOW_CASES: dict[str, tuple[Job, str]] = {
     "pp-interleaved": (job(PP, INTERLEAVED, ranks=2, rows=4, vocab_size=1024), "last block"),
     "pp-offload": (job(PP, "engine.gpu.activation_offload=true", ranks=2, rows=4, vocab_size=1024), "last block"),
     "pp4": (job("parallel.pp=4", ranks=4, rows=8, vocab_size=1024), "last block"),
-    "pp4-fsdp-recompute": (job("parallel.pp=4", FULL, ranks=8, rows=8), "last block"),
+    "pp4-fsdp-recompute": (job("parallel.pp=4", FULL, ranks=8, rows=8, vocab_size=128256), "loss"),
     "pp-fsdp": (job(PP, ranks=4, rows=8, vocab_size=1024), "last block"),
     "pp-fsdp-two-micro-batches": (job(PP, ranks=4, rows=4, vocab_size=1024), "last block"),
     "pp-fsdp-reduce-each": (job(PP, EACH, ranks=4, rows=8, vocab_size=1024), "last block"),
