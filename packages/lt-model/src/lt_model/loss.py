@@ -236,7 +236,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # A label outside an unsharded vocabulary makes `gather` raise.
         targets_N1 = (labels_N - vocab_start_index).masked_fill(~own_N, 0)[:, None]
         counted_N1, own_N1 = counted_N.to(wide)[:, None], own_N.to(wide)[:, None]
-        cross_entropy, z_part = (torch.zeros((), dtype=wide, device=hidden_ND.device) for _ in range(2))
+        losses, log_sums = [counted_N1[:0]], [counted_N1[:0]]  # of parts; empty without tokens
         rows, width = weight_VD.shape[0], -(-weight_VD.shape[0] // pad_to_multiple_of) * pad_to_multiple_of
         weight_WD = F.pad(weight_VD, (0, 0, 0, width - rows)) if width > rows else weight_VD
         grad_hidden_ND = torch.empty_like(hidden_ND) if needs_grad else None
@@ -269,14 +269,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     top_P1 = logits_PV.amax(dim=1, keepdim=True)
                     exp_PV = logits_PV.sub_(top_P1).exp_()
                     sum_P1 = exp_PV.sum(dim=1, keepdim=True)
-                own_top_P1 = top_P1
+                own_top_P1, factor_P1 = top_P1, counted_P1
                 if all_reduce_softmax is not None:
                     top_P1, sum_P1, at_target_P1 = all_reduce_softmax(top_P1, sum_P1, at_target_P1)
+                    factor_P1 = factor_P1 * (own_top_P1 - top_P1).exp()
                 log_sum_P1 = sum_P1.log() + top_P1
-                cross_entropy += ((log_sum_P1 - at_target_P1) * counted_P1).sum()
-                factor_P1 = counted_P1 * (own_top_P1 - top_P1).exp() / sum_P1
+                losses.append(log_sum_P1 - at_target_P1)
+                log_sums.append(log_sum_P1)
+                factor_P1 = factor_P1 / sum_P1
                 if z_loss:
-                    z_part += (log_sum_P1.square() * counted_P1).sum() * z_loss
                     factor_P1 = factor_P1 * (1 + 2 * z_loss * log_sum_P1)
                 if needs_grad:
                     if exp_PV is None:
@@ -292,6 +293,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             buffer.untyped_storage().resize_(0)
         if grad_weight_WD is not None:
             ctx.save_for_backward(grad_hidden_ND, grad_weight_WD[:rows].to(weight_VD.dtype))
+        cross_entropy = (torch.cat(losses) * counted_N1).sum()
+        z_part = (
+            (torch.cat(log_sums).square() * counted_N1).sum() * z_loss if z_loss else torch.zeros_like(cross_entropy)
+        )
         ctx.mark_non_differentiable(cross_entropy, z_part)
         return cross_entropy + z_part, cross_entropy, z_part
 

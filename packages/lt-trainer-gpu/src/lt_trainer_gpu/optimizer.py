@@ -119,39 +119,38 @@ class GpuOptimizer(OptimizerDriver):
                 second=self.slots[SECOND_MOMENT][name],
             )
             groups[self.params[name].decay, self.params[name].lr_scale].append(update)
+        # Once for all buckets: each is a kernel.
+        scalars = {
+            "found_inf": (~finite).to(torch.float32),
+            "grad_scale": None if scale is None else scale.reciprocal().to(torch.float32),
+        }
+        count = self.step_count.to(torch.float32)
         max_bytes = CPU_TEMPORARY_BYTES if self.device_type == "cpu" else DEVICE_TEMPORARY_BYTES
         for (decay, lr_scale), updates in self.iter_on_device(groups):
             weight_decay = self.options.weight_decay if decay else 0.0
             for bucket in split_buckets(updates, max_bytes, ParamUpdate.upcast_bytes):
-                self._step_fused(bucket, lr * lr_scale, weight_decay, finite, scale)
+                self._step_fused(bucket, count, scale, lr=lr * lr_scale, weight_decay=weight_decay, **scalars)
 
-    def _step_fused(
-        self, rows: list[ParamUpdate], lr: Tensor | float, weight_decay: float, finite: Tensor, scale: Tensor | None
-    ) -> None:
+    def _step_fused(self, rows: list[ParamUpdate], count: Tensor, scale: Tensor | None, **scalars: Any) -> None:
         wide = rows[0].dtype
         weights, gradients = upcast([row.weight for row in rows], wide), upcast([row.gradient for row in rows], wide)
         first, second = upcast([row.first for row in rows], wide), upcast([row.second for row in rows], wide)
-        grad_scale = None
-        if scale is not None and wide == torch.float32:
-            grad_scale = scale.reciprocal().to(torch.float32)
-        elif scale is not None:
+        if scale is not None and wide != torch.float32:
             _torch._foreach_mul_(gradients, scale.to(wide))
+            scalars["grad_scale"] = None
         _torch._fused_adamw_(
             weights,
             gradients,
             first,
             second,
             [],
-            [self.step_count.to(torch.float32)] * len(rows),
-            lr=lr,
+            [count] * len(rows),
             beta1=self.options.beta1,
             beta2=self.options.beta2,
-            weight_decay=weight_decay,
             eps=self.options.eps,
             amsgrad=False,
             maximize=False,
-            grad_scale=grad_scale,
-            found_inf=(~finite).to(torch.float32),
+            **scalars,
         )
         for row, weight, m, v in zip(rows, weights, first, second, strict=True):
             if weight is not row.weight:
