@@ -45,6 +45,8 @@ redistribute = true
 unit_bytes = 9000
 """
 UNITS = ("--unit-bytes", "9000")
+NEOX = '{"family": "gpt_neox", "norm": "layer", "gated": false, "mlp_bias": true}'
+"""A family without keys that others have in config.json."""
 CLOSED = LICENSES.replace("redistribute = true", 'url = "https://x.org/v"').replace('paper = "paper.md"', "")
 NASTY_NAMES = (
     b"!|a`b|<img src=x>.txt",
@@ -72,7 +74,7 @@ def folder(prepared: Path, lt: Callable[..., str], tmp_path_factory: pytest.Temp
     (root / "licences.toml").write_text(LICENSES)
     (root / "paper.md").write_text("# A paper\n")
     changes = ("schedule.max_steps=8", "checkpoint.interval=2", "checkpoint.keep_last=2", "batch.micro_batch_size=4")
-    changes += ("metrics.validation_tokens=-1",)
+    changes += ("metrics.validation_tokens=-1", "model.n_kv_heads=4", f"model.shape={NEOX}")
     lt("train", "run", "run.toml", *(word for text in changes for word in ("--set", text)), cwd=root)
     lt("train", "evaluate", "run", "--store", "validation", "--device", "cpu", "--dtype", "float32", cwd=root)
     return root
