@@ -16,6 +16,7 @@ from importlib.util import find_spec
 
 from lt_model.attention import BACKENDS
 from lt_model.decoder import DecoderBlock
+from lt_model.feed_forward import MoE
 from lt_trainer.errors import RecipeError
 from lt_trainer_gpu import checks
 from lt_trainer_gpu.checks import parse_torch_version
@@ -71,13 +72,16 @@ def find_missing_compiler() -> str:
     return ""
 
 
-def compile_blocks(blocks: list[DecoderBlock], activation_memory_budget: float) -> None:
+def compile_blocks(
+    blocks: list[DecoderBlock], activation_memory_budget: float, *, exchanges_rows: bool = False
+) -> None:
     """Wrap `blocks` in torch.compile; compilation happens on first use.
 
     Args:
         blocks: the model's decoder blocks.
         activation_memory_budget: share of the activations saved for the backward pass; 1 saves what the compiler
             considers fastest.
+        exchanges_rows: experts are on several ranks: their exchange, which waits for the host, and they are eager.
     """
     import torch._dynamo.config
     import torch._functorch.config
@@ -85,4 +89,7 @@ def compile_blocks(blocks: list[DecoderBlock], activation_memory_budget: float) 
     torch._dynamo.config.recompile_limit = MAX_GRAPHS
     torch._functorch.config.activation_memory_budget = activation_memory_budget
     for block in blocks:
-        block.forward = torch.compile(block.forward, fullgraph=True)
+        is_whole = not (exchanges_rows and isinstance(block.mlp, MoE))
+        if not is_whole:
+            block.mlp.experts.forward = torch.compiler.disable(block.mlp.experts.forward)
+        block.forward = torch.compile(block.forward, fullgraph=is_whole)

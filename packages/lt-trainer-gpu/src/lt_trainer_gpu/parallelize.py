@@ -107,7 +107,7 @@ def _parallelize(
             from lt_trainer_gpu.compilation import compile_blocks
 
             budget = options.activation_memory_budget if options.activation_checkpointing == "memory_budget" else 1.0
-            compile_blocks(stage.blocks, budget)
+            compile_blocks(stage.blocks, budget, exchanges_rows=layout.ep > 1)
             if stage.is_last:
                 stage.lm_head.compile_loss = True  # pyright: ignore[reportArgumentType]
         if options.activation_offload:
