@@ -23,7 +23,7 @@ from lt_trainer_gpu.engine import GpuEngine
 
 ROWS, SEQ_LEN, VOCAB = 24, 16, 61
 MODEL = {"hidden_size": 32, "intermediate_size": 48, "n_heads": 8, "n_kv_heads": 4, "n_layers": 5}
-PP, CP, TP = "parallel.pp=2", "parallel.cp=2", "parallel.tp=2"
+PP, CP, TP, EP = "parallel.pp=2", "parallel.cp=2", "parallel.tp=2", "parallel.ep=2"
 SP, REPLICATED = "parallel.sequence_parallel=true", "parallel.dp_replicate=2"
 INTERLEAVED = "engine.gpu.pipeline_stages_per_rank=2"
 MESHES: dict[str, tuple[int, tuple[str, ...]]] = {
@@ -45,7 +45,6 @@ EXPERTS = {
     **{"model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2, "hidden_size": 32, "intermediate_size": 48},
     **{"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 5, "vocab_size": VOCAB},
 }
-EP = "parallel.ep=2"
 EP_MESHES: dict[str, tuple[int, tuple[str, ...]]] = {
     "ep": (2, (EP,)),
     "ep-hsdp-pp": (8, (EP, REPLICATED, PP)),
