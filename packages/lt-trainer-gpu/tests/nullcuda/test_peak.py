@@ -12,7 +12,7 @@ import pytest
 from null_device.ranks import Job
 from peaks import FAMILY_FIELDS, check_peak, job, planned_memory
 
-TP, SP, HSDP = "parallel.tp=2", "parallel.sequence_parallel=true", "parallel.dp_replicate=2"
+TP, SP, HSDP, EP = "parallel.tp=2", "parallel.sequence_parallel=true", "parallel.dp_replicate=2", "parallel.ep=2"
 CP, CP4, PP = "parallel.cp=2", "parallel.cp=4", "parallel.pp=2"
 INTERLEAVED = "engine.gpu.pipeline_stages_per_rank=2"
 FULL, SELECTIVE = "engine.gpu.activation_checkpointing=full", "engine.gpu.activation_checkpointing=selective"
@@ -89,7 +89,6 @@ FAMILY_LAYOUTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "cp": ((CP,), {"vocab_size": 1024, "rows": 1, "ranks": 2, "seq_len": 8192}),
     "fsdp": ((), {"ranks": 2}),
 }
-EP = "parallel.ep=2"
 EP_LAYOUTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "ep": ((EP,), {"vocab_size": 1024, "ranks": 2}),
     "ep-skewed": ((EP, SELECTIVE), {"vocab_size": 1024, "ranks": 4, "expert_skew": 2}),
