@@ -168,7 +168,9 @@ def block_backward_bytes_per_token(
     """
     options = {"element_bytes": element_bytes, "tp": tp, "sequence_parallel": sequence_parallel}
     n_inner = 1 if not config.gated else 3 if config.activation == "silu" else 2
-    n_bytes = (config.hidden_size + n_inner * _inner_size(config) / tp) * element_bytes
+    shared = config.shared_expert_size  # whose backward pass is over before that of the others, and its tensors freed
+    n_features = n_inner * (_inner_size(config) - shared) - (2 + config.gated) * shared
+    n_bytes = (config.hidden_size + n_features / tp) * element_bytes
     if NORM_NAMES[config.norm_place][-1]:
         stream = config.hidden_size * element_bytes / (tp if sequence_parallel else 1)
         n_bytes -= _normed_copies(config) * stream
