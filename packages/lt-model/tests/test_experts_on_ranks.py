@@ -1,5 +1,6 @@
 """Expert-parallel ranks compute what one process does in float32, by the grouped kernel, and compiled."""
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,9 @@ from lt_model import config_from_hf
 from lt_test_helpers import layouts
 from lt_test_helpers.pool import RankPool
 from lt_trainer.config.model_section import architecture_values
+from lt_trainer.config.recipe import load
 from lt_trainer.config.section import unflatten
+from lt_trainer.errors import RecipeError
 from lt_trainer_gpu import checks
 from lt_trainer_gpu.expert_parallel import expert_order
 
@@ -63,3 +66,23 @@ def test_rows_by_source_are_ordered_by_expert() -> None:
     order, places = expert_order(counts_SL, len(rows))
     assert rows[order].tolist() == sorted(rows.tolist())
     assert torch.equal(order[places], torch.arange(len(rows)))
+
+
+@pytest.mark.parametrize(
+    ("type", "version", "sets", "message"),
+    [
+        (
+            "cpu",
+            "2.10.1",
+            ("parallel.ep=2",),
+            r"parallel\.ep = 2: expert parallelism needs torch 2\.11 or newer, not 2",
+        ),
+        ("cuda", "2.15.0", ("parallel.tp=2",), r"a rank has 12 of expert_size, .*, or use parallel\.ep"),
+        ("cuda", "2.11.0", ("parallel.tp=2", "parallel.sequence_parallel=true", "parallel.ep=2"), ""),
+    ],
+)
+def test_a_torch_or_a_width_that_cannot_be_divided_is_refused(type, version, sets, message) -> None:
+    base = {"model": unflatten(architecture_values(CONFIG)), "data": {"store": "unused"}}
+    facts = checks.DeviceFacts(type=type, torch_version=version)
+    with pytest.raises(RecipeError, match=message) if message else nullcontext():
+        checks.check_device(load(base=base, overrides=sets).recipe, facts)

@@ -1,7 +1,8 @@
 """torch.compile per block: one graph, compiled once and reused for all blocks of the same shape.
 
 `block.forward` is compiled, so FSDP's hooks around it run eagerly. A graph break is an error (`fullgraph`) rather than
-a slower run. The loss is compiled apart (`lt_model.loss`).
+a slower run; with expert parallelism alone experts are eager, with recomputation their whole block. The loss is
+compiled apart (`lt_model.loss`).
 
 A compiled step is faster only where Triton makes its kernels, and right only with torch versions whose compiled blocks
 were compared with eager ones. So `compile = "auto"` compiles on CUDA, with such a version, if Triton and the C compiler
@@ -13,6 +14,7 @@ from __future__ import annotations
 import os
 import shutil
 from importlib.util import find_spec
+from typing import Any
 
 from lt_model.attention import BACKENDS
 from lt_model.decoder import DecoderBlock
@@ -89,7 +91,8 @@ def compile_blocks(
     torch._dynamo.config.recompile_limit = MAX_GRAPHS
     torch._functorch.config.activation_memory_budget = activation_memory_budget
     for block in blocks:
-        is_whole = not (exchanges_rows and isinstance(block.mlp, MoE))
-        if not is_whole:
-            block.mlp.experts.forward = torch.compiler.disable(block.mlp.experts.forward)
-        block.forward = torch.compile(block.forward, fullgraph=is_whole)
+        mixture = block.mlp if exchanges_rows and isinstance(block.mlp, MoE) else None
+        if mixture is not None:
+            experts: Any = mixture.experts
+            experts.forward = torch.compiler.disable(experts.forward)
+        block.forward = torch.compile(block.forward, fullgraph=mixture is None)
