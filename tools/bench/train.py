@@ -1,7 +1,6 @@
 """Training on one CPU thread in the shape of litespark-default: lt beside litgpt and transformers, both compiled.
 
-    uv run python tools/bench/train.py                  # JSON on stdout
-    uv run python tools/bench/train.py --write          # also docs/benchmarks/training.md and its JSON
+    uv run python tools/bench/train.py                  # the tables of docs/benchmarks/training.md
 
 12 x 768, feed-forward 2072, vocabulary 32000, 134.8 M parameters; rows of 1024 and of 512 tokens, one per step;
 bfloat16 compute with fp32 weights, AdamW, gradients clipped to a norm of 1. Peers run under torch's autocast, as in
@@ -23,23 +22,20 @@ import argparse
 import dataclasses
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
-from datetime import UTC, datetime
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from results import describe_machine
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs/benchmarks/training.md"
 VOCAB, SEQ_LENS, SEED = 32000, (1024, 512), 0
 LR, BETAS, WEIGHT_DECAY, GRAD_CLIP = 4e-4, (0.9, 0.95), 0.01, 1.0
 WARMUP_STEPS = 20
@@ -307,68 +303,15 @@ def summarize(steps: list[dict[str, float]], seq_len: int, warmup: int) -> dict[
     }
 
 
-def measure_products() -> dict[str, float]:
-    """Return the FLOP of a token's matrix products without attention, and the best speed of one thread."""
-    import torch
-
-    from lt_model import PRESETS, param_specs
-    from lt_trainer_gpu.peak_flops import measure_matmul_flops
-
-    torch.set_num_threads(1)
-    best, _ = measure_matmul_flops(torch.device("cpu"), torch.bfloat16)
-    config = dataclasses.replace(PRESETS["litespark-default"], vocab_size=VOCAB)
-    weights = sum(row.numel for row in param_specs(config) if len(row.shape) == 2 and "embed_tokens" not in row.name)
-    return {"flops_per_token": 6.0 * weights, "flops_per_s": best}
-
-
-def machine_info() -> dict[str, object]:
-    """Return CPU, load and versions of the measurement."""
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "cpu": names[0] if names else platform.processor(),
-        "cores": os.cpu_count(),
-        "load_before": round(os.getloadavg()[0], 1),
-        "python": platform.python_version(),
-        "torch": version("torch"),
-        "transformers": version("transformers"),
-        "litgpt": PEER_REQUIREMENTS[0].partition("==")[2],
-    }
-
-
-def render_page(found: dict[str, Any]) -> str:
-    """Return the page docs/benchmarks/training.md."""
+def render_table(trainers: dict[str, Any]) -> list[str]:
+    """Return the table of rows of one length."""
     lines = [
-        "# Training step on a CPU, compared with litgpt and transformers",
-        "",
-        "Measured by `uv run python tools/bench/train.py --write`; raw numbers:",
-        "[training.json](training.json). One thread, the shape of litespark-default (134.8 M parameters), one row per",
-        "step, bfloat16 compute with fp32 weights. All trainers take turns, step by step; medians of CPU seconds.",
-        "Peers are compiled and have torch's fused AdamW.",
-        "",
-        ", ".join(f"{name} {value}" for name, value in found["machine"].items()) + ".",
-        "",
-    ]
-    for seq_len, trainers in found["seq_lens"].items():
-        lines += [f"## Rows of {seq_len} tokens", "", *render_table(int(seq_len), trainers, found["products"]), ""]
-    lines.append(
-        f"One thread reached {found['products']['flops_per_s'] / 1e9:.0f} GFLOP/s with products of 1024^3. On a CPU "
-        "with faster bfloat16 products the ratios differ."
-    )
-    return "\n".join(lines) + "\n"
-
-
-def render_table(seq_len: int, trainers: dict[str, Any], products: dict[str, float]) -> list[str]:
-    """Return the table of rows of one length, and lt's ratios to the better peer."""
-    products_s = products["flops_per_token"] * seq_len / products["flops_per_s"]
-    lines = [
-        "| trainer | CPU s per step | of it products | peak resident | first step, CPU s | loss, first, last tenth |",
-        "|---|---|---|---|---|---|",
+        "| trainer | CPU s per step | peak resident | first step, CPU s | loss, first, last tenth |",
+        "|---|---|---|---|---|",
     ]
     for name, row in trainers.items():
         lines.append(
-            f"| {LABELS[name]} | {row['cpu_s']:.2f} | {products_s / row['cpu_s']:.0%} | "
+            f"| {LABELS[name]} | {row['cpu_s']:.2f} | "
             f"{row['peak_rss_bytes'] / 2**30:.2f} GiB | {row['first_step_cpu_s']:.1f} | "
             f"{row['loss_first']:.3f}, {row['loss_last_tenth']:.3f} |"
         )
@@ -376,13 +319,12 @@ def render_table(seq_len: int, trainers: dict[str, Any], products: dict[str, flo
 
 
 def main() -> int:
-    """Measure, print JSON, and optionally write the page."""
+    """Measure, and print the tables of docs/benchmarks/training.md with their numbers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=8, help="timed steps of each trainer and length")
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--only", default=",".join(TRAINERS), help="trainers, separated by commas")
     parser.add_argument("--python", help="interpreter with litgpt installed")
-    parser.add_argument("--write", action="store_true", help="write the page and its JSON")
     parser.add_argument("--seq-len", type=int, action="append", help=f"length of rows; default {SEQ_LENS}")
     parser.add_argument("--child", choices=TRAINERS, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -391,16 +333,12 @@ def main() -> int:
         run_child(options.child, seq_lens[0])
         return 0
     names = options.only.split(",")
-    found: dict[str, Any] = {"machine": machine_info(), "warmup": options.warmup, "products": measure_products()}
+    print(describe_machine("torch", "transformers"), PEER_REQUIREMENTS[0])
     with tempfile.TemporaryDirectory(prefix="lt-bench-env-") as folder:
         python = options.python or (create_environment(Path(folder) / "env") if "litgpt" in names else "")
-        found["seq_lens"] = {
-            seq_len: compare_trainers(names, seq_len, options.steps, options.warmup, python) for seq_len in seq_lens
-        }
-    print(json.dumps(found, indent=1))
-    if options.write:
-        PAGE.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        PAGE.write_text(render_page(found), encoding="utf-8")
+        for seq_len in seq_lens:
+            found = compare_trainers(names, seq_len, options.steps, options.warmup, python)
+            print(f"## Rows of {seq_len} tokens", *render_table(found), json.dumps(found), sep="\n", flush=True)
     return 0
 
 

@@ -1,0 +1,118 @@
+"""What a step asks of a GPU, in lt and in torchtitan, counted without one on the null CUDA device of lt's tests.
+
+    uv venv -p 3.11 PEER; uv pip install -p PEER/bin/python torchtitan==0.3.0 torch==2.15.0     # torch as here
+    uv run python tools/bench/launches.py PEER/bin/python       # the table of docs/benchmarks/launches.md; minutes
+
+Both run their own code on a library that takes CUDA's place, computes nothing and writes down what it is asked for
+(packages/lt-trainer-gpu/tests/nullcuda). The counts are exact and repeat; the host's time is that of Python and torch.
+Shapes: Llama 3.2 1B and Qwen3-30B-A3B of a few layers, rows of 2048 random ids, one in a micro-batch; bfloat16 with
+fp32 weights, fused AdamW, clipping, no recomputation, torch's flash attention. Of four steps the third counts.
+"""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+HELPERS = str(ROOT / "tests/helpers")
+sys.path[:0] = [str(ROOT / "packages/lt-trainer-gpu/tests/nullcuda"), HELPERS]
+
+# ruff: noqa: E402
+from null_device.build import build
+from null_device.ranks import Job
+from null_device.server import NullDeviceServer
+from null_device.trace import Part, read_log
+
+from lt_model.presets import preset
+
+SEQ_LEN, N_STEPS = 2048, 4
+COMPILE, TP, MOE = {"compile": True}, {"tp": 2}, {"family": "qwen3", "flavor": "30B-A3B", "n_layers": 2}
+CASES = {
+    "eager": (1, {}),
+    "the same, torchtitan's loss in one piece": (1, {"whole_loss": True}),
+    "compiled": (1, COMPILE),
+    "compiled, documents": (1, COMPILE | {"documents": True}),
+    "4 micro-batches": (1, {"micro_batches": 4}),
+    "fsdp": (2, {}),
+    "fsdp, compiled": (2, COMPILE),
+    "fsdp, 4 micro-batches": (2, {"micro_batches": 4}),
+    "tp": (2, TP),
+    "tp, compiled": (2, TP | COMPILE),
+    "experts": (1, MOE),
+    "experts, fsdp": (2, MOE),
+}
+"""Case → ranks, and fields of torchtitan's job, which lt's follows."""
+
+
+def run_lt(server: NullDeviceServer, folder: Path, ranks: int, fields: dict) -> str:
+    """Return the row of a case in lt."""
+    name = "qwen3-30b-a3b" if "family" in fields else "llama3.2-1b"
+    config = preset(name, n_layers=fields.get("n_layers", 4), max_position_embeddings=SEQ_LEN)
+    shape = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    del shape["max_position_embeddings"]
+    tp, documents = fields.get("tp", 1), fields.get("documents", False)
+    sets = [f"engine.gpu.compile={str(fields.get('compile', False)).lower()}", f"parallel.tp={tp}"]
+    sets += [f"parallel.sequence_parallel={str(tp > 1).lower()}"]
+    sets += [] if documents else ["engine.gpu.attention=flash", "data.document_mask=false"]
+    job = Job(
+        folder=str(folder),
+        ranks=ranks,
+        vocab_size=shape.pop("vocab_size"),
+        model=tuple(shape.items()),
+        row_lengths=(SEQ_LEN,) * N_STEPS,
+        rows=ranks // tp * fields.get("micro_batches", 1),
+        overrides=tuple(sets),
+        one_document=() if documents else tuple(range(N_STEPS)),
+    )
+    result = server.run(job)[0]
+    return describe(read_log(folder / "0.log")["step 2"], result.peak_bytes[2], min(result.seconds))
+
+
+def run_torchtitan(python: str, device: dict[str, str], folder: Path, ranks: int, fields: dict) -> str:
+    """Return the row of a case in torchtitan."""
+    job = json.dumps({"out": str(folder), "seq_len": SEQ_LEN, "steps": N_STEPS} | fields)
+    command = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command += [str(Path(__file__).with_name("titan_worker.py")), job]
+    env = os.environ | device | {"OMP_NUM_THREADS": "1", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stdout[-3000:])
+    found = json.loads((folder / "0.json").read_text())
+    return describe(read_log(folder / "0.log")["step 2"], found["peak_bytes"][0], min(found["seconds"]))
+
+
+def describe(step: Part, peak_bytes: int, seconds: float) -> str:
+    """Return the columns: launches, products and Triton's of them, waits, collectives, MiB, peak in GiB, host ms."""
+    collectives, n_bytes = step.of("nccl"), 0
+    for text in collectives:
+        operation, dtype, count, communicator = text.split()
+        ranks = len(step.communicators[communicator].ranks)
+        shards = ranks if operation.startswith(("all_gather", "reduce_scatter")) else 1
+        n_bytes += int(count) * shards * int("".join(filter(str.isdigit, dtype))) // 8
+    columns = [step.launches, len(step.of("product")), step.triton_launches, len(step.waits), len(collectives)]
+    columns += [round(n_bytes / 2**20), f"{peak_bytes / 2**30:.3f}", f"{seconds * 1e3:.0f}"]
+    return " | ".join(map(str, columns))
+
+
+def main() -> None:
+    """Count, and print the table's rows; further arguments choose cases by their beginning."""
+    python, *only = sys.argv[1:]
+    with tempfile.TemporaryDirectory(prefix="lt-launches-") as name:
+        device = build(Path(name))
+        os.environ["PYTHONPATH"] = HELPERS  # for the server's ranks
+        server = NullDeviceServer(device)
+        for case, (ranks, fields) in CASES.items():
+            if only and not case.startswith(tuple(only)):
+                continue
+            own, theirs = (Path(tempfile.mkdtemp(dir=name)) for _ in range(2))
+            print(f"| {case} | lt | {run_lt(server, own, ranks, fields)} |", flush=True)
+            print(f"| | torchtitan | {run_torchtitan(python, device, theirs, ranks, fields)} |", flush=True)
+        server.close()
+
+
+if __name__ == "__main__":
+    main()
