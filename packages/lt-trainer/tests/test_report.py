@@ -14,7 +14,6 @@ from lt_test_helpers.runs import run
 from lt_trainer.config.recipe import load
 from lt_trainer.errors import RunDirError
 from lt_trainer.observability.report import ReportError, write_report
-from lt_trainer.observability.run_history import RunHistory
 
 EVIL = "<script>alert('$x_1$')</script>"
 RECIPE: dict[str, Any] = {"schedule": {"max_steps": 400}, "optimizer": {"lr": 1e-3}, "data": {"store": f"no/{EVIL}"}}
@@ -93,12 +92,10 @@ def test_the_page_of_a_run_has_everything_escaped(eventful: Path) -> None:
 
 
 def test_the_page_of_several_runs_tells_where_their_recipes_differ(eventful: Path, tmp_path: Path) -> None:
-    changed = RECIPE | {"optimizer": {"lr": 6e-4}}
-    other = make_run(tmp_path / ("other" * 20) / "eventful", [record(1)], [START], changed)
+    other = make_run(tmp_path / ("other" * 20) / "eventful", [record(1)], [START], RECIPE | {"optimizer": {"lr": 6e-4}})
     words = words_of(eventful, other).split("\n")
     assert f"2 runs: {eventful}, {other}" in words, "equal names are told apart"
-    at = words.index("optimizer.lr")
-    assert words[at : at + 3] == ["optimizer.lr", "0.001", "0.0006"]
+    assert "\noptimizer.lr\n0.001\n0.0006\n" in "\n".join(words)
     assert "The recipes are equal." in words_of(eventful, make_run(tmp_path / "same"))
     assert "No records yet." in words_of(tmp_path / "same")
 
@@ -141,13 +138,14 @@ def test_figures_are_written_as_png_and_files_that_are_there_stay(eventful: Path
 
 
 def test_fields_by_layer_have_a_curve_of_each_layer(tmp_path: Path) -> None:
-    from lt_trainer.observability.figures import draw_figures
+    from lt_trainer.observability import figures
 
     experts = [{}, {"expert_load": [1.5, 2.0]}, {"expert_load": [1.25, 3.0]}]  # the first of an older version
-    path = make_run(tmp_path / "run", [record(step, **one) for step, one in enumerate(experts, start=1)])
-    lines = draw_figures([RunHistory(path)])["expert_load"].axes[0].lines
+    run = figures.RunHistory(
+        make_run(tmp_path / "run", [record(step, **one) for step, one in enumerate(experts, start=1)])
+    )
+    lines = figures.draw_figures([run])["expert_load"].axes[0].lines
     assert [line.get_xydata().tolist() for line in lines] == [[[2, 1.5], [3, 1.25]], [[2, 2.0], [3, 3.0]]]
-    assert [line.get_alpha() for line in lines] == [0.5, 1.0]
 
 
 def test_a_report_without_matplotlib_is_a_line(eventful: Path, monkeypatch: pytest.MonkeyPatch) -> None:

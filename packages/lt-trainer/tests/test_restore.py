@@ -63,9 +63,8 @@ def test_a_rollback_leads_past_a_damaged_checkpoint_too(recipe_base, fake_engine
 
 def test_experts_that_are_balanced_over_other_rows_are_a_line(recipe_base, fake_engine, capsys) -> None:
     recipe_base["model"] = {"preset": "tiny-30m-a9m"}
-    assert start(recipe_base, stop_after_step=3) == 75
-    assert start(recipe_base, "batch.micro_batch_size=2", stop_after_step=5) == 75
-    assert start(recipe_base, "batch.micro_batch_size=2", stop_after_step=7) == 75
+    for rows, step in ((4, 3), (2, 5), (2, 7)):
+        assert start(recipe_base, f"batch.micro_batch_size={rows}", stop_after_step=step) == 75
     assert capsys.readouterr().out.count("balanced over the 2 rows of a pass on all ranks, before over 4\n") == 1
 
 

@@ -34,8 +34,7 @@ def test_numbers_are_grouped_and_text_stays_out() -> None:
     assert scalars({**TRAIN, "mfu": 0.5}) == {"train/loss": 2.5, "train/mfu": 0.5, "train/data_s": 0.25}
     assert scalars(VALIDATION) == {"validation/loss": 2.0, "validation/tokens": 7.0, "validation/bits_per_byte": 0.5}
     assert scalars({**VALIDATION, "val_set": "code"})["validation/code/loss"] == 2.0
-    assert scalars({"step": 1, "eval_task": "t", "eval_acc": 0.5}) == {"evaluation/t/acc": 0.5}
-    assert scalars({"step": 1, "expert_idle": [2, 0]}) == {"train/expert_idle/0": 2.0, "train/expert_idle/1": 0.0}
+    assert scalars({"step": 1, "eval_task": "t", "eval_a": [1, 0]}) == {"evaluation/t/a/0": 1, "evaluation/t/a/1": 0}
 
 
 def test_a_missing_library_is_refused_with_its_extra_before_the_run_directory_is_made(

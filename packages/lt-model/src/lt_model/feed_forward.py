@@ -153,13 +153,19 @@ class MoE(nn.Module):
         ends_E = torch.searchsorted(sorted_R, every_expert, right=True, out_int32=True)
         out_RD = self.experts(TakeRows.apply(x_ND, order_R, places_R, n_copies), ends_E)
         out_NKD = TakeRows.apply(out_RD, places_R, order_R, 1).unflatten(0, (-1, n_copies))
-        out_ND = (out_NKD.to(weights_NK.dtype) * weights_NK[..., None]).sum(dim=1).to(x_ND.dtype)
+        out_ND = _weighted_sum(out_NKD.to(weights_NK.dtype), weights_NK).to(x_ND.dtype)
         if self.shared_experts is not None:
             shared_BTD = self.shared_experts(x_BTD)
             if self.shared_expert_gate is not None:
                 shared_BTD = shared_BTD * self.shared_expert_gate(x_BTD).sigmoid()
             return out_ND.view_as(x_BTD) + shared_BTD
         return out_ND.view_as(x_BTD)
+
+
+def _weighted_sum(x_NKD: Tensor, weights_NK: Tensor) -> Tensor:
+    if x_NKD.is_cpu:
+        return torch.bmm(weights_NK[:, None], x_NKD)[:, 0]  # in half the time
+    return (x_NKD * weights_NK[..., None]).sum(dim=1)
 
 
 class TakeRows(torch.autograd.Function):
@@ -170,10 +176,11 @@ class TakeRows(torch.autograd.Function):
         """Return the copies numbered by `order`, of which `places` is the inverse."""
         ctx.save_for_backward(places)
         ctx.n_copies = n_copies
-        return x[order // n_copies]
+        return x.index_select(0, order // n_copies if n_copies > 1 else order)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the gradient of x: sums over the copies."""
         (places,) = ctx.saved_tensors
-        return upstream[places].unflatten(0, (-1, ctx.n_copies)).sum(dim=1), None, None, None
+        rows = upstream.index_select(0, places)
+        return rows if ctx.n_copies == 1 else rows.unflatten(0, (-1, ctx.n_copies)).sum(dim=1), None, None, None

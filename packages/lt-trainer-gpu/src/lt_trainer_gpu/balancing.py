@@ -8,6 +8,11 @@ row, whose tokens these ranks share (DeepSeek-V3, arXiv:2412.19437, equations 17
 its documents, as in Megatron-LM); the z-loss is the mean of logsumexp(logits)^2 (ST-MoE, arXiv:2202.08906). A step adds
 them over layers, as means over its micro-batches. So the rows of a micro-step are part of what is trained.
 
+The default weight is three times Switch's. On 300 steps of 1,024 tokens of Python's library (width 128, 4 layers, 4 of
+16 experts of a token, bfloat16, lr 2e-3, one seed each) busiest over mean expert, as the mean over the last 50 steps of
+the worst layer, was 1.64 with 0.01, 1.46 with 0.03, 1.38 with 0.1, with losses of 5.160, 5.155 and 5.128; no expert was
+without tokens. All passed through 3 to 4 while the learning rate rose; a smaller one and the z-loss change that little.
+
 Both enter at the weights of the choice (`_AddLoss`, as in Megatron-LM): stages, recomputation and the loss know nothing
 of it. The load goes the same way, as the gradient of a tensor of its own: autograd adds it up over micro-batches, and
 neither a second forward pass nor validation counts.

@@ -155,7 +155,7 @@ class ParallelOptions(Section, table="parallel"):
 class MoeOptions(Section, table="moe"):
     """Losses that balance the load of a mixture of experts; a model without experts has none."""
 
-    aux_loss: float = option(0.01, "weight of each layer's load-balancing loss; 0 = off", ge=0)
+    aux_loss: float = option(0.03, "weight of each layer's load-balancing loss; 0 = off", ge=0)
     sequence_aux_loss: float = option(0.0, "weight of the same within each row; DeepSeek-V3: 1e-4, 0 = off", ge=0)
     router_z_loss: float = option(0.0, "weight of logsumexp(router's logits)^2; 1e-3 is typical, 0 = off", ge=0)
     bias_update_rate: float = option(0.001, "move of a selection bias per step, where a model has one; 0 = off", ge=0)
