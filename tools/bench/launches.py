@@ -16,16 +16,17 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 HELPERS = str(ROOT / "tests/helpers")
 sys.path[:0] = [str(ROOT / "packages/lt-trainer-gpu/tests/nullcuda"), HELPERS]
 
 # ruff: noqa: E402
-from null_device.build import build
-from null_device.ranks import Job
-from null_device.server import NullDeviceServer
-from null_device.trace import Part, read_log
+from null_device.build import build  # pyright: ignore[reportMissingImports]
+from null_device.ranks import Job  # pyright: ignore[reportMissingImports]
+from null_device.server import NullDeviceServer  # pyright: ignore[reportMissingImports]
+from null_device.trace import Part, read_log  # pyright: ignore[reportMissingImports]
 
 from lt_model.presets import preset
 
@@ -48,7 +49,7 @@ CASES = {
 """Case → ranks, and fields of torchtitan's job, which lt's follows."""
 
 
-def run_lt(server: NullDeviceServer, folder: Path, ranks: int, fields: dict) -> str:
+def run_lt(server: NullDeviceServer, folder: Path, ranks: int, fields: dict[str, Any]) -> str:
     """Return the row of a case in lt."""
     name = "qwen3-30b-a3b" if "family" in fields else "llama3.2-1b"
     config = preset(name, n_layers=fields.get("n_layers", 4), max_position_embeddings=SEQ_LEN)
@@ -72,7 +73,7 @@ def run_lt(server: NullDeviceServer, folder: Path, ranks: int, fields: dict) -> 
     return describe(read_log(folder / "0.log")["step 2"], result.peak_bytes[2], min(result.seconds))
 
 
-def run_torchtitan(python: str, device: dict[str, str], folder: Path, ranks: int, fields: dict) -> str:
+def run_torchtitan(python: str, device: dict[str, str], folder: Path, ranks: int, fields: dict[str, Any]) -> str:
     """Return the row of a case in torchtitan."""
     job = json.dumps({"out": str(folder), "seq_len": SEQ_LEN, "steps": N_STEPS} | fields)
     command = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]

@@ -10,16 +10,18 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
-from torchtitan import trainer
-from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
-from torchtitan.components.optimizer import default_adamw
-from torchtitan.models.common.attention import ScaledDotProductAttention
+from torchtitan import trainer  # pyright: ignore[reportMissingImports]
+from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss  # pyright: ignore[reportMissingImports]
+from torchtitan.components.optimizer import default_adamw  # pyright: ignore[reportMissingImports]
+from torchtitan.models.common.attention import ScaledDotProductAttention  # pyright: ignore[reportMissingImports]
 
 JOB = SimpleNamespace(
     **{"family": "llama3", "flavor": "1B", "n_layers": 4, "seq_len": 2048, "documents": False, "whole_loss": False},
@@ -32,7 +34,7 @@ os.environ["NULLCUDA_LOG"] = f"{JOB.out}/{RANK}.log"
 FOUND = {"peak_bytes": [], "seconds": []}
 
 
-def batches():
+def batches() -> Iterator[Any]:
     """Yield rows of random ids, one in a micro-batch; with documents two in each row."""
     positions = torch.arange(JOB.seq_len) % (JOB.seq_len // 2 if JOB.documents else JOB.seq_len)
     for number in range(JOB.steps * JOB.micro_batches):
@@ -44,7 +46,7 @@ def batches():
 class MarkedTrainer(trainer.Trainer):
     """Trainer whose steps are marked in the device's log."""
 
-    def train_step(self, rows):
+    def train_step(self, rows: Any) -> None:
         """Train one step."""
         torch.cuda.reset_peak_memory_stats()
         mark = ctypes.CDLL(None).nullcuda_mark
