@@ -171,13 +171,16 @@ def wide(slices: list[StateSlice]) -> list[StateSlice]:
 
 
 def errors(found: list[Outcome], exact: Outcome) -> dict[str, float]:
-    """Relative distances to float64, of gradients and of what the weights have moved."""
+    """Distances to float64: of gradients all together; of weights that of 99 %, as AdamW's first steps are a sign.
+
+    So a few weights whose gradients are near 0 would outweigh all others.
+    """
     end, moments = (assemble(wide(getattr(rank, name)) for rank in found) for name in ("end", "moments"))
-    start, exact_end = assemble([exact.start]), assemble([exact.end])
-    moved, exact_moved = ({key: tensors[key] - start[key] for key in start} for tensors in (end, exact_end))
+    exact_end = assemble([exact.end])
+    of_weights = np.concatenate([np.abs(end[key] - exact_end[key]).ravel() for key in exact_end])
     return {
         "gradients": distance(moments, assemble([exact.moments])),
-        "weights": distance(moved, exact_moved),
+        "weights": float(np.quantile(of_weights, 0.99)),
         "losses": max(abs(a - b) for a, b in zip(found[0].losses, exact.losses, strict=True)),
         "validation": abs(found[0].validation[0] - exact.validation[0]),
     }
@@ -191,7 +194,7 @@ def test_every_precision_rounds_as_it_does_in_one_process(alone, on_axis, axis: 
     one, ours = (errors(outcomes, alone["float64"]) for outcomes in ([alone[precision]], found))
     assert least < one["gradients"] < most
     assert ours["gradients"] == pytest.approx(one["gradients"], rel=0.15)
-    assert ours["weights"] == pytest.approx(one["weights"], rel=0.5 if precision == "float32" else 0.1)
+    assert ours["weights"] == pytest.approx(one["weights"], rel=0.3 if precision == "float32" else 0.1)
     assert ours["losses"] < 4 * one["losses"]
     assert 0 < ours["validation"] < 1e-2 * alone["float64"].validation[0]
     for rank in found:

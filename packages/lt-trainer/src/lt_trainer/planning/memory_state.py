@@ -65,7 +65,8 @@ class RankWeights:
         self.pp_rank, self.n_layers, self._layout = pp_rank, len(own), layout
         self.is_tied = config.tie_word_embeddings and is_first and self.has_head
         end = math.ceil(config.vocab_size / layout.tp) * config.hidden_size
-        of_block = [row for row in table if row.layer == 0]
+        blocks = [[row for row in self.rows if row.layer == layer] for layer in sorted(own)]
+        of_block = max(blocks, key=lambda rows: sum(local_size(row, layout) for row in rows))  # one stands for all
         self.all, self.shards = (sum(size(row, layout) for row in self.rows) for size in (local_size, shard_size))
         self.block, self.block_shard = (sum(size(row, layout) for row in of_block) for size in (local_size, shard_size))
         self.experts = sum(local_size(row, layout) for row in of_block if row.type == "experts") * (layout.ep > 1)
