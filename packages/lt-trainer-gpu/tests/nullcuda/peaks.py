@@ -44,7 +44,7 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
         **{"n_kv_heads": 16, "q_rank": 512, "kv_rank": 512, "nope_width": 128, "rope_width": 64, "value_width": 128},
         **{"n_experts": 8, "experts_per_token": 3, "expert_size": 1408, "shared_expert_size": 2816},
-        "layers": (LayerKind(experts=True),),
+        "layers": (LayerKind(), *(LayerKind(experts=True),) * 7),
     },
     "granite": {"embed_scale": 12.0, "residual_scale": 0.22, "attention_scale": 0.015625, "logits_divisor": 8.0},
 }

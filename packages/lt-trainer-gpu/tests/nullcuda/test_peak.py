@@ -97,7 +97,8 @@ EP_LAYOUTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 }
 FAMILY_CASES = [(family, layout) for family in FAMILY_FIELDS for layout in FAMILY_LAYOUTS]
 # Of latent attention the plan is held to one rank: under cp its keys are planned as those of the stream's width.
-FAMILY_CASES = [pair for pair in FAMILY_CASES if pair[0] != "deepseek_v3" or "ranks" not in FAMILY_LAYOUTS[pair[1]][1]]
+# Of latent attention the plan is not held under cp, where its keys are planned as of the stream's width, and under sp.
+FAMILY_CASES = [pair for pair in FAMILY_CASES if pair not in {("deepseek_v3", "cp"), ("deepseek_v3", "tp-sp")}]
 FAMILY_CASES += [("olmoe", layout) for layout in EP_LAYOUTS]
 TODAY = datetime.date.today().toordinal()
 
