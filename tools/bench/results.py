@@ -24,7 +24,8 @@ def describe_machine(*packages: str) -> str:
 
 def format_table(head: list[str], rows: list[list[str]]) -> list[str]:
     """Return the lines of a Markdown table."""
-    return ["| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *rows)]
+    lines = ["| " + " | ".join(line) + " |" for line in (head, *rows)]
+    return [lines[0], "|" + "---|" * len(head), *lines[1:]]
 
 
 def replace_part(page: Path, name: str, lines: list[str]) -> None:
