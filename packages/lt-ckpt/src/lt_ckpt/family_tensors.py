@@ -28,9 +28,6 @@ IGNORED_BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attention\.(masked_)?
 Experts = Literal["each", "pairs", "stacked"]
 """A tensor for each expert, as files have; stacked, gates above ups, as transformers' modules; stacked, as ours."""
 
-MODULES_AS_OURS = ("mixtral",)
-"""Families whose modules have our names, unlike their files."""
-
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
@@ -101,7 +98,8 @@ def _stack_pairs(key: str, names: tuple[str, str], shape: Ints) -> TensorLayout:
 
 def module_key(name: str, config: ModelConfig) -> str:
     """Return the name of a tensor in transformers' module of the family, where the head is called so in all."""
-    return name if name == HEAD or config.family in MODULES_AS_OURS else family_key(name, config)
+    is_ours = name == HEAD or FAMILIES[config.family].has_our_names_in_modules
+    return name if is_ours else family_key(name, config)
 
 
 def find_family_tensors(
@@ -119,7 +117,7 @@ def find_family_tensors(
         CheckpointError: Names the tensors that are missing and those that are not the model's.
     """
     has_pairs = any(key.endswith(".experts.gate_up_proj") for key in keys)
-    in_modules = has_pairs or (HEAD in keys and config.family not in MODULES_AS_OURS)
+    in_modules = has_pairs or (HEAD in keys and not FAMILIES[config.family].has_our_names_in_modules)
     rename = rename or partial(module_key if in_modules else family_key, config=config)
     shapes = stored_shapes(config, rename(HEAD) in keys)
     found = family_tensors(config, shapes, rename, "pairs" if has_pairs else experts)

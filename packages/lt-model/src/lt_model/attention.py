@@ -188,12 +188,12 @@ _auto_sdpa_attention = make_sdpa_attention("CUDNN_ATTENTION", "FLASH_ATTENTION",
 def _auto_attend(q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, mask: Any, softcap: float = 0.0) -> Tensor:
     if softcap and (mask is None or isinstance(mask, Tensor)):
         return reference_attention(q_BTHK, k_BSGK, v_BSGK, mask, softcap)
+    if softcap or not isinstance(mask, SplitMask | VarlenMetadata | Tensor | None):
+        return flex_mask_attention(q_BTHK, k_BSGK, v_BSGK, mask, softcap)
     if isinstance(mask, SplitMask):
         return split_attention(q_BTHK, k_BSGK, v_BSGK, mask)
     if isinstance(mask, VarlenMetadata):
         return varlen_attention(q_BTHK, k_BSGK, v_BSGK, mask)
-    if mask is not None and not isinstance(mask, Tensor):
-        return flex_mask_attention(q_BTHK, k_BSGK, v_BSGK, mask, softcap)
     attend = _auto_sdpa_attention if q_BTHK.device.type == "cuda" else sdpa_attention
     return attend(q_BTHK, k_BSGK, v_BSGK, mask)
 

@@ -92,6 +92,7 @@ class Family:
         dense_layers: which layers may lack experts: none, those listed and all but each n-th, or the first ones.
         has_extra_layers: files may have layers beyond the model's, which predict further tokens and are not read.
         partial_key: key of the rotated share of a head before transformers 5, or "" where all is rotated.
+        has_our_names_in_modules: transformers' modules have our names, and `renames` is of files alone.
         renames: part of our tensor names to part of theirs, in order.
         fused: their tensor of a layer to ours, which it has one below the other ("rows"), or head by head ("heads").
     """
@@ -110,6 +111,7 @@ class Family:
     has_two_ropes: bool = False
     dense_layers: Literal["", "listed", "first"] = ""
     has_extra_layers: bool = False
+    has_our_names_in_modules: bool = False
     partial_key: str = ""
     renames: tuple[tuple[str, str], ...] = ()
     fused: Mapping[str, tuple[tuple[str, ...], Literal["rows", "heads"]]] = field(default_factory=dict)

@@ -82,10 +82,11 @@ class ShardedMatrices:
         self, names: Sequence[str], direction: Callable[[str], Tensor], transform: Callable[[Tensor], Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield each name with this rank's slice of its transformed matrix; arguments as in `MatrixExchange`."""
-        for name in [name for name in names if self._has_whole(name)]:
+        whole = dict.fromkeys(filter(self._has_whole, names))
+        for name in whole:
             own = direction(name)
             yield name, transform(own) if own.numel() else own
-        by_cost = sorted([name for name in names if not self._has_whole(name)], key=self._cost, reverse=True)
+        by_cost = sorted([name for name in names if name not in whole], key=self._cost, reverse=True)
         for first in range(0, len(by_cost), self._size):
             matrices = by_cost[first : first + self._size]
             yield from self._transform_round(matrices, [direction(name) for name in matrices], transform)
@@ -93,8 +94,9 @@ class ShardedMatrices:
     def _has_whole(self, name: str) -> bool:
         """Return whether every rank has whole matrices of this stack."""
         spec = self._specs[name]
-        shapes = [self._slice_of(spec, peer)[1] for peer in range(self._size)]
-        return spec.type == "experts" and all(shape[1:] == spec.shape[1:] for shape in shapes)
+        return spec.type == "experts" and all(
+            self._slice_of(spec, peer)[1][1:] == spec.shape[1:] for peer in range(self._size)
+        )
 
     def _cost(self, name: str) -> int:
         shape = self._specs[name].shape
