@@ -149,9 +149,8 @@ def fake_engine(monkeypatch: pytest.MonkeyPatch) -> FakeSpec:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
     spec = FakeSpec(type("FakeOptions", (Section,), {}))
-    installed = list(engine_module.entry_points(group=engine_module.ENGINE_ENTRY_POINTS))
-    entry = SimpleNamespace(name="fake", load=lambda: spec)
-    monkeypatch.setattr(engine_module, "entry_points", lambda group: [*installed, entry])
+    entries = {**engine_module.engine_entries(), "fake": SimpleNamespace(name="fake", load=lambda: spec)}
+    monkeypatch.setattr(engine_module, "engine_entries", lambda: entries)
     return spec
 
 

@@ -119,6 +119,8 @@ def become_rank(environ: Mapping[str, str]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     faulthandler.enable()  # SIGABRT prints the stacks of a hanging rank
+    if "lt_trainer_gpu.peak_flops" in sys.modules:
+        sys.modules["lt_trainer_gpu.peak_flops"].measure_matmul_flops = lambda *_: (1e12, "set")  # 0.2 s
 
 
 def load_function(path: str, module_name: str, name: str) -> Callable[..., Any]:

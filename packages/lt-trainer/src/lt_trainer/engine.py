@@ -9,11 +9,12 @@ Shapes: M micro-batches per step, B rows per micro-batch, T positions per row.
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -317,9 +318,15 @@ class EngineSpec(Protocol):
         ...
 
 
+@functools.cache
+def engine_entries() -> Mapping[str, EntryPoint]:
+    """Return the entry points of the installed engines by name; all installed packages are looked through, once."""
+    return {entry.name: entry for entry in entry_points(group=ENGINE_ENTRY_POINTS)}
+
+
 def engine_names() -> list[str]:
     """Return the names of the installed engines, without importing them."""
-    return sorted({entry.name for entry in entry_points(group=ENGINE_ENTRY_POINTS)})
+    return sorted(engine_entries())
 
 
 def engine_spec(name: str) -> EngineSpec:
@@ -328,9 +335,8 @@ def engine_spec(name: str) -> EngineSpec:
     Raises:
         RecipeError: no installed package provides this engine.
     """
-    for entry in entry_points(group=ENGINE_ENTRY_POINTS):
-        if entry.name == name:
-            return entry.load()
+    if name in (entries := engine_entries()):
+        return entries[name].load()
     raise RecipeError(
         f"run.engine = {name!r}: engine not installed (installed: {', '.join(engine_names()) or 'none'}); "
         f"pip install lt-trainer-{name}"
