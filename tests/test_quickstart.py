@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -65,6 +66,15 @@ def test_a_resume_that_is_not_exact_is_found(finished_quickstart: tuple[Path, st
     settings = json.loads((tmp_path / "quickstart" / ".lt-quickstart").read_text())
     text = lt("quickstart", "--source", settings["source"], "--steps", str(STEPS), cwd=tmp_path, code=64)
     assert "step 10: the loss after a resume is not that of an undisturbed run" in text
+
+
+def test_an_eager_run_imports_no_compiler(finished_quickstart: tuple[Path, str], tmp_path: Path) -> None:
+    """It takes as long to import as all of torch."""
+    code = "import sys; from lt_trainer.__main__ import main; assert not main(sys.argv[1:]); print(*sys.modules)"
+    words = ["run", "quickstart/run.toml", "--set", f"run.dir={tmp_path / 'run'}", "--set", "schedule.max_steps=6"]
+    folder = finished_quickstart[0].parent
+    done = subprocess.run([sys.executable, "-c", code, *words], check=True, stdout=-1, text=True, cwd=folder)
+    assert not {"torch._dynamo", "sympy"} & set(done.stdout.splitlines()[-1].split())
 
 
 def test_transformers_computes_the_logits_of_the_checkpoint(finished_quickstart: tuple[Path, str]) -> None:

@@ -19,7 +19,7 @@ from lt_model.describe import alignment_warnings
 
 # Published or computed from the published shapes by transformers (sum over state_dict of a model on the meta device).
 COUNTS = {
-    "tiny-2m": 1_967_808,
+    "tiny-2m": 2_295_552,
     "tiny-5m": 4_951_296,
     "litespark-default": 134_769_408,
     "llama-160m": 162_417_408,
@@ -127,8 +127,8 @@ def test_presets_take_overrides_and_name_near_misses():
         preset("lama3-8b")
     with pytest.raises(ModelError, match="preset 'tiny-2m': unknown field 'depth'"):
         preset("tiny-2m", depth=3)
-    with pytest.raises(ModelError, match="n_kv_heads = 4"):
-        preset("tiny-2m", n_kv_heads=4)
+    with pytest.raises(ModelError, match="n_kv_heads = 3"):
+        preset("tiny-2m", n_kv_heads=3)
 
 
 def test_flops_are_six_per_multiplied_weight_plus_attention():

@@ -93,8 +93,10 @@ def choose_computation(recipe: Recipe, config: ModelConfig, world: World) -> Com
             f"bfloat16 peak{eager}"
         )
     torch.set_float32_matmul_precision(options.float32_matmul_precision)
-    if options.deterministic:
+    if options.deterministic and compile:
         torch.use_deterministic_algorithms(True)
+    elif options.deterministic:
+        torch.set_deterministic_debug_mode("error")  # the same for kernels, without importing the compiler
     return Computation(
         options=options,
         device=device,

@@ -25,6 +25,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from lt_model import ModelConfig, stage_layers
 from lt_model.feed_forward import MoE
 from lt_trainer.config.sections import MoeOptions
@@ -70,8 +72,11 @@ def open_stages(
     ]
     _parallelize(stages, moe, computation, mesh_layout, timeout_s)
     for stage in stages:
-        stage.to_empty(device=computation.device)
-        stage.tie_weights()  # to_empty allocates memory for each module separately
+        if mesh_layout.uses_fsdp:
+            stage.to_empty(device=computation.device)
+        else:  # without to_empty's `empty_like` of a meta tensor, which imports sympy
+            stage._apply(lambda like: torch.empty(like.shape, dtype=like.dtype, device=computation.device))
+        stage.tie_weights()  # memory was allocated for each module separately
         if stage.balance is not None:
             stage.balance.allocate_loads(stage, computation)
     return stages
