@@ -4,9 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -93,23 +91,3 @@ dtype = "float32"
 """
     )
     return root
-
-
-@pytest.fixture(scope="session")
-def no_float32() -> Callable[[], AbstractContextManager[object]]:
-    """A mode under which transformers computes in float64 throughout.
-
-    It computes norms, rotary angles and the softmax in float32 otherwise, which hides everything below 1e-7.
-    """
-    import torch
-    from torch.overrides import TorchFunctionMode
-
-    class NoFloat32(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is torch.Tensor.float:
-                func = torch.Tensor.double
-            args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
-            named = {name: torch.float64 if value is torch.float32 else value for name, value in (kwargs or {}).items()}
-            return func(*args, **named)
-
-    return NoFloat32

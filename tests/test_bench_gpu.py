@@ -93,12 +93,6 @@ def test_the_numbers_of_a_row_agree(tmp_path: Path) -> None:
     assert row["memory"]["peak_resident_bytes"] > row["state_bytes"]
 
 
-def test_products_count_their_operations(ranks: RankPool) -> None:
-    (found,) = ranks.run(call, "gpu_worker", "time_products", {"device": "cpu", "shapes": [[64, 32, 16]]}, ranks=1)
-    (product,) = found["products"]
-    assert product["best_flops_per_s"] >= product["median_flops_per_s"] > 0
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit of memory needs /proc")
 def test_a_size_that_does_not_fit_is_noted_and_the_next_one_runs(ranks: RankPool, monkeypatch) -> None:
     """A first micro-batch that needs a tensor of 0.9 GiB where there is 0.75 GiB."""
@@ -277,6 +271,7 @@ def test_a_layout_equals_one_device_and_a_run_that_trains_otherwise_is_noticed(c
     assert [gpus.is_failure(row) for row in rows] == [False, False, True, True]
 
 
+@pytest.mark.slow
 def test_speed_is_measured_under_torchrun(tmp_path: Path) -> None:
     found = script("gpus.py", tmp_path / "gpus.json", "--gpus", "2", "--stage", "speed-tiny", "--layout", "fsdp-2")
     (row,) = found["rows"]

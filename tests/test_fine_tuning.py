@@ -5,12 +5,12 @@ shows in the tenth digit.
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from family_models import NoFloat32
 from transformers import LlamaConfig as HFConfig
 from transformers import LlamaForCausalLM
 
@@ -35,14 +35,7 @@ def store(prepared: Path) -> Path:
     return prepared / "train"
 
 
-def make_model(
-    folder: Path,
-    store: Path,
-    mode: Callable[[], AbstractContextManager[object]],
-    *,
-    dtype: torch.dtype = torch.float32,
-    **more: object,
-) -> LlamaForCausalLM:
+def make_model(folder: Path, store: Path, *, dtype: torch.dtype = torch.float32, **more: object) -> LlamaForCausalLM:
     """A model of transformers, saved with the tokenizer of the data; in float64."""
     torch.manual_seed(1)
     shape = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -54,7 +47,7 @@ def make_model(
     LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
     for name, data in tokens.tokenizer().files.items():
         (folder / name).write_bytes(data)
-    with mode():  # the rotary frequencies are made with the model
+    with NoFloat32():  # the rotary frequencies are made with the model
         return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
 
 
@@ -66,13 +59,13 @@ def first_rows(store: Path) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.fixture
-def reference_loss(store: Path, no_float32) -> Callable[[LlamaForCausalLM], float]:
+def reference_loss(store: Path) -> Callable[[LlamaForCausalLM], float]:
     """The loss of a model of transformers over the run's first rows, in float64."""
 
     @torch.no_grad()
     def compute(model: LlamaForCausalLM) -> float:
         ids, labels = first_rows(store)
-        with no_float32():
+        with NoFloat32():
             logits = model(input_ids=ids).logits
         return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100))
 
@@ -102,16 +95,16 @@ def first_loss(folder: Path, store: Path, out: Path, *sets: str) -> float:
     ],
     ids=["llama3-rope", "tied", "bfloat16"],
 )
-def test_the_first_loss_is_the_one_of_transformers(more, store, reference_loss, no_float32, tmp_path) -> None:
-    model = make_model(tmp_path / "model", store, no_float32, **more)
+def test_the_first_loss_is_the_one_of_transformers(more, store, reference_loss, tmp_path) -> None:
+    model = make_model(tmp_path / "model", store, **more)
     assert first_loss(tmp_path / "model", store, tmp_path / "run") == pytest.approx(reference_loss(model), rel=1e-10)
 
 
-def test_added_tokens_start_as_the_mean_of_the_others(store, reference_loss, no_float32, tmp_path) -> None:
+def test_added_tokens_start_as_the_mean_of_the_others(store, reference_loss, tmp_path) -> None:
     """A model that knows fewer tokens than the data has, as after tokens were added for continued pre-training."""
     vocab = TokenStore(store).vocab_size
-    model = make_model(tmp_path / "model", store, no_float32, vocab_size=vocab - 37)
-    with no_float32():
+    model = make_model(tmp_path / "model", store, vocab_size=vocab - 37)
+    with NoFloat32():
         grown = LlamaForCausalLM(HFConfig(**(model.config.to_dict() | {"vocab_size": vocab}))).double().eval()
     state = model.state_dict()
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
@@ -122,14 +115,14 @@ def test_added_tokens_start_as_the_mean_of_the_others(store, reference_loss, no_
     assert found == pytest.approx(reference_loss(grown), rel=1e-10)
 
 
-def test_a_padded_vocabulary_is_kept(store, reference_loss, no_float32, tmp_path) -> None:
+def test_a_padded_vocabulary_is_kept(store, reference_loss, tmp_path) -> None:
     """Models often have more rows than their tokenizer has tokens; those rows are part of the softmax."""
-    model = make_model(tmp_path / "model", store, no_float32, vocab_size=TokenStore(store).vocab_size + 29)
+    model = make_model(tmp_path / "model", store, vocab_size=TokenStore(store).vocab_size + 29)
     assert first_loss(tmp_path / "model", store, tmp_path / "run") == pytest.approx(reference_loss(model), rel=1e-10)
 
 
-def test_in_float32_beside_transformers_as_it_is(store, no_float32, tmp_path) -> None:
-    make_model(tmp_path / "model", store, no_float32)
+def test_in_float32_beside_transformers_as_it_is(store, tmp_path) -> None:
+    make_model(tmp_path / "model", store)
     ids, labels = first_rows(store)
     with torch.no_grad():
         logits = LlamaForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)(input_ids=ids).logits

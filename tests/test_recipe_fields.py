@@ -23,6 +23,7 @@ from lt_ckpt import Checkpoint
 from lt_data import DataError, Tokenizer, TokenStore, pack, prepare
 from lt_data.sources.reader import read_documents
 from lt_test_helpers.harness_tasks import write_task
+from lt_test_helpers.meshes import LATENTS
 from lt_test_helpers.runs import run
 from lt_trainer.config.recipe import load
 from lt_trainer.data import batches
@@ -67,12 +68,6 @@ YARN = (
 )
 SLIDING = ('model.shape={"family": "mistral", "layers": [{"sliding": true}]}',)
 EXPERTS = ("model.preset=tiny-30m-a9m",)
-LATENTS = (
-    'model.shape={"family": "deepseek_v3", "kv_rank": 8, "nope_width": 4, "rope_width": 4, "value_width": 8, '
-    '"n_experts": 4, "experts_per_token": 2, "expert_size": 16, "shared_expert_size": 16, "router_score": "sigmoid", '
-    '"selection_bias": true, "layers": [{"experts": true}]}',
-    "model.n_kv_heads=4",
-)
 ROPE = ("model.rope_scaling.factor=4", "model.rope_scaling.original_max_position_embeddings=16")
 WSD = ("schedule.kind=wsd", "schedule.decay_steps=2")
 RAMP = ("batch.ramp.start=2", "batch.ramp.increment=2", "batch.ramp.steps=2")

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from family_models import NoFloat32
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig as HFConfig
 from transformers import LlamaForCausalLM
@@ -136,9 +137,9 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_the_first_steps_in_float64(store, no_float32, tmp_path) -> None:
+def test_the_first_steps_in_float64(store, tmp_path) -> None:
     """Forward, backward, clipping, AdamW with its two groups and the warm-up are the same arithmetic."""
-    expected = reference_losses(store, 12, dtype=torch.float64, mode=no_float32)
+    expected = reference_losses(store, 12, dtype=torch.float64, mode=NoFloat32)
     found = lt_losses(store, tmp_path / "run", 12, "float64")
     np.testing.assert_allclose(found[:3], expected[:3], rtol=1e-12)
     np.testing.assert_allclose(found, expected, rtol=1e-9)

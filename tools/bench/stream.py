@@ -1,14 +1,15 @@
 """Cost of opening and reading a token store, each relative to the limit of this machine.
 
-    uv run python tools/bench/stream.py [open gather] [--folder F] [--out docs/benchmarks/data.md]
+    uv run python tools/bench/stream.py [open gather shards] [--folder F] [--out docs/benchmarks/data.md]
 
     open    a store of 10^10 tokens (sparse files): open it and its pack, and return the batch of step 10^6; in
             subprocesses, wall seconds and memory
     gather  batches of random rows, against the memcpy of the same rows (one loop in C over precomputed offsets), and,
             for rows of several spans, against the memcpy of prepared views of the same spans (the join of a bytearray,
             in C, without lookups); CPU seconds, ratios within a round, medians of rounds, all from the page cache
+    shards  the same ids in 1, 300 and 5000 shards, rows of 2048: microseconds of CPU a random row, medians of rounds
 
-The folder takes 0.9 GB and is emptied at the end. Of a page only the parts that were run are replaced, between their
+The folder takes 1.2 GB and is emptied at the end. Of a page only the parts that were run are replaced, between their
 marks.
 """
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import resource
 import statistics
 import subprocess
 import sys
@@ -39,7 +41,7 @@ BATCH = 256
 ROUNDS = 9
 MEMCPY_ROWS = "memcpy of the same rows, one loop in C"
 MEMCPY_SPANS = "memcpy of the same spans of bfd rows, prepared"
-STORE_TOKENS = 200_000_000
+STORE_TOKENS, SHARD_TOKENS = 200_000_000, 120_000_000
 
 
 def lognormal_lengths(n: int, median: float) -> np.ndarray:
@@ -47,9 +49,7 @@ def lognormal_lengths(n: int, median: float) -> np.ndarray:
     return np.random.default_rng(0).lognormal(np.log(median), 1.2, n).astype(np.int64) + 1
 
 
-def make_store(
-    folder: Path, lengths: np.ndarray, shard_tokens: int, *, sparse: bool = False, alone: int = 0
-) -> TokenStore:
+def make_store(folder: Path, lengths: np.ndarray, shard_tokens: int, *, sparse: bool = False) -> TokenStore:
     """Create a store of random 2-byte ids, or of holes that read as zeros, without hashes.
 
     Args:
@@ -57,7 +57,6 @@ def make_store(
         lengths: tokens of each document.
         shard_tokens: tokens of a shard, at most.
         sparse: write holes.
-        alone: documents at the begin that are a shard of their own.
     """
     (folder / "shards").mkdir(parents=True)
     rng = np.random.default_rng(1)
@@ -66,7 +65,6 @@ def make_store(
     first = begin = 0
     while first < lengths.size:
         last = max(first + 1, int(np.searchsorted(ends, begin + shard_tokens, side="right")))
-        last = alone if alone and not first else last
         tokens = int(ends[last - 1]) - begin
         name = f"{len(shards):05d}"
         with (folder / "shards" / f"{name}.bin").open("wb") as file:
@@ -272,7 +270,32 @@ def bench_gather(folder: Path) -> list[list[str]]:
     return rows
 
 
+def bench_shards(folder: Path) -> list[list[str]]:
+    """Read random rows of the same ids in few and many shards; the limit of open files is 1024."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
+    lengths, functions, limits = lognormal_lengths(SHARD_TOKENS // 600, 300), {}, []
+    for n_shards in (1, 300, 5000):
+        store = make_store(
+            folder / f"shards-{n_shards}", lengths, int(lengths.sum()) // n_shards + (n_shards > 1) * 500
+        )
+        for mode in ("concat", "bfd"):
+            reader = make_reader(store, mode, 2048)
+            limits.append(reader.n_rows - 2)
+            for what, read in (("ids only", reader.read_tokens), ("four int32 arrays", reader.read_rows)):
+                functions[f"{what}, {mode}, {len(store.manifest.shards)} shards"] = read
+                for begin in range(0, reader.n_rows - BATCH, BATCH):
+                    read(np.arange(begin, begin + BATCH))  # every page is mapped and in the page cache
+    rng = np.random.default_rng(2)
+    found = measure_cpu(functions, lambda: rng.integers(0, min(limits), BATCH), 64, {})
+    return [[name, f"{1e6 * statistics.median(seconds) / (64 * BATCH):.2f}"] for name, seconds in found.items()]
+
+
 TITLES = {
+    "shards": (
+        f"A random row of 2048 2-byte ids of {SHARD_TOKENS // 10**6} million, {BATCH} at a time, by the number of "
+        f"shards; warm, one process, `ulimit -n 1024`; medians of {ROUNDS} rounds.",
+        ["what", "µs of CPU a row"],
+    ),
     "open": (
         "Opening a store and its pack and giving a rank's 32 rows of step 1,000,000, in a process of its own, imports "
         "not counted; medians of 7.",
@@ -294,18 +317,19 @@ TITLES = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", choices=[*TITLES, []], default=[*TITLES])
+    parser.add_argument("what", nargs="*", choices=[*TITLES, []], default=["open", "gather"])
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
-        for what in options.what or [*TITLES]:
+        for what in options.what:
             title, head = TITLES[what]
             where = describe_machine("numpy")
             rows = {
                 "open": lambda: bench_open(folder),
                 "gather": lambda: bench_gather(folder),
+                "shards": lambda: bench_shards(folder),
             }[what]()
             lines = [title, "", where, "", *format_table(head, rows)]
             print("\n".join(lines), flush=True)

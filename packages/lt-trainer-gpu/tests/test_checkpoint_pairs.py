@@ -21,7 +21,7 @@ from lt_trainer.config.model_section import architecture_values
 from lt_trainer.config.section import unflatten
 from lt_trainer_gpu.engine import GpuEngine
 
-ROWS, SEQ_LEN, VOCAB = 24, 16, 61
+ROWS, MICRO_ROWS, SEQ_LEN, VOCAB = 24, 2, 16, 61
 MODEL = {"hidden_size": 32, "intermediate_size": 48, "n_heads": 8, "n_kv_heads": 4, "n_layers": 5}
 PP, CP, TP, EP = "parallel.pp=2", "parallel.cp=2", "parallel.tp=2", "parallel.ep=2"
 SP, REPLICATED = "parallel.sequence_parallel=true", "parallel.dp_replicate=2"
@@ -80,7 +80,9 @@ def batches() -> list[layouts.StepBatch]:
 def save(optimizer: str, tied: bool, sets: Sequence[str], folder: str) -> tuple[str, list[StateSlice], list[float]]:
     """In a rank: path of the checkpoint, the state in it, the losses of all three steps."""
     engine = open_engine(optimizer, tied, sets)
-    path, saved, _, losses = layouts.train_save_train(engine, batches(), folder, lambda: engine.state().shards)
+    path, saved, _, losses = layouts.train_save_train(
+        engine, batches(), folder, lambda: engine.state().shards, MICRO_ROWS
+    )
     return path, saved, losses
 
 
@@ -89,7 +91,7 @@ def take_over(
 ) -> dict[str, tuple[list[StateSlice], int, float]]:
     """In a rank: state, step count and loss of the third step after restoring each checkpoint."""
     engine, found = open_engine(optimizer, tied, ("run.seed=7", *sets)), {}
-    third = rank_batch(batches()[2], engine, 1)
+    third = rank_batch(batches()[2], engine, MICRO_ROWS)
     for name, path in paths.items():
         engine.restore(Checkpoint.open(Path(path)))
         restored, steps = copy_slices(engine.state().shards), engine.state().scalars["optimizer_step"]

@@ -16,6 +16,7 @@ from lt_trainer.config.recipe import load
 from lt_trainer.config.sections import Recipe
 from lt_trainer.engine import World
 from lt_trainer.errors import RecipeError
+from lt_trainer_gpu import engine as engine_module
 from lt_trainer_gpu.spec import SPEC
 
 DTYPES = ("float32", "bfloat16")
@@ -32,19 +33,18 @@ def recipe_of(folder: str, dtype: str, sets: tuple[str, ...] = ()) -> Recipe:
     return load(base=base, overrides=sets).recipe
 
 
-def first_state(folder: str, config: ModelConfig, dtype: str, sets: tuple[str, ...] = ()) -> list[tuple]:
-    """In a rank: what its engine holds after it took over the model's weights."""
-    recipe, world = recipe_of(folder, dtype, sets), World.from_env(os.environ)
-    engine = SPEC.open(recipe, config, world)
-    pretrained = open_pretrained(recipe.model, config, {}, engine.control, world.rank, lambda: None)
-    engine.load_weights(pretrained)
-    kinds = {"F32": np.float32, "F64": np.float64}
-    held = [
-        (s.group, s.name, s.offset, s.bytes().view(kinds[s.dtype]).reshape(s.shape).copy())
-        for s in engine.state().shards
-    ]
-    engine.close()
-    return held
+def first_states(folder: str, configs: list[ModelConfig], dtype: str, sets: tuple[str, ...]) -> list[list[tuple]]:
+    """In a rank: what its engine of each shape holds after it took over the model's weights."""
+    recipe, world, found = recipe_of(folder, dtype, sets), World.from_env(os.environ), []
+    for config in configs:
+        engine = SPEC.open(recipe, config, world)
+        engine_module.init_process_group = lambda *_: None  # the ranks have met
+        pretrained = open_pretrained(recipe.model, config, {}, engine.control, world.rank, lambda: None)
+        engine.load_weights(pretrained)
+        kinds = {"F32": np.float32, "F64": np.float64}
+        shards = engine.state().shards
+        found.append([(s.group, s.name, s.offset, s.bytes().view(kinds[s.dtype]).reshape(s.shape)) for s in shards])
+    return found
 
 
 def written(folder: Path, config: ModelConfig) -> dict[str, np.ndarray]:
@@ -87,9 +87,9 @@ def test_one_and_three_ranks_hold_the_models_weights(config, ranks, tmp_path) ->
         (2, "float64", ("parallel.cp=2",)),
     ):
         sets = (f"batch.global_batch_size={n}", *mesh)
-        for target, expected in ((config, weights), (grown, wanted)):
-            pieces = ranks.run(first_state, str(tmp_path / "model"), target, dtype, sets, ranks=n)
-            check([piece for rank in pieces for piece in rank], expected)
+        held = ranks.run(first_states, str(tmp_path / "model"), [config, grown], dtype, sets, ranks=n)
+        for number, expected in enumerate((weights, wanted)):
+            check([piece for rank in held for piece in rank[number]], expected)
 
 
 def first_loss(folder: str, config: ModelConfig, dtype: str) -> float:

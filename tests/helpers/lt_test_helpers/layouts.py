@@ -221,10 +221,10 @@ def assemble_scores(ranks: Sequence[TrainResult]) -> tuple[np.ndarray, np.ndarra
 
 
 def train_save_train(
-    engine: Engine, batches: Sequence[StepBatch], folder: str, shards: ShardsFn
+    engine: Engine, batches: Sequence[StepBatch], folder: str, shards: ShardsFn, micro_batch_size: int = 1
 ) -> tuple[str, list[StateSlice], list[StateSlice], list[float]]:
     """Run two steps, save and run a third step, in a rank; return path, both states and losses."""
-    first, second, third = (rank_batch(batch, engine, 1) for batch in batches)
+    first, second, third = (rank_batch(batch, engine, micro_batch_size) for batch in batches)
     metrics = engine.fetch_metrics([engine.step(first, 1e-2), engine.step(second, 1e-2)])
     before = copy_slices(shards())
     path = save_checkpoint(engine, folder, step=2)

@@ -1,5 +1,11 @@
-"""The axes of meshes that the engine's tests multiply out, each by the recipe's overrides."""
+"""The axes of meshes that the engine's tests multiply out, each by the recipe's overrides, and a model for `ep`."""
 
+LATENTS = (
+    'model.shape={"family": "deepseek_v3", "kv_rank": 8, "nope_width": 4, "rope_width": 4, "value_width": 8, '
+    '"n_experts": 4, "experts_per_token": 2, "expert_size": 16, "shared_expert_size": 16, "router_score": "sigmoid", '
+    '"selection_bias": true, "layers": [{"experts": true}]}',
+    "model.n_kv_heads=4",
+)
 PIPELINES = {
     "": (),
     "1f1b": ("parallel.pp=2",),
