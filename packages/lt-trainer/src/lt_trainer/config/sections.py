@@ -158,7 +158,7 @@ class MoeOptions(Section, table="moe"):
     aux_loss: float = option(0.03, "weight of each layer's load-balancing loss; 0 = off", ge=0)
     sequence_aux_loss: float = option(0.0, "weight of the same within each row; DeepSeek-V3: 1e-4, 0 = off", ge=0)
     router_z_loss: float = option(0.0, "weight of logsumexp(router's logits)^2; 1e-3 is typical, 0 = off", ge=0)
-    bias_update_rate: float = option(0.001, "move of a selection bias per step, where a model has one; 0 = off", ge=0)
+    bias_update_rate: float = option(0.01, "move of a selection bias per step, where a model has one; 0 = off", ge=0)
 
 
 class CheckpointOptions(Section, table="checkpoint"):
