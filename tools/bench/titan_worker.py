@@ -25,7 +25,7 @@ from torchtitan.models.common.attention import ScaledDotProductAttention  # pyri
 
 JOB = SimpleNamespace(
     **{"family": "llama3", "flavor": "1B", "n_layers": 4, "seq_len": 2048, "documents": False, "whole_loss": False},
-    **{"micro_batches": 1, "steps": 4, "tp": 1, "compile": False},
+    **{"micro_batches": 1, "steps": 4, "tp": 1, "ep": 1, "compile": False, "cuda_graphs": False},
 )
 vars(JOB).update(json.loads(sys.argv[1]))
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -75,9 +75,10 @@ config = trainer.Trainer.Config(
 )
 training, every = config.training, JOB.micro_batches * WORLD_SIZE // JOB.tp
 training.local_batch_size, training.global_batch_size, training.seq_len = 1, every, JOB.seq_len
-training.steps, training.disable_cuda_graphs, config.metrics.log_freq = JOB.steps, True, JOB.steps
+training.steps, training.disable_cuda_graphs, config.metrics.log_freq = JOB.steps, not JOB.cuda_graphs, JOB.steps
 config.lr_scheduler.warmup_steps, config.parallelism.tensor_parallel_degree = 1, JOB.tp
 config.compile.enable, config.checkpoint.enable, config.validator.enable = JOB.compile, False, False
+config.parallelism.expert_parallel_degree = JOB.ep
 MarkedTrainer(config).train()
 Path(JOB.out, f"{RANK}.json").write_text(json.dumps(FOUND))
 os._exit(0)

@@ -14,6 +14,7 @@ from lt_model.activation_memory import (
 from lt_model.config import LayerKind
 from lt_model.decoder import Decoder
 from lt_model.loss import default_chunk_tokens
+from lt_model.shared_input import apply_to_shared_input
 from lt_model.swiglu import swiglu
 
 OLMOE = {
@@ -124,6 +125,23 @@ def test_swiglu_is_its_formula_and_keeps_two_tensors() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         swiglu(gate, up)
     assert len(kept) == 2
+
+
+def test_layers_of_one_input_have_the_gradients_of_each() -> None:
+    """Also of another class, whose own forward pass is used, and with a bias."""
+    x = torch.randn(2, 5, 7, dtype=torch.float64, requires_grad=True)
+    layers = [torch.nn.Linear(7, n, bias=False, dtype=torch.float64) for n in (3, 4, 6)]
+    leaves, upstream = (x, *(layer.weight for layer in layers)), [torch.randn(2, 5, n).double() for n in (3, 4, 6)]
+    plain = [layer(x) for layer in layers]
+    wanted = torch.autograd.grad(plain, leaves, upstream)
+    found = apply_to_shared_input(x, *layers)
+    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+    for a, b in zip(torch.autograd.grad(found, leaves, upstream), wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-14)
+    layers[1] = torch.nn.Linear(7, 4, dtype=torch.float64)
+    assert torch.equal(apply_to_shared_input(x, *layers)[1], layers[1](x))
+    layers[1] = type("Doubled", (torch.nn.Linear,), {"forward": lambda self, x: 2 * x})(7, 7, bias=False)
+    assert torch.equal(apply_to_shared_input(x, *layers)[1], 2 * x)
 
 
 @pytest.mark.parametrize("wrong", [{"activation_checkpointing": "some"}, {"tp": 0}, {"element_bytes": 0}])

@@ -62,9 +62,3 @@ def test_all_ranks_take_one_dtype_and_a_run_keeps_it(ranks, tmp_path: Path, rank
     assert f"engine.gpu.dtype = auto: {dtype}, {first} products in bfloat16 (AVX512-BF16 or AMX)" in log
     slow = dtype == "bfloat16"
     assert f"engine.gpu.dtype = auto: {dtype}, as at the run's last start{', which is slow here' * slow}\n" in log
-
-
-def test_a_dtype_that_is_named_is_taken(ranks, tmp_path: Path) -> None:
-    for dtype in ("float32", "bfloat16"):
-        assert ranks.run(started, str(tmp_path / dtype), (dtype == "float32",), 0, dtype, ranks=1) == [0]
-        assert told(tmp_path / dtype) == [dtype]

@@ -231,7 +231,7 @@ def test_device_says_what_its_peak_is(open_on, config) -> None:
 TWO, FOUR, EIGHT = (World(size=n, local_size=n) for n in (2, 4, 8))
 INTERLEAVED = ("parallel.pp=2", "engine.gpu.pipeline_stages_per_rank=2", "model.n_layers=4")
 RAMP = ("batch.micro_batch_size=1", "batch.ramp.start=3", "batch.ramp.increment=1", "batch.ramp.steps=3")
-CP, SP = "parallel.cp=2", "parallel.sequence_parallel=true"
+CP, SP, GRAPHS = "parallel.cp=2", "parallel.sequence_parallel=true", "engine.gpu.cuda_graphs=true"
 FP8_MODEL = ("model.hidden_size=128", "model.n_heads=16", "model.n_kv_heads=4", "model.intermediate_size=96")
 FP8_SETS = (*FP8_MODEL, "model.n_layers=4", "data.seq_len=32", "engine.gpu.fp8=rowwise")
 
@@ -247,11 +247,7 @@ FP8_SETS = (*FP8_MODEL, "model.n_layers=4", "data.seq_len=32", "engine.gpu.fp8=r
         ([CP, "parallel.tp=4", SP, "data.seq_len=20"], EIGHT, r"seq_len = 20, .* over its tensor-parallel ranks; .* 8"),
         ([CP, "engine.gpu.attention=cudnn"], TWO, r"attention = 'cudnn', parallel.cp = 2: .* one of auto, varlen"),
         (["engine.gpu.attention=flash"], World(), r"attention = 'flash', data.document_mask = True: .* takes no mask"),
-        (
-            ["engine.gpu.reduce_each_micro_batch=true"],
-            World(),
-            r"= True: has no effect: there is one data-par",
-        ),
+        (["engine.gpu.reduce_each_micro_batch=true"], World(), r"= True: has no effect: there is one data-par"),
         (["parallel.pp=4", "model.n_layers=3"], FOUR, r"n_layers = 3: each pipeline stage needs a layer; .* at most 3"),
         ([*INTERLEAVED, *RAMP], TWO, r"ramp.start = 3, batch.ramp.increment = 1: .* needs a multiple of 2 rows"),
         (["batch.global_batch_size=6", "batch.micro_batch_size=2"], TWO, r"ranks need a multiple of 4 rows"),
@@ -259,11 +255,10 @@ FP8_SETS = (*FP8_MODEL, "model.n_layers=4", "data.seq_len=32", "engine.gpu.fp8=r
         ([*FP8_SETS, "engine.gpu.fp8_skipped_blocks=2"], World(), r"skipped_blocks = 2: none of the 4 blocks.*; lower"),
         ([*FP8_SETS, "model.intermediate_size=88"], World(), r"size = 88, .* multiples of 16 features, and .* has 88"),
         ([*FP8_SETS, "data.seq_len=24"], World(), r"data.seq_len = 24, .* multiples of 16 tokens, and a rank has 24"),
-        (
-            ["optimizer.weights_dtype=bfloat16"],
-            World(),
-            r"= 'float64': weights in bfloat16 need a forward",
-        ),
+        (["optimizer.weights_dtype=bfloat16"], World(), r"= 'float64': weights in bfloat16 need a forward"),
+        ([GRAPHS], TWO, r"cuda_graphs = True: collectives .* 2 ranks could wait .*; leave"),
+        ([GRAPHS, "engine.gpu.optimizer_offload=true"], World(), r"offload = True: the host .* graph .*; leave"),
+        ([GRAPHS, "engine.gpu.attention=flex"], World(), r"attention = 'flex', .* on the host.* auto, varlen, flash"),
     ],
 )
 def test_check_refuses_with_field_value_and_remedy(recipe, sets, world, message) -> None:
@@ -281,7 +276,8 @@ GOOD = DeviceFacts(type="cuda", capability=(9, 0), torch_version="2.15.0+cu132")
         (["engine.gpu.compile=true"], {"torch_version": "2.13.0"}, r"compile = True: .* torch 2.13.0; set .* 2.11 or"),
         (FP8, {"capability": (8, 0)}, r"fp8 = 'rowwise': .* capability 8.9, and this is cuda .* 8.0; set .* off"),
         (FP8, {"capability": (9, 4), "is_rocm": True}, "and this is ROCm"),
-        (FP8, {"type": "mps"}, "and this is mps"),
+        ([GRAPHS], {"type": "cpu"}, r"cuda_graphs = True: .* torch 2.15 or .* this is cpu and"),
+        ([GRAPHS], {"torch_version": "2.14.1"}, "and this is cuda and torch 2.14.1; leave"),
         (["engine.gpu.optimizer_offload=true"], {"type": "neuron"}, "optimizer_offload = True: .* not from neuron"),
         (["engine.gpu.activation_offload=true"], {"type": "mps"}, "activation_offload = True: .* not from mps"),
         (["optimizer.weights_dtype=bfloat16"], {"dtype": "float32"}, "weights_dtype = 'bfloat16'.* not float32; set"),

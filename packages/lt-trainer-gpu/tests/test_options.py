@@ -28,7 +28,7 @@ OTHERS: dict[str, tuple[str, ...]] = {
 REFUSED = {
     *(f"attention={name}" for name in ("cudnn", "flash", "varlen", "flex", "flash-attn")),
     *("activation_checkpointing=memory_budget", "pipeline_stages_per_rank=2"),
-    *("reshard_after_forward=false", "reduce_each_micro_batch=true"),
+    *("reshard_after_forward=false", "reduce_each_micro_batch=true", "cuda_graphs=true"),
 }
 """What one process on a CPU cannot run; of devices, it depends on the machine."""
 

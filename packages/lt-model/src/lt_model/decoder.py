@@ -28,6 +28,7 @@ from lt_model.loss import LossParts, linear_loss_parts
 from lt_model.norm import RMSNorm, make_norm
 from lt_model.params import NORM_NAMES
 from lt_model.rope import apply_rope, apply_rope_to_pairs, rope_tables
+from lt_model.shared_input import apply_to_shared_input
 
 LATENT_EPS = 1e-6
 """Epsilon of the norms of latents, whatever that of the others is."""
@@ -80,10 +81,10 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Return the attention output [B, T, D]; head counts follow the projections, so they may be sharded."""
         heads = (*x_BTD.shape[:2], -1, self.head_dim)
-        q, k, v_BTGK = self.q_proj(x_BTD), self.k_proj(x_BTD), self.v_proj(x_BTD).view(heads)
+        q, k, v = apply_to_shared_input(x_BTD, self.q_proj, self.k_proj, self.v_proj)
         if self.qk_norm == "full":
             q, k = self.q_norm(q), self.k_norm(k)
-        q_BTHK, k_BTGK = q.view(heads), k.view(heads)
+        q_BTHK, k_BTGK, v_BTGK = q.view(heads), k.view(heads), v.view(heads)
         if self.qk_norm == "head":
             q_BTHK, k_BTGK = self.q_norm(q_BTHK), self.k_norm(k_BTGK)
         if rope is not None:

@@ -197,4 +197,6 @@ def _run_starts(ids_BT: Tensor) -> Tensor:
 
 def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy from the host without synchronizing with the device."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    if device.type == "cuda" and tensor.is_cpu:
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

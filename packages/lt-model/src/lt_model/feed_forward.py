@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from lt_model.config import ModelConfig
 from lt_model.grouped_product import grouped_product
+from lt_model.shared_input import apply_to_shared_input
 from lt_model.swiglu import swiglu
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -53,7 +54,7 @@ class MLP(nn.Module):
         """Return the feed-forward output, of the shape of x."""
         if not self.is_gated:
             return self.down_proj(ACTIVATIONS[self.activation](self.up_proj(x)))
-        return self.down_proj(_activate(self.activation, self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(_activate(self.activation, *apply_to_shared_input(x, self.gate_proj, self.up_proj)))
 
 
 class Router(nn.Linear):
@@ -147,9 +148,10 @@ class MoE(nn.Module):
         x_ND = x_BTD.flatten(0, -2)
         weights_NK, experts_NK, _ = self.gate(x_ND)
         n_copies = experts_NK.shape[1]
-        sorted_R, order_R = experts_NK.flatten().sort(stable=True)
+        # A radix sort passes once over each byte of a number.
+        sorted_R, order_R = experts_NK.flatten().to(torch.int16).sort(stable=True)
         places_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
-        every_expert = torch.arange(self.gate.out_features, device=order_R.device)
+        every_expert = torch.arange(self.gate.out_features, dtype=torch.int16, device=order_R.device)
         ends_E = torch.searchsorted(sorted_R, every_expert, right=True, out_int32=True)
         out_RD = self.experts(TakeRows.apply(x_ND, order_R, places_R, n_copies), ends_E)
         out_NKD = TakeRows.apply(out_RD, places_R, order_R, 1).unflatten(0, (-1, n_copies))

@@ -230,13 +230,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         softcap: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         wide = _upcast_dtype(hidden_ND.dtype)
-        counted_N = own_N = labels_N != IGNORE_INDEX
+        own_N, columns_N = labels_N != IGNORE_INDEX, labels_N
+        counted_N1 = own_N1 = own_N.to(wide)[:, None]
         if all_reduce_softmax is not None:
             own_N = (labels_N >= vocab_start_index) & (labels_N < vocab_start_index + vocab_size)
+            own_N1, columns_N = own_N.to(wide)[:, None], labels_N - vocab_start_index
         # A label outside an unsharded vocabulary makes `gather` raise.
-        targets_N1 = (labels_N - vocab_start_index).masked_fill(~own_N, 0)[:, None]
-        counted_N1, own_N1 = counted_N.to(wide)[:, None], own_N.to(wide)[:, None]
-        losses, log_sums = [counted_N1[:0]], [counted_N1[:0]]  # of parts; empty without tokens
+        targets_N1, minus_own_N1 = torch.where(own_N, columns_N, 0)[:, None], -own_N1
+        terms = [(counted_N1[:0],) * 3]  # largest logit, sum, label's logit of each part; empty without tokens
         rows, width = weight_VD.shape[0], -(-weight_VD.shape[0] // pad_to_multiple_of) * pad_to_multiple_of
         weight_WD = F.pad(weight_VD, (0, 0, 0, width - rows)) if width > rows else weight_VD
         grad_hidden_ND = torch.empty_like(hidden_ND) if needs_grad else None
@@ -255,9 +256,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for chunk in (slice(first, first + chunk_rows) for first in range(0, hidden_ND.shape[0], max(1, chunk_rows))):
             hidden_CD = hidden_ND[chunk]
             product_CW = torch.mm(hidden_CD, weight_WD.T, out=buffer_CW[: hidden_CD.shape[0]])
-            of_chunk = (product_CW, targets_N1[chunk], counted_N1[chunk], own_N1[chunk])
+            of_chunk = (product_CW, targets_N1[chunk], counted_N1[chunk], own_N1[chunk], minus_own_N1[chunk])
             parts = zip(*(tensor.split(part_rows) for tensor in of_chunk), strict=True)
-            for product_PW, targets_P1, counted_P1, own_P1 in parts:
+            for product_PW, targets_P1, counted_P1, own_P1, minus_own_P1 in parts:
                 padded_PW = product_PW if is_wide else wide_buffer_PW[: product_PW.shape[0]].copy_(product_PW)
                 exp_PV = slope_PV = None
                 if compile:
@@ -265,25 +266,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 else:
                     logits_PV = padded_PW[:, :vocab_size]
                     slope_PV = _cap_logits(logits_PV, softcap)
-                    at_target_P1 = logits_PV.gather(1, targets_P1) * own_P1
+                    at_target_P1 = logits_PV.gather(1, targets_P1)
                     top_P1 = logits_PV.amax(dim=1, keepdim=True)
                     exp_PV = logits_PV.sub_(top_P1).exp_()
                     sum_P1 = exp_PV.sum(dim=1, keepdim=True)
                 own_top_P1, factor_P1 = top_P1, counted_P1
                 if all_reduce_softmax is not None:
-                    top_P1, sum_P1, at_target_P1 = all_reduce_softmax(top_P1, sum_P1, at_target_P1)
+                    top_P1, sum_P1, at_target_P1 = all_reduce_softmax(top_P1, sum_P1, at_target_P1 * own_P1)
                     factor_P1 = factor_P1 * (own_top_P1 - top_P1).exp()
-                log_sum_P1 = sum_P1.log() + top_P1
-                losses.append(log_sum_P1 - at_target_P1)
-                log_sums.append(log_sum_P1)
+                terms.append((top_P1, sum_P1, at_target_P1))
                 factor_P1 = factor_P1 / sum_P1
                 if z_loss:
-                    factor_P1 = factor_P1 * (1 + 2 * z_loss * log_sum_P1)
+                    factor_P1 = factor_P1 * (1 + 2 * z_loss * (sum_P1.log() + top_P1))
                 if needs_grad:
                     if exp_PV is None:
                         compiled(write_logits_grad)(product_PW, own_top_P1, factor_P1, targets_P1, own_P1, vocab_size)
                     else:
-                        _write_logits_grad(exp_PV, factor_P1, targets_P1, own_P1, slope_PV)
+                        _write_logits_grad(exp_PV, factor_P1, targets_P1, minus_own_P1, slope_PV)
                         padded_PW[:, vocab_size:] = 0
                         product_PW.copy_(padded_PW)  # nothing where it is itself
             if grad_hidden_ND is not None and grad_weight_WD is not None:
@@ -293,10 +292,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             buffer.untyped_storage().resize_(0)
         if grad_weight_WD is not None:
             ctx.save_for_backward(grad_hidden_ND, grad_weight_WD[:rows].to(weight_VD.dtype))
-        cross_entropy = (torch.cat(losses) * counted_N1).sum()
-        z_part = (
-            (torch.cat(log_sums).square() * counted_N1).sum() * z_loss if z_loss else torch.zeros_like(cross_entropy)
-        )
+        top_N1, sum_N1, at_target_N1 = map(torch.cat, zip(*terms, strict=True))
+        log_sum_N1 = sum_N1.log_().add_(top_N1)
+        cross_entropy = ((log_sum_N1 - at_target_N1) * counted_N1).sum()
+        z_part = (log_sum_N1.square_() * counted_N1).sum() * z_loss if z_loss else torch.zeros_like(cross_entropy)
         ctx.mark_non_differentiable(cross_entropy, z_part)
         return cross_entropy + z_part, cross_entropy, z_part
 
@@ -318,9 +317,9 @@ def _cap_logits(logits: Tensor, softcap: float) -> Tensor | None:
     return slope
 
 
-def _write_logits_grad(exp: Tensor, factor: Tensor, targets: Tensor, own: Tensor, slope: Tensor | None) -> None:
+def _write_logits_grad(exp: Tensor, factor: Tensor, targets: Tensor, minus_own: Tensor, slope: Tensor | None) -> None:
     """Overwrite exp(logit - largest) with the loss's gradient: exp * factor - one-hot of the label, times the slope."""
-    exp.mul_(factor).scatter_add_(1, targets, -own)
+    exp.mul_(factor).scatter_add_(1, targets, minus_own)
     if slope is not None:
         exp.mul_(slope)
 

@@ -18,6 +18,7 @@ Shapes: B batch, T tokens, H heads, K head width, P = W/2 pairs.
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lt_model.config import Rope, RopeScaling
+from lt_model.documents import copy_to_device
 
 
 def inverse_frequencies(rope: Rope, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -63,16 +65,19 @@ def _yarn_kept(rope: Rope, scaling: RopeScaling, dtype: torch.dtype) -> Tensor:
     return 1 - ((torch.arange(rope.width // 2, dtype=dtype, device="cpu") - low) / (high - low)).clamp(0, 1)
 
 
+@cache
+def _frequencies_on(rope: Rope, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the frequencies on a device; computed on the CPU, so that all devices use the same angles."""
+    return copy_to_device(inverse_frequencies(rope, dtype), device)
+
+
 def rope_tables(rope: Rope, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the cosines and sines of positions [..., T] for `apply_rope`, each [..., T, 1, P].
 
     They are computed on the positions' device in fp32 (float64 when `dtype` is float64) and rounded to `dtype`.
     """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    # The frequencies are computed on the CPU so that all devices use the same angles; a copy this small does not wait
-    # for the device.
-    frequencies = inverse_frequencies(rope, wide).to(position_ids.device, non_blocking=True)
-    angles = (position_ids.to(wide)[..., None] * frequencies)[..., None, :]
+    angles = (position_ids.to(wide)[..., None] * _frequencies_on(rope, wide, position_ids.device))[..., None, :]
     cos, sin = angles.cos(), angles.sin()
     if rope.scaling is not None and rope.scaling.amplitude != 1:
         cos, sin = cos * rope.scaling.amplitude, sin * rope.scaling.amplitude

@@ -30,6 +30,10 @@ CONTEXT_PARALLEL_ATTENTION = ("auto", "varlen", "sdpa", "split", "reference", "f
 """Attention backends that take the keys of all context-parallel ranks."""
 COMPILE_TORCH_VERSIONS: tuple[tuple[int, int], ...] = ((2, 11), (2, 14), (2, 15))
 """Torch versions (major, minor) whose compiled blocks passed the parity tests; others may train wrongly in silence."""
+GRAPH_TORCH_VERSION = (2, 15)
+"""Oldest torch version that was tried; older ones use the host's memory anew that a graph still reads."""
+GRAPH_ATTENTION = ("auto", "varlen", "flash-attn")
+"""Attention backends that take the documents' boundaries from the device."""
 EP_TORCH_VERSION = (2, 11)
 """Oldest torch version with which expert parallelism is tested."""
 FP8_MULTIPLE = 16
@@ -202,6 +206,8 @@ def _recipe_rules(recipe: Recipe, world: World) -> Iterator[Rule]:
     )
     if options.fp8 != "off":
         yield from _fp8_rules(recipe, options)
+    if options.cuda_graphs:
+        yield from _graph_rules(recipe, options, world)
     if recipe.optimizer.weights_dtype == "bfloat16":
         yield Rule(
             options.dtype not in ("auto", "bfloat16"),
@@ -234,6 +240,19 @@ def _expert_rules(recipe: Recipe, n_ranks: int) -> Iterator[Rule]:
         "each tensor-parallel rank would send the same tokens to the experts",
         "set parallel.sequence_parallel to true, or parallel.tp or parallel.ep to 1",
     )
+
+
+def _graph_rules(recipe: Recipe, options: GpuOptions, world: World) -> Iterator[Rule]:
+    field, remedy = "engine.gpu.cuda_graphs", "leave engine.gpu.cuda_graphs out"
+    problem = f"collectives in a graph have no timeout, so {world.size} ranks could wait for a lost one forever"
+    yield Rule(world.size > 1, field, problem, remedy)
+    problem = "the host directs every copy to its memory, and a graph runs without it"
+    for name in ("engine.gpu.activation_offload", "engine.gpu.optimizer_offload"):
+        yield Rule(bool(_value_of(recipe, name)), f"{field} {name}", problem, f"{remedy}, or {name}")
+    is_read = recipe.data.document_mask and options.attention not in GRAPH_ATTENTION
+    problem = "this attention reads the documents' boundaries on the host, and a graph runs without it"
+    remedy = f"set engine.gpu.attention to one of {', '.join(GRAPH_ATTENTION)}, or data.document_mask to false"
+    yield Rule(is_read, f"{field} engine.gpu.attention data.document_mask", problem, remedy)
 
 
 def _fp8_rules(recipe: Recipe, options: GpuOptions) -> Iterator[Rule]:
@@ -277,6 +296,11 @@ def _device_rules(recipe: Recipe, facts: DeviceFacts) -> Iterator[Rule]:
             f"offloads from cuda only, not from {facts.type}",
             f"leave engine.gpu.{name} out",
         )
+    has_graphs = facts.type == "cuda" and parse_torch_version(facts.torch_version) >= GRAPH_TORCH_VERSION
+    needed = ".".join(map(str, GRAPH_TORCH_VERSION))
+    problem = f"graphs need cuda and torch {needed} or newer, and this is {facts.type} and torch {facts.torch_version}"
+    is_broken = options.cuda_graphs and not has_graphs
+    yield Rule(is_broken, "engine.gpu.cuda_graphs", problem, "leave engine.gpu.cuda_graphs out")
     yield Rule(
         options.compile is True and parse_torch_version(facts.torch_version) not in COMPILE_TORCH_VERSIONS,
         "engine.gpu.compile",

@@ -48,20 +48,14 @@ class TensorParallelGroup:
 
 def copy_to_tp(x_BTD: Tensor, tp_group: TensorParallelGroup) -> Tensor:
     """Apply identity forward, all-reduce backward (SP: all-gather / reduce-scatter)."""
-    return (
-        _GatherFromSequenceParallel.apply(x_BTD, tp_group)
-        if tp_group.sequence_parallel
-        else _CopyToTp.apply(x_BTD, tp_group)
-    )
+    kind: Any = _GatherFromSequenceParallel if tp_group.sequence_parallel else _CopyToTp
+    return kind.apply(x_BTD, tp_group)
 
 
 def reduce_from_tp(x_BTD: Tensor, tp_group: TensorParallelGroup) -> Tensor:
     """Apply all-reduce forward, identity backward (SP: reduce-scatter / all-gather)."""
-    return (
-        _ReduceScatterToSequenceParallel.apply(x_BTD, tp_group)
-        if tp_group.sequence_parallel
-        else _ReduceFromTp.apply(x_BTD, tp_group)
-    )
+    kind: Any = _ReduceScatterToSequenceParallel if tp_group.sequence_parallel else _ReduceFromTp
+    return kind.apply(x_BTD, tp_group)
 
 
 def sum_grad(weight: Tensor, tp_group: TensorParallelGroup) -> Tensor:

@@ -12,24 +12,21 @@ from __future__ import annotations
 
 import ctypes
 import datetime
-import os
-from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 import torch.distributed as dist
 
 from lt_trainer.engine import World
-from lt_trainer_gpu.checks import parse_torch_version
 from lt_trainer_gpu.options import GpuOptions
 
 BACKENDS = {"cuda": "nccl", "neuron": "cpu:gloo,neuron:neuron", "mps": "gloo", "cpu": "gloo"}
 """Process-group backend by device type."""
-FIRST_NATIVE_NEURON = (2, 13)
-"""First torch-neuronx that is a torch device; older ones are the XLA line."""
-AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
-"""Variable that tells torch whether to load the devices of other packages, as it does by default."""
+NEURON_NEEDS = (
+    "torch-neuronx 2.13 or newer, of this torch's version (older ones are the XLA line: run.engine = 'neuron'), and "
+    "TORCH_DEVICE_BACKEND_AUTOLOAD not 0"
+)
+"""What torch's device "neuron" needs besides the driver."""
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Constants from glibc's malloc.h."""
 WITHOUT_FLOAT64 = ("mps", "neuron")
@@ -85,6 +82,7 @@ def choose_device_type(wanted: str, accelerator: Accelerator | None, world: Worl
             f"engine.gpu.device = '{wanted}': torch finds no {title} device"
             + (f", but {found}" if found else "")
             + "; set it to 'cpu' or 'auto', or fix the driver"
+            + (f"; it needs {NEURON_NEEDS}" if wanted == "neuron" else "")
         )
     if wanted == "mps" and world.size > 1:
         raise DeviceError(
@@ -99,45 +97,12 @@ def choose_device_type(wanted: str, accelerator: Accelerator | None, world: Worl
     return wanted
 
 
-def check_neuron_environment(torch_neuronx: str, torch_version: str, environ: Mapping[str, str]) -> None:
-    """Reject an environment in which torch has no device "neuron".
-
-    Args:
-        torch_neuronx: installed version of torch-neuronx; "" if it is not installed.
-        torch_version: version of torch.
-        environ: environment variables.
-
-    Raises:
-        DeviceError: torch-neuronx is missing, of the XLA line, for another torch, or not to be loaded.
-    """
-    if not torch_neuronx:
-        raise DeviceError(
-            "engine.gpu.device = 'neuron': torch-neuronx is not installed; install AWS's TorchNeuron (torch-neuronx "
-            "2.13 or newer, from the AWS Neuron pip repository), or set it to 'cpu'"
-        )
-    wanted = parse_torch_version(torch_neuronx)
-    if wanted < FIRST_NATIVE_NEURON:
-        raise DeviceError(
-            f"engine.gpu.device = 'neuron': torch-neuronx {torch_neuronx} is the XLA line, not a torch device; use "
-            "run.engine = 'neuron' (package lt-trainer-neuron), or install torch-neuronx 2.13 or newer"
-        )
-    if parse_torch_version(torch_version) != wanted:
-        raise DeviceError(
-            f"engine.gpu.device = 'neuron': torch-neuronx {torch_neuronx} is for torch {wanted[0]}.{wanted[1]}, and "
-            f"torch {torch_version} is installed; install torch {wanted[0]}.{wanted[1]}"
-        )
-    if environ.get(AUTOLOAD, "1") == "0":
-        raise DeviceError(f"{AUTOLOAD} = 0: torch does not load the device 'neuron'; unset it")
-
-
 def select_device(options: GpuOptions, world: World) -> torch.device:
     """Return this rank's device and make it the current one.
 
     Raises:
         DeviceError: there is no such device.
     """
-    if options.device == "neuron":
-        check_neuron_environment(_installed_version("torch-neuronx"), torch.__version__, os.environ)
     kind = choose_device_type(options.device, None if options.device == "cpu" else find_accelerator(), world)
     if kind in ("cpu", "mps"):
         keep_freed_memory()
@@ -156,13 +121,6 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, 32 * 2**20)  # the largest it takes
         mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
-
-
-def _installed_version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 def current_device(device_type: str) -> torch.device:

@@ -43,10 +43,11 @@ from lt_trainer_gpu.context_parallel_rows import rank_positions
 from lt_trainer_gpu.devices import accumulation_dtype, init_process_group
 from lt_trainer_gpu.gradients import clip_coefficient, reduce_loss_and_norm
 from lt_trainer_gpu.mesh_layout import MeshLayout
-from lt_trainer_gpu.micro_batches import ModelRunner, PassRunner, micro_batches
+from lt_trainer_gpu.micro_batches import DeviceMicroBatch, ModelRunner, PassRunner, micro_batches
 from lt_trainer_gpu.parallelize import open_stages
 from lt_trainer_gpu.peak_flops import peak_flops
 from lt_trainer_gpu.pipeline import PipelineRunner, TiedGradient
+from lt_trainer_gpu.step_graphs import StepGraphs
 from lt_trainer_gpu.step_profiler import StepProfiler
 from lt_trainer_gpu.timing import create_stopwatch
 from lt_trainer_gpu.trained_state import TrainedState
@@ -72,6 +73,7 @@ class GpuEngine:
             init_process_group(computation.device, world, timeout_s)
             self.control: Control = GlooControl(timeout_s) if world.size > 1 else Control()
             computation = agree_on_cpu_dtype(computation, recipe, world, self.control, has_experts=config.has_experts)
+            self._graphs = StepGraphs(computation.device, recipe) if computation.options.cuda_graphs else None
             self._stages = open_stages(config, recipe.moe, computation, layout, timeout_s)
             self._runner: PassRunner = (
                 PipelineRunner(self._stages, computation, layout, timeout_s)
@@ -82,7 +84,7 @@ class GpuEngine:
         self._micro_batches = partial(
             micro_batches,
             device=computation.device,
-            fixed_boundaries=computation.compile,
+            fixed_boundaries=computation.compile or self._graphs is not None,
             cp=layout.cp,
             cp_rank=layout.cp_rank,
             has_ids=any(stage.is_first for stage in self._stages),
@@ -108,39 +110,48 @@ class GpuEngine:
         Raises:
             PeerError: another rank is gone.
         """
-        weights, options = self._state.weights, self._optimizer_options
         try:
             with translate_dist_errors():
                 self.stopwatch.begin("forward_backward")
                 for stage in self._stages:
                     stage.train()
                 micros = self._micro_batches(batch)
-                weights.is_accumulating = len(micros) > 1
-                losses = self._runner.forward_backward(micros, valid_tokens=batch.valid_tokens, z_loss=options.z_loss)
-                self.stopwatch.begin("optimizer")
-                gradients = weights.gradients()
-                if self._tied_gradient is not None:
-                    self._tied_gradient.all_reduce(gradients)
-                loss_sum = torch.stack(losses or [self._no_loss]).sum(dtype=self._no_loss.dtype)
-                loss, grad_norm = reduce_loss_and_norm(
-                    loss_sum / batch.valid_tokens * self._reports_loss,
-                    [gradients[name] for name in self._state.norm_param_names],
-                    world_size=self.topology.world_size,
-                )
-                scale = clip_coefficient(grad_norm, options.grad_clip) if options.grad_clip > 0 else None
-                finite = torch.isfinite(loss) & torch.isfinite(grad_norm)
-                masters = {name: local_tensor(weight).detach() for name, weight in weights.master_weights.items()}
-                self._state.optimizer.step(masters, gradients, lr, finite, scale)
-                weights.sync_model()
-                has_experts = self._stages[0].config.has_experts
-                load = pop_load(self._stages, self._mesh_layout.router_copies) if has_experts else None
-                if load is not None:
-                    move_selection_biases(self._stages, load, self._bias_update_rate, finite)
-                return PendingStep(loss, grad_norm, load)
+                share = 1 / batch.valid_tokens if batch.valid_tokens else math.inf
+                if self._graphs is not None:
+                    return self._graphs.run(micros, share, lr, self._compute)
+                return self._compute(micros, torch.full_like(self._no_loss, share), lr)
         except torch.OutOfMemoryError:
             if self._profiler is not None:
                 self._profiler.on_out_of_memory()
             raise
+
+    def _compute(self, micros: Sequence[DeviceMicroBatch], share: Tensor, lr: Tensor | float) -> PendingStep:
+        """Compute a step; `share` is one over its valid tokens. With CUDA graphs this is what a graph repeats."""
+        weights, options = self._state.weights, self._optimizer_options
+        weights.is_accumulating = len(micros) > 1
+        master_dtype = self._computation.master_dtype
+        losses = self._runner.forward_backward(micros, share=share.to(master_dtype), z_loss=options.z_loss)
+        if self._graphs is None:  # a graph has no parts
+            self.stopwatch.begin("optimizer")
+        gradients = weights.gradients()
+        if self._tied_gradient is not None:
+            self._tied_gradient.all_reduce(gradients)
+        losses = losses if self._reports_loss else [self._no_loss]
+        loss, grad_norm = reduce_loss_and_norm(
+            torch.stack(losses).sum(dtype=self._no_loss.dtype) * share,
+            [gradients[name] for name in self._state.norm_param_names],
+            world_size=self.topology.world_size,
+        )
+        scale = clip_coefficient(grad_norm, options.grad_clip) if options.grad_clip > 0 else None
+        finite = (loss + grad_norm).abs() < math.inf  # as both are
+        masters = {name: local_tensor(weight).detach() for name, weight in weights.master_weights.items()}
+        self._state.optimizer.step(masters, gradients, lr, finite, scale)
+        weights.sync_model()
+        has_experts = self._stages[0].config.has_experts
+        load = pop_load(self._stages, self._mesh_layout.router_copies) if has_experts else None
+        if load is not None:
+            move_selection_biases(self._stages, load, self._bias_update_rate, finite)
+        return PendingStep(loss, grad_norm, load)
 
     def fetch_metrics(self, pendings: Sequence[PendingStep]) -> list[StepMetrics]:
         """Return the metrics of `pendings`; the only place where the host synchronizes."""
@@ -221,7 +232,7 @@ class GpuEngine:
             return torch.mps.driver_allocated_memory()
         peak = torch.accelerator.max_memory_allocated(device)
         torch.accelerator.reset_peak_memory_stats(device)
-        return peak
+        return peak if self._graphs is None else max(peak, self._graphs.peak_bytes)
 
     def state_bytes(self) -> int:
         """Return the bytes of this rank's share of weights and optimizer state."""

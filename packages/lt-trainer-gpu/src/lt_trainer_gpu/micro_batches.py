@@ -77,8 +77,8 @@ def micro_batches(
 class PassRunner(Protocol):
     """Forward and backward passes of a rank's stages over the micro-batches of a step."""
 
-    def forward_backward(self, micros: Sequence[DeviceMicroBatch], *, valid_tokens: int, z_loss: float) -> list[Tensor]:
-        """Accumulate the gradients of the summed loss / `valid_tokens`.
+    def forward_backward(self, micros: Sequence[DeviceMicroBatch], *, share: Tensor, z_loss: float) -> list[Tensor]:
+        """Accumulate the gradients of the summed loss times `share`, one over the step's valid tokens.
 
         Returns:
             The summed cross-entropy in nats of each micro-batch, on the device; none where this rank has no head.
@@ -102,7 +102,7 @@ class ModelRunner:
     def __init__(self, model: DecoderStage) -> None:
         self._model = model
 
-    def forward_backward(self, micros: Sequence[DeviceMicroBatch], *, valid_tokens: int, z_loss: float) -> list[Tensor]:
+    def forward_backward(self, micros: Sequence[DeviceMicroBatch], *, share: Tensor, z_loss: float) -> list[Tensor]:
         """Accumulate the gradients, as `PassRunner` says."""
         losses = []
         for index, (ids, positions, labels, boundaries) in enumerate(micros):
@@ -111,7 +111,7 @@ class ModelRunner:
             parts = self._model(ids, positions, boundaries, labels, z_loss)
             if self._model.fsdp_sync is not None:
                 self._model.fsdp_sync.on_backward_begin(is_last=index == len(micros) - 1)
-            (parts.total / valid_tokens).backward()
+            parts.total.backward(share)
             losses.append(parts.cross_entropy)
         return losses
 

@@ -129,7 +129,14 @@ class GpuOptimizer(OptimizerDriver):
         for (decay, lr_scale), updates in self.iter_on_device(groups):
             weight_decay = self.options.weight_decay if decay else 0.0
             for bucket in split_buckets(updates, max_bytes, ParamUpdate.upcast_bytes):
-                self._step_fused(bucket, count, scale, lr=lr * lr_scale, weight_decay=weight_decay, **scalars)
+                self._step_fused(
+                    bucket,
+                    count,
+                    scale,
+                    lr=lr if lr_scale == 1 else lr * lr_scale,
+                    weight_decay=weight_decay,
+                    **scalars,
+                )
 
     def _step_fused(self, rows: list[ParamUpdate], count: Tensor, scale: Tensor | None, **scalars: Any) -> None:
         wide = rows[0].dtype

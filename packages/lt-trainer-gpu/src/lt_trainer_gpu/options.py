@@ -39,6 +39,11 @@ class GpuOptions(Section, table="engine.gpu"):
         "accurate, weight gradients in dtype); cuda of compute capability 8.9 or newer",
     )
     fp8_skipped_blocks: int = option(1, "blocks at either end of the model that keep dtype; for fp8", ge=0)
+    cuda_graphs: bool = option(
+        False,
+        "record a step's kernels once for each shape of its arrays, then launch them by one call: less time of the "
+        "host, more memory; cuda, one rank, no offloading",
+    )
     activation_checkpointing: Literal["none", "full", "selective", "memory_budget"] = option(
         "none",
         "what of a block's activations is recomputed in the backward pass: nothing, all, all but attention and "

@@ -118,7 +118,7 @@ class PipelineRunner:
         self._device, self._dtype = computation.device, computation.dtype
         self._edges = PipelineEdges(mesh_layout, stages_per_rank=len(stages), timeout_s=timeout_s)
 
-    def forward_backward(self, micros: Sequence[DeviceMicroBatch], *, valid_tokens: int, z_loss: float) -> list[Tensor]:
+    def forward_backward(self, micros: Sequence[DeviceMicroBatch], *, share: Tensor, z_loss: float) -> list[Tensor]:
         """Accumulate the gradients, as `PassRunner` says."""
         passes = training_passes(
             pp=self._layout.pp,
@@ -149,7 +149,7 @@ class PipelineRunner:
             if fsdp_sync is not None:
                 fsdp_sync.on_backward_begin(is_last=n_left[one.chunk] == 0)
             if isinstance(outputs, LossParts):
-                (outputs.total / valid_tokens).backward()
+                outputs.total.backward(share)
             else:
                 outputs.backward(received)
             if inputs is not None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lt_model import param_specs
-from lt_model.decoder import Attention, KVCache, LatentAttention, vocab_parallel_embedding
+from lt_model.decoder import Attention, LatentAttention, vocab_parallel_embedding
 from lt_model.feed_forward import MLP, MoE, Router
 from lt_model.norm import RMSNorm, rms_norm_plus_one
 from lt_trainer_gpu.collectives import (
@@ -38,48 +38,31 @@ from lt_trainer_gpu.mesh_layout import MeshLayout
 from lt_trainer_gpu.model import DecoderStage, LossHead, stage_param_specs
 
 
-class TensorParallelAttention(Attention):
+class ParallelRegion(nn.Module):
+    """Begin and end of a module's parallel region; comes before the module's own class."""
+
+    tp_group: TensorParallelGroup
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the output of all ranks' parts, summed; the input comes first."""
+        group = self.tp_group
+        return reduce_from_tp(super().forward(copy_to_tp(args[0], group), *args[1:], **kwargs), group)
+
+
+class TensorParallelAttention(ParallelRegion, Attention):
     """Attention over this rank's heads."""
 
-    tp_group: TensorParallelGroup
 
-    def forward(
-        self, x_BTD: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Any, cache: KVCache | None = None
-    ) -> Tensor:
-        """Return the output of all heads, summed over ranks."""
-        return reduce_from_tp(super().forward(copy_to_tp(x_BTD, self.tp_group), rope, mask, cache), self.tp_group)
-
-
-class TensorParallelLatentAttention(LatentAttention):
+class TensorParallelLatentAttention(ParallelRegion, LatentAttention):
     """The same of latents, which every rank computes whole, on all positions."""
 
-    tp_group: TensorParallelGroup
 
-    def forward(
-        self, x_BTD: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Any, cache: KVCache | None = None
-    ) -> Tensor:
-        """Return the output of all heads, summed over ranks."""
-        return reduce_from_tp(super().forward(copy_to_tp(x_BTD, self.tp_group), rope, mask, cache), self.tp_group)
-
-
-class TensorParallelMLP(MLP):
+class TensorParallelMLP(ParallelRegion, MLP):
     """Feed-forward layer over this rank's inner features."""
 
-    tp_group: TensorParallelGroup
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the output of all features, summed over ranks."""
-        return reduce_from_tp(super().forward(copy_to_tp(x, self.tp_group)), self.tp_group)
-
-
-class TensorParallelMoE(MoE):
+class TensorParallelMoE(ParallelRegion, MoE):
     """Mixture of experts of which each rank has a part of every width; the router is within the parallel region."""
-
-    tp_group: TensorParallelGroup
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        """Return the output of all features, summed over ranks."""
-        return reduce_from_tp(super().forward(copy_to_tp(x_BTD, self.tp_group)), self.tp_group)
 
 
 class PartialGradRouter(Router):

@@ -179,10 +179,3 @@ def test_the_checks_notice_faults(steps_of, fault: str, noticed_by: Callable[[St
                 check(steps)
         else:
             check(steps)
-
-
-def test_a_kernel_too_many_is_noticed(steps_of) -> None:
-    """Another product in each layer is more than the head-room."""
-    launches = steps_of(LAYOUTS["one"])[0][1].launches
-    deeper = replace(LAYOUTS["one"], model=tuple({**dict(UNTIED), "n_layers": 4}.items()))
-    assert steps_of(deeper)[0][1].launches > HEADROOM * launches

@@ -286,5 +286,4 @@ def micro_batches_to_device(array: np.ndarray, device: torch.device) -> Iterator
     tensor = torch.from_numpy(array)
     if device.type == "cuda":
         tensor = tensor.pin_memory().to(device, non_blocking=True)
-    for micro in tensor:
-        yield micro.to(torch.int64)
+    yield from tensor.to(torch.int64)

@@ -109,7 +109,7 @@ def train(job: Job) -> RankResult:
         mark(f"fetch {step}".encode())
         engine.fetch_metrics([pending])
         mark(b"between")
-        result.peak_bytes.append(torch.cuda.max_memory_allocated())
+        result.peak_bytes.append(engine.peak_memory_bytes())
         result.graphs.append(_compiled_graphs())
     engine.close()
     mark(b"closed")

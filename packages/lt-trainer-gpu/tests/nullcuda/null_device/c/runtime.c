@@ -125,7 +125,8 @@ cudaError_t cudaMemcpy(void *to, const void *from, size_t n, enum cudaMemcpyKind
 cudaError_t cudaMemsetAsync(void *, int, size_t n, cudaStream_t) { record("memset", "%zu", n); return 0; }
 
 // ---- synchronization
-cudaError_t cudaStreamSynchronize(cudaStream_t) { record("sync", "cudaStreamSynchronize"); return 0; }
+static int capturing; // a graph; nothing may be waited for then
+cudaError_t cudaStreamSynchronize(cudaStream_t) { record("sync", "cudaStreamSynchronize"); return capturing ? cudaErrorStreamCaptureUnsupported : 0; }
 cudaError_t cudaDeviceSynchronize(void) { record("sync", "cudaDeviceSynchronize"); return 0; }
 cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s) { queue(s, "event", "%p", e); return 0; }
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t e, cudaStream_t s, unsigned) { return cudaEventRecord(e, s); }
@@ -143,10 +144,29 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t *s, unsigned) { *s = nullcuda
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t *s, unsigned, int) { *s = nullcuda_handle(); return 0; }
 cudaError_t cudaEventCreate(cudaEvent_t *e) { *e = nullcuda_handle(); return 0; }
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t *e, unsigned) { *e = nullcuda_handle(); return 0; }
-cudaError_t cudaStreamIsCapturing(cudaStream_t, enum cudaStreamCaptureStatus *status) { *status = cudaStreamCaptureStatusNone; return 0; }
+
+// ---- graphs: what is recorded runs nowhere, and a launch is one line of the log
+static unsigned long long captures;
+static enum cudaStreamCaptureStatus capture_status(void) {
+  return capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+}
+cudaError_t cudaStreamIsCapturing(cudaStream_t, enum cudaStreamCaptureStatus *status) { *status = capture_status(); return 0; }
 #if CUDART_VERSION >= 13000
-cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, enum cudaStreamCaptureStatus *status, unsigned long long *, cudaGraph_t *, const cudaGraphNode_t **, const cudaGraphEdgeData **, size_t *) { *status = cudaStreamCaptureStatusNone; return 0; }
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, enum cudaStreamCaptureStatus *status, unsigned long long *id, cudaGraph_t *graph, const cudaGraphNode_t **, const cudaGraphEdgeData **, size_t *n) {
+  *status = capture_status();
+  if (id) *id = captures;
+  if (graph) *graph = (cudaGraph_t)0x50;
+  if (n) *n = 0;
+  return 0;
+}
+cudaError_t cudaStreamUpdateCaptureDependencies(cudaStream_t, cudaGraphNode_t *, const cudaGraphEdgeData *, size_t, unsigned) { return 0; }
 #endif
+cudaError_t cudaStreamBeginCapture(cudaStream_t s, enum cudaStreamCaptureMode) { record("graph", "begin %p", s); capturing = 1; captures++; return 0; }
+cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t *graph) { record("graph", "end"); capturing = 0; *graph = (cudaGraph_t)0x50; return 0; }
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t *exec, cudaGraph_t, unsigned long long) { *exec = (cudaGraphExec_t)0x60; return 0; }
+cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *exec, cudaGraph_t, unsigned long long) { *exec = (cudaGraphExec_t)0x60; return 0; }
+cudaError_t cudaGraphLaunch(cudaGraphExec_t, cudaStream_t) { record("graph", "launch"); return 0; }
+cudaError_t cudaGraphGetNodes(cudaGraph_t, cudaGraphNode_t *, size_t *n) { *n = 1; return 0; }
 cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *) { return 0; }
 
 // ---- the device: an H100, as far as torch asks
