@@ -6,14 +6,16 @@ of the engine is in it. Gradients, weights, losses and norms of three steps agre
 such that ZeRO-1 has to pad, and stages have unlike numbers of layers.
 """
 
-import os
+import datetime
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from dense_families import MODELS
+from neuron_engine import neuron_engine
 
 from lt_model import ModelConfig
 from lt_test_helpers import layouts
@@ -27,65 +29,36 @@ from lt_test_helpers.layouts import (
     learning_rate_at,
 )
 from lt_trainer.config.recipe import load
-from lt_trainer.engine import StepBatch, StepMetrics, World
+from lt_trainer.engine import StepBatch, StepMetrics
 from lt_trainer_neuron.engine import NeuronEngine
-from lt_trainer_neuron.spec import SPEC
 
 STEPS, ROWS, SEQ_LEN = 3, 8, 16
 BETA1, CLIP, DECAY = 0.8, 0.3, 0.1
 NEAR, NEAR_WEIGHTS = 1e-10, 1e-9
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The little models: heads of keys and values, vocabulary, layers, a tied head."""
-
-    kv_heads: int = 8
-    vocab: int = 62
-    layers: int = 2
-    tied: bool = False
-
-    @property
-    def config(self) -> ModelConfig:
-        return ModelConfig(
-            vocab_size=self.vocab,
-            hidden_size=32,
-            intermediate_size=40,
-            n_heads=8,
-            n_kv_heads=self.kv_heads,
-            n_layers=self.layers,
-            max_position_embeddings=SEQ_LEN,
-            tie_word_embeddings=self.tied,
-        )
+def shape(kv_heads: int = 8, vocab: int = 62, layers: int = 2, tied: bool = False) -> ModelConfig:
+    """Return a little Llama."""
+    return ModelConfig(
+        vocab_size=vocab,
+        hidden_size=32,
+        intermediate_size=40,
+        n_heads=8,
+        n_kv_heads=kv_heads,
+        n_layers=layers,
+        max_position_embeddings=SEQ_LEN,
+        tie_word_embeddings=tied,
+    )
 
 
 def global_batches(n_steps: int, vocab: int, seed: int = 0) -> list[StepBatch]:
     return layouts.global_batches(n_steps, rows=ROWS, seq_len=SEQ_LEN, vocab=vocab, seed=seed)
 
 
-def open_engine(shape: Shape, *sets: str) -> NeuronEngine:
-    world = World.from_env(os.environ)
-    base = {
-        "run": {"engine": "neuron"},
-        "model": {
-            "hidden_size": 32,
-            "intermediate_size": 40,
-            "n_heads": 8,
-            "n_kv_heads": shape.kv_heads,
-            "n_layers": shape.layers,
-            "tie_word_embeddings": shape.tied,
-        },
-        "data": {"store": "unused", "seq_len": SEQ_LEN},
-        "batch": {"global_batch_size": ROWS, "micro_batch_size": 1},
-        "optimizer": {"beta1": BETA1, "grad_clip": CLIP, "weight_decay": DECAY},
-        "schedule": {"max_steps": STEPS, "warmup_steps": 1},
-        "engine": {"neuron": {"backend": "cpu", "cpu_dtype": "float64", "num_neuroncores": world.local_size}},
-    }
-    recipe = load(base=base, overrides=sets).recipe
-    SPEC.check(recipe, world)
-    engine = SPEC.open(recipe, shape.config, world)
-    assert isinstance(engine, NeuronEngine)
-    return engine
+def open_engine(config: ModelConfig, *sets: str) -> NeuronEngine:
+    optimizer = {"beta1": BETA1, "grad_clip": CLIP, "weight_decay": DECAY}
+    base = {"optimizer": optimizer, "engine": {"neuron": {"cpu_dtype": "float64"}}}
+    return neuron_engine(config, *sets, rows=ROWS, seq_len=SEQ_LEN, base=base)
 
 
 @dataclass(frozen=True)
@@ -103,15 +76,15 @@ class Alone:
     is_greedy: np.ndarray
 
 
-def train_alone(shape: Shape, z_loss: float = 0.0) -> Alone:
+def train_alone(config: ModelConfig, z_loss: float = 0.0) -> Alone:
     """Three steps by lt-model, autograd and torch's AdamW."""
     from lt_model.decoder import Decoder
     from lt_model.init import init_model
     from lt_model.params import param_specs
 
-    model = Decoder(shape.config, attention="reference").double()
+    model = Decoder(config, attention="reference").double()
     init_model(model, seed=load(base={"data": {"store": "unused"}}).recipe.run.seed)
-    table, named = {p.name: p for p in param_specs(shape.config)}, dict(model.named_parameters())
+    table, named = {p.name: p for p in param_specs(config)}, dict(model.named_parameters())
     groups = [
         {"params": [p for n, p in named.items() if table[n].decay is decay], "weight_decay": DECAY * decay}
         for decay in (True, False)
@@ -130,7 +103,7 @@ def train_alone(shape: Shape, z_loss: float = 0.0) -> Alone:
         return model(ids, position_ids_BT=positions, doc_ids_BT=docs, labels_BT=labels, z_loss=z, return_parts=True)
 
     losses, norms, gradients, start = [], [], {}, values(named.items())
-    for step, batch in enumerate(global_batches(STEPS, shape.vocab)):
+    for step, batch in enumerate(global_batches(STEPS, config.vocab_size)):
         parts = loss_of(batch, z_loss)
         (parts.total / batch.valid_tokens).backward()
         losses.append(float(parts.cross_entropy / batch.valid_tokens))
@@ -141,7 +114,7 @@ def train_alone(shape: Shape, z_loss: float = 0.0) -> Alone:
             group["lr"] = learning_rate_at(step)
         optimizer.step()
         optimizer.zero_grad()
-    (rest,) = global_batches(1, shape.vocab, seed=9)
+    (rest,) = global_batches(1, config.vocab_size, seed=9)
     with torch.no_grad():
         validation = float(loss_of(rest, 0.0).cross_entropy), int((rest.labels != -100).sum())
         ids, positions, docs, labels = tensors_of(rest)
@@ -151,12 +124,12 @@ def train_alone(shape: Shape, z_loss: float = 0.0) -> Alone:
     return Alone(losses, norms, gradients, start, values(named.items()), validation, *scores)
 
 
-def train(shape: Shape, sets: tuple[str, ...], micro_batch_size: int) -> TrainResult:
+def train(config: ModelConfig, sets: tuple[str, ...], micro_batch_size: int) -> TrainResult:
     """One rank's training, in that rank."""
-    engine = open_engine(shape, *sets)
-    (rest,) = global_batches(1, shape.vocab, seed=9)
+    engine = open_engine(config, *sets)
+    (rest,) = global_batches(1, config.vocab_size, seed=9)
     return layouts.train_steps(
-        engine, global_batches(STEPS, shape.vocab), rest, micro_batch_size, engine.iter_model_shards
+        engine, global_batches(STEPS, config.vocab_size), rest, micro_batch_size, engine.iter_model_shards
     )
 
 
@@ -206,55 +179,66 @@ TP2, TP4, PP2 = "parallel.tp=2", "parallel.tp=4", "parallel.pp=2"
 SP, WHOLE = "parallel.sequence_parallel=true", "engine.neuron.zero1=false"
 GQA2 = ("engine.neuron.qkv_linear=true", "engine.neuron.kv_size_multiplier=2")
 FUSED = "engine.neuron.fuse_qkv=true"
-GROUPED = Shape(kv_heads=2, vocab=60)
+GROUPED = shape(kv_heads=2, vocab=60)
 
-LAYOUTS: dict[str, tuple[int, int, Shape, tuple[str, ...]]] = {
+LAYOUTS: dict[str, tuple[int, int, ModelConfig, tuple[str, ...]]] = {
     # name: ranks, rows of a micro-batch, the model, options
-    "one": (1, 2, Shape(kv_heads=4, tied=True), ()),
-    "mha-tp2": (2, 4, Shape(), (TP2,)),
-    "mha-tp2-sp-tied": (2, 4, Shape(tied=True), (TP2, SP)),
     "gqa-tp4-m2": (4, 8, GROUPED, (TP4, *GQA2)),
     "gqa-tp4-m2-fused-sp": (4, 4, GROUPED, (TP4, SP, *GQA2, FUSED)),
     "gqa-tp2-dp2-m1": (4, 2, GROUPED, (TP2, "engine.neuron.qkv_linear=true")),
-    "tp2-pp2-uneven": (4, 2, Shape(layers=3), (TP2, PP2)),
-    "tp2-pp2-uneven-sp-tied": (4, 4, Shape(layers=3, tied=True), (TP2, PP2, SP)),
-    "pp3-dp1": (3, 1, Shape(kv_heads=4, layers=4), ("parallel.pp=3",)),
-    "tp2-dp2-zero1": (4, 2, Shape(), (TP2,)),
-    "tp2-dp2-whole": (4, 2, Shape(tied=True), (TP2, WHOLE)),
-    "dp4-zero1-tied": (4, 1, Shape(kv_heads=4, tied=True), ()),
+    "tp2-pp2-uneven": (4, 2, shape(layers=3), (TP2, PP2)),
+    "tp2-pp2-uneven-sp-tied": (4, 4, shape(layers=3, tied=True), (TP2, PP2, SP)),
+    "pp3-dp1": (3, 4, shape(kv_heads=4, layers=4), ("parallel.pp=3",)),  # fewer micro-batches than stages
+    "tp2-dp2-zero1": (4, 2, shape(), (TP2,)),
+    "tp2-dp2-whole": (4, 2, shape(tied=True), (TP2, WHOLE)),
+    "dp4-zero1-tied": (4, 1, shape(kv_heads=4, tied=True), ()),
 }
-WIDE: dict[str, tuple[int, int, Shape, tuple[str, ...]]] = {
-    "tp4-pp2-m2-fused-sp-tied": (8, 2, replace(GROUPED, layers=3, tied=True), (TP4, PP2, SP, *GQA2, FUSED)),
-    "tp4-dp2-m2": (8, 2, GROUPED, (TP4, *GQA2)),
-    "tp2-pp2-dp2": (8, 1, Shape(layers=3), (TP2, PP2)),
-    "tp2-pp2-dp2-whole-tied": (8, 2, Shape(layers=3, tied=True), (TP2, PP2, SP, WHOLE)),
+WIDE: dict[str, tuple[int, int, ModelConfig, tuple[str, ...]]] = {
+    "tp4-pp2-m2-fused-sp-tied": (8, 2, shape(kv_heads=2, vocab=60, layers=3, tied=True), (TP4, PP2, SP, *GQA2, FUSED)),
+    "tp2-pp2-dp2": (8, 1, shape(layers=3), (TP2, PP2)),
+    "tp2-pp2-dp2-whole-tied": (8, 2, shape(layers=3, tied=True), (TP2, PP2, SP, WHOLE)),
 }
+
+
+AXES = {"tp2": (TP2,), "tp2-sp": (TP2, SP), "pp2": (PP2,), "one": ()}
+PAIRS = [(family, axis) for family in MODELS for axis in AXES]
+TODAY = datetime.date.today().toordinal()
+
+
+@pytest.mark.parametrize(
+    ("family", "axis"),
+    [pytest.param(*pair, marks=[pytest.mark.slow] * ((n * 3 + TODAY) % 17 > 0)) for n, pair in enumerate(PAIRS)],
+)
+def test_a_family_trains_as_one_process_of_lt_model(ranks, alone, family: str, axis: str) -> None:
+    """Some pairs each day, all in the slow set; a bias starts at 0 and counts from the second step on."""
+    config = MODELS[family]
+    compare(alone(config), ranks.run(train, config, AXES[axis], 4, ranks=2 if AXES[axis] else 1))
 
 
 @pytest.mark.parametrize("name", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.slow) for name in WIDE)])
 def test_a_layout_trains_as_one_process_of_lt_model(ranks, alone, name: str) -> None:
-    n, micro_batch_size, shape, sets = (LAYOUTS | WIDE)[name]
-    compare(alone(shape), ranks.run(train, shape, sets, micro_batch_size, ranks=n))
+    n, micro_batch_size, config, sets = (LAYOUTS | WIDE)[name]
+    compare(alone(config), ranks.run(train, config, sets, micro_batch_size, ranks=n))
 
 
 def test_a_z_loss_is_in_the_gradient_and_not_in_the_loss_that_is_told(ranks, alone) -> None:
-    shape = Shape()
-    one = alone(shape, 0.05)
-    compare(one, ranks.run(train, shape, (TP2, "optimizer.z_loss=0.05"), 4, ranks=2))
-    assert abs(one.norms[0] / alone(shape).norms[0] - 1) > 1e-3, "the z-loss must be at work"
+    config = shape()
+    one = alone(config, 0.05)
+    compare(one, ranks.run(train, config, (TP2, "optimizer.z_loss=0.05"), 4, ranks=2))
+    assert abs(one.norms[0] / alone(config).norms[0] - 1) > 1e-3, "the z-loss must be at work"
 
 
 @pytest.mark.parametrize(
-    ("shape", "sets"),
-    [(GROUPED, (TP4,)), (GROUPED, (TP4, FUSED)), (Shape(kv_heads=1, tied=True), (TP2, PP2))],
+    ("config", "sets"),
+    [(GROUPED, (TP4,)), (GROUPED, (TP4, FUSED)), (shape(kv_heads=1, tied=True), (TP2, PP2))],
     ids=["tp4", "tp4-fused", "tp2-pp2-tied"],
 )
 def test_the_norm_counts_copies_of_heads_only_where_nxd_is_to_be_followed(
-    ranks, alone, shape: Shape, sets: tuple[str, ...]
+    ranks, alone, config: ModelConfig, sets: tuple[str, ...]
 ) -> None:
     """NxD counts the gradient of each copy: with m copies the squares of k and v are in its norm m times."""
-    one: Alone = alone(shape)
-    found = ranks.run(train, shape, (*sets, *GQA2, "engine.neuron.nxd_grad_norm=true"), ROWS, ranks=4)
+    one: Alone = alone(config)
+    found = ranks.run(train, config, (*sets, *GQA2, "engine.neuron.nxd_grad_norm=true"), ROWS, ranks=4)
     squares = {name: np.square(gradient).sum() for name, gradient in one.gradients.items()}
     once = sum(squares.values())
     copied = sum(square for name, square in squares.items() if "k_proj" in name or "v_proj" in name)
@@ -264,24 +248,23 @@ def test_the_norm_counts_copies_of_heads_only_where_nxd_is_to_be_followed(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "n", "shape", "sets"),
+    ("dtype", "n", "config", "sets"),
     [
-        pytest.param("bfloat16", 2, Shape(), (TP2, SP), id="bfloat16-tp2-sp"),
-        pytest.param("bfloat16", 4, Shape(layers=3, tied=True), (PP2,), id="bfloat16-pp2-dp2"),
-        pytest.param("float32", 4, Shape(layers=3, tied=True), (PP2,), id="float32-pp2-dp2", marks=pytest.mark.slow),
-        pytest.param("float32", 2, Shape(), (TP2,), id="float32-tp2", marks=pytest.mark.slow),
+        pytest.param("bfloat16", 2, shape(), (TP2, SP), id="bfloat16-tp2-sp"),
+        pytest.param("bfloat16", 4, shape(layers=3, tied=True), (PP2,), id="bfloat16-pp2-dp2"),
+        pytest.param("float32", 4, shape(layers=3, tied=True), (PP2,), id="float32-pp2-dp2", marks=pytest.mark.slow),
     ],
 )
 def test_narrow_layouts_stay_near_one_process(
-    ranks, alone, dtype: str, n: int, shape: Shape, sets: tuple[str, ...]
+    ranks, alone, dtype: str, n: int, config: ModelConfig, sets: tuple[str, ...]
 ) -> None:
     """Activations round; masters and moments are float32 and equal on all ranks that hold the same.
 
     Losses and norms, and sum and tokens of a validation, are near those of one process, and the same on all ranks.
     """
     near, near_norms = (1e-2, 5e-2) if dtype == "bfloat16" else (1e-5, 1e-4)
-    one: Alone = alone(shape)
-    found: list[TrainResult] = ranks.run(train, shape, (f"engine.neuron.cpu_dtype={dtype}", *sets), 2, ranks=n)
+    one: Alone = alone(config)
+    found: list[TrainResult] = ranks.run(train, config, (f"engine.neuron.cpu_dtype={dtype}", *sets), 2, ranks=n)
     assert found[0].losses == pytest.approx(one.losses, rel=near)
     assert found[0].grad_norms == pytest.approx(one.norms, rel=near_norms)
     assert found[0].losses != pytest.approx(one.losses, rel=1e-9), "nothing was rounded"
@@ -296,31 +279,33 @@ def test_narrow_layouts_stay_near_one_process(
 
 
 def interrupted(
-    shape: Shape, sets: tuple[str, ...], folder: str
+    config: ModelConfig, sets: tuple[str, ...], folder: str
 ) -> tuple[str, list[StateSlice], list[StateSlice], list[float]]:
-    engine = open_engine(shape, *sets)
-    return layouts.train_save_train(engine, global_batches(3, shape.vocab), folder, engine.iter_model_shards)
+    engine = open_engine(config, *sets)
+    return layouts.train_save_train(engine, global_batches(3, config.vocab_size), folder, engine.iter_model_shards)
 
 
-def resumed(shape: Shape, sets: tuple[str, ...], path: str) -> tuple[list[StateSlice], list[StateSlice], list[float]]:
-    engine = open_engine(shape, "run.seed=7", *sets)
-    return layouts.restore_and_train(engine, global_batches(3, shape.vocab)[2], path, engine.iter_model_shards)
+def resumed(
+    config: ModelConfig, sets: tuple[str, ...], path: str
+) -> tuple[list[StateSlice], list[StateSlice], list[float]]:
+    engine = open_engine(config, "run.seed=7", *sets)
+    return layouts.restore_and_train(engine, global_batches(3, config.vocab_size)[2], path, engine.iter_model_shards)
 
 
 @pytest.mark.parametrize(
-    ("shape", "first", "second"),
+    ("config", "first", "second"),
     [
         (GROUPED, (4, (TP4, *GQA2, FUSED)), (2, ())),
-        (Shape(layers=3, tied=True), (4, (PP2,)), (4, (TP2, SP))),
-        (Shape(), (4, (TP2,)), (2, (TP2, WHOLE))),
+        (shape(layers=3, tied=True), (4, (PP2,)), (4, (TP2, SP))),
+        (shape(), (4, (TP2,)), (2, (TP2, WHOLE))),
     ],
     ids=["tp4-fused-to-dp2", "pp2-dp2-tied-to-tp2-dp2", "tp2-dp2-zero1-to-tp2-dp1"],
 )
-def test_a_checkpoint_of_one_layout_goes_on_in_another(ranks, tmp_path, shape: Shape, first, second) -> None:
+def test_a_checkpoint_of_one_layout_goes_on_in_another(ranks, tmp_path, config: ModelConfig, first, second) -> None:
     """The state has the same bits; the step after it the same loss and weights as the layout that was left."""
     (n, sets), (m, others) = first, second
-    left = ranks.run(interrupted, shape, sets, str(tmp_path), ranks=n)
-    taken = ranks.run(resumed, shape, others, left[0][0], ranks=m)
+    left = ranks.run(interrupted, config, sets, str(tmp_path), ranks=n)
+    taken = ranks.run(resumed, config, others, left[0][0], ranks=m)
     saved, found = assemble([rank[1] for rank in left]), assemble([rank[0] for rank in taken])
     assert saved.keys() == found.keys()
     assert {group for group, _ in saved} == {"weights", "exp_avg", "exp_avg_sq"}
@@ -331,16 +316,18 @@ def test_a_checkpoint_of_one_layout_goes_on_in_another(ranks, tmp_path, shape: S
     assert_group_near(after[0], weights, "weights", NEAR_WEIGHTS)
 
 
-def with_a_bad_step(shape: Shape, sets: tuple[str, ...]) -> tuple[list[StepMetrics], list[list[StateSlice]], int]:
-    engine = open_engine(shape, *sets)
-    batches = global_batches(3, shape.vocab)
+def with_a_bad_step(
+    config: ModelConfig, sets: tuple[str, ...]
+) -> tuple[list[StepMetrics], list[list[StateSlice]], int]:
+    engine = open_engine(config, *sets)
+    batches = global_batches(3, config.vocab_size)
     return layouts.train_with_nonfinite_step(
         engine, batches, engine.iter_model_shards, lambda: engine.backend.step_count
     )
 
 
 def test_a_step_that_one_rank_finds_infinite_is_skipped_by_all(ranks) -> None:
-    answers = ranks.run(with_a_bad_step, Shape(layers=3), (PP2,), ranks=4)
+    answers = ranks.run(with_a_bad_step, shape(layers=3), (PP2,), ranks=4)
     for numbers, (before, after, later), steps in answers:
         assert [one.is_finite for one in numbers] == [True, False, True]
         assert numbers[::2] == answers[0][0][::2], "all decide by the same numbers"

@@ -1,12 +1,11 @@
 """What the engine saves: NxD's kind of folder, a checkpoint of ours, and what the ranks hold, bit for bit."""
 
-import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from neuron_engine import neuron_engine
 
 from lt_ckpt import (
     Checkpoint,
@@ -22,12 +21,9 @@ from lt_ckpt.nxd.format import open_nxd
 from lt_ckpt.source import Source
 from lt_ckpt.torchfile.file import load_pt
 from lt_model import ModelConfig, config_from_hf
-from lt_test_helpers.layouts import step_batch
+from lt_test_helpers import layouts
 from lt_trainer.checkpointing.pretrained import PretrainedWeights
-from lt_trainer.config.recipe import load
-from lt_trainer.engine import StepBatch, World
 from lt_trainer_neuron.engine import NeuronEngine
-from lt_trainer_neuron.spec import SPEC
 
 SEQ_LEN, ROWS, VOCAB = 16, 4, 62
 TP2, TP4, PP2 = (f"parallel.{axis}" for axis in ("tp=2", "tp=4", "pp=2"))
@@ -49,42 +45,6 @@ def config(kv_heads: int, tied: bool) -> ModelConfig:
     )
 
 
-def open_engine(model: ModelConfig, *sets: str) -> NeuronEngine:
-    world = World.from_env(os.environ)
-    shape = ("hidden_size", "intermediate_size", "n_heads", "n_kv_heads", "n_layers", "tie_word_embeddings")
-    base: dict[str, dict[str, Any]] = {
-        "run": {"engine": "neuron"},
-        "model": {name: getattr(model, name) for name in shape},
-        "data": {"store": "unused", "seq_len": SEQ_LEN},
-        "batch": {"global_batch_size": ROWS, "micro_batch_size": 1},
-        "schedule": {"max_steps": 3, "warmup_steps": 1},
-        "engine": {"neuron": {"backend": "cpu", "num_neuroncores": world.local_size}},
-    }
-    recipe = load(base=base, overrides=sets).recipe
-    SPEC.check(recipe, world)
-    engine = SPEC.open(recipe, model, world)
-    assert isinstance(engine, NeuronEngine)
-    return engine
-
-
-def batch_of(engine: NeuronEngine, seed: int) -> StepBatch:
-    """This rank's rows of a step."""
-    rng = np.random.default_rng(seed)
-    ids = rng.integers(0, VOCAB, (ROWS, SEQ_LEN), dtype=np.int32)
-    labels = rng.integers(0, VOCAB, (ROWS, SEQ_LEN), dtype=np.int32)
-    place = engine.topology
-    mine = slice(place.dp_rank * ROWS // place.dp_size, (place.dp_rank + 1) * ROWS // place.dp_size)
-    ids, labels = (array[mine].reshape(-1, 1, SEQ_LEN) for array in (ids, labels))
-    positions = np.broadcast_to(np.arange(SEQ_LEN, dtype=np.int32), ids.shape).copy()
-    return step_batch(
-        input_ids=ids,
-        labels=labels,
-        position_ids=positions,
-        doc_ids=np.zeros_like(ids),
-        valid_tokens=ROWS * SEQ_LEN,
-    )
-
-
 Boxes = list[tuple[str, str, tuple[int, ...], tuple[int, ...], bytes]]
 
 
@@ -95,9 +55,10 @@ def boxes(engine: NeuronEngine) -> Boxes:
 
 def saved(model: ModelConfig, sets: tuple[str, ...], folder: str) -> tuple[str, Boxes, int]:
     """In a rank: two steps and a save; its path, what the rank held, and the bytes that it had announced."""
-    engine = open_engine(model, *sets)
+    engine = neuron_engine(model, *sets, rows=ROWS, seq_len=model.max_position_embeddings)
     rank, world = engine.topology.rank, engine.topology.world_size
-    engine.fetch_metrics([engine.step(batch_of(engine, seed), 1e-2) for seed in range(2)])
+    batches = layouts.global_batches(2, rows=ROWS, seq_len=SEQ_LEN, vocab=VOCAB)
+    engine.fetch_metrics([engine.step(layouts.rank_batch(batch, engine, 1), 1e-2) for batch in batches])
     tmp = Path(engine.control.broadcast(str(begin_save(Path(folder), step=2, world_size=world)) if rank == 0 else ""))
     snapshot = engine.state()
     write_rank_files(tmp, rank=rank, shards=snapshot.shards, writer=snapshot.file_layout)
@@ -185,7 +146,7 @@ DATA = Path(__file__).parents[2] / "lt-ckpt" / "tests" / "data" / "nxd" / "llama
 
 def started(model: ModelConfig, sets: tuple[str, ...], source: str) -> Boxes:
     """In a rank: an engine that starts from a model."""
-    engine = open_engine(model, *sets)
+    engine = neuron_engine(model, *sets, rows=ROWS, seq_len=model.max_position_embeddings)
     opened = open_source(source, config=DATA / "hf" / "config.json")
     pretrained = PretrainedWeights(source=opened, source_model=model, model=model)
     engine.load_weights(pretrained)
@@ -198,7 +159,7 @@ def started(model: ModelConfig, sets: tuple[str, ...], source: str) -> Boxes:
 def test_it_starts_from_nxds_files_and_from_hugging_faces_alike(ranks, kind: str) -> None:
     reference = open_source(DATA / "hf")
     model = config_from_hf(dict(reference.config or {}))
-    sets = (TP2, PP2, FP32, f"data.seq_len={model.max_position_embeddings}")
+    sets = (TP2, PP2, FP32)
     found = ranks.run(started, model, sets, str(DATA / kind), ranks=4)
     seen: dict[str, int] = {}
     for _, name, offset, shape, data in (box for rank in found for box in rank):

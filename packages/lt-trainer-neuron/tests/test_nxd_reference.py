@@ -7,7 +7,6 @@ where the data come from and how near one can get.
 """
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,16 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from neuron_engine import neuron_engine
 
 from lt_ckpt import open_source
 from lt_model import ModelConfig, config_from_hf
 from lt_test_helpers.layouts import step_batch
 from lt_trainer.checkpointing.pretrained import PretrainedWeights
-from lt_trainer.config.recipe import load
-from lt_trainer.engine import StepBatch, World
+from lt_trainer.engine import StepBatch
 from lt_trainer_neuron.engine import NeuronEngine
 from lt_trainer_neuron.nxd.backend import NxdBackend
-from lt_trainer_neuron.spec import SPEC
 
 DATA = Path(__file__).parent / "data" / "nxd"
 BETA1 = 0.9
@@ -41,20 +39,8 @@ def config_in(folder: Path) -> ModelConfig:
 
 def open_engine(weights: Path, seq_len: int, rows: int, *sets: str) -> tuple[NeuronEngine, NxdBackend]:
     """An engine with the weights of a Hugging Face folder."""
-    world, config = World.from_env(os.environ), config_in(weights)
-    fields = ("hidden_size", "intermediate_size", "n_heads", "n_kv_heads", "n_layers", "rope_theta", "norm_eps")
-    base = {
-        "run": {"engine": "neuron"},
-        "model": {name: getattr(config, name) for name in fields},
-        "data": {"store": "unused", "seq_len": seq_len},
-        "batch": {"global_batch_size": rows, "micro_batch_size": 1},
-        "schedule": {"max_steps": 10, "warmup_steps": 1},
-        "engine": {"neuron": {"backend": "cpu", "num_neuroncores": world.local_size}},
-    }
-    recipe = load(base=base, overrides=sets).recipe
-    SPEC.check(recipe, world)
-    engine = SPEC.open(recipe, config, world)
-    assert isinstance(engine, NeuronEngine)
+    config = config_in(weights)
+    engine = neuron_engine(config, *sets, rows=rows, seq_len=seq_len)
     assert isinstance(engine.backend, NxdBackend)
     pretrained = PretrainedWeights(source=open_source(str(weights)), source_model=config, model=config)
     engine.load_weights(pretrained)

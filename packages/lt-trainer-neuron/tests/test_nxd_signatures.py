@@ -39,6 +39,8 @@ SIGNATURES: Mapping[str, str] = {
         "input_size output_sizes bias= gather_output= dtype= device= init_method= sequence_parallel_enabled= "
         "keep_master_weight= kv_size_multiplier= fuse_qkv= reduce_dtype="
     ),
+    "parallel_layers.mappings.copy_to_tensor_model_parallel_region": "input_ process_group=",
+    "parallel_layers.mappings.reduce_from_tensor_model_parallel_region": "input_ process_group=",
     "parallel_layers.comm.reduce_scatter": (
         "reduce_type input scale scatter_dim shard_count groups= output= pin_layout="
     ),

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from dense_families import MODELS
 
 from lt_ckpt.nxd.layout import layers_per_stage
 from lt_model import PRESETS, flops_per_token, n_parameters, param_specs
@@ -89,6 +90,15 @@ def test_what_stays_is_counted_by_parameter(resolved) -> None:
         0,
         numbers,
     )
+
+
+def test_biases_norms_and_wide_heads_of_a_family_are_counted(resolved) -> None:
+    config = MODELS["gpt_neox"]
+    recipe = resolved("engine.neuron.precision=fp32_master_weights", "parallel.tp=2").recipe
+    whole = sum(row.numel for row in param_specs(config) if row.tp_dim is None)
+    parts = core_memory(recipe, config, dp=1, accumulation=1, stage=0)
+    assert parts["weights"] == (n_parameters(config) - whole) + 2 * whole
+    assert whole == 4 * (2 * 2 * 32 + 2 * 32) + 2 * 32  # two LayerNorms and the biases of two products in each layer
 
 
 def test_stages_hold_their_layers_and_as_many_micro_batches_as_are_in_flight(resolved) -> None:

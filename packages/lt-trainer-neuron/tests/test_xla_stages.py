@@ -57,7 +57,7 @@ class PipelineP2P:
 
 nxd.GlooControl = lambda *_: Control()
 nxd._open_runtime = lambda recipe, config, options, grid, policy: (
-    device, Collectives(), PipelineP2P(), LayerFactory(policy.compute_dtype)
+    device, Collectives(), PipelineP2P(), LayerFactory(policy.compute_dtype, policy.upcast_dtype)
 )
 
 def counts():

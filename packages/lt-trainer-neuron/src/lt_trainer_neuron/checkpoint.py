@@ -11,8 +11,9 @@ bytes by the model's tensors. Nothing in this module is needed to resume from su
 groups `weights` (master weights, if any) and the optimizer's slots from a checkpoint of any mesh and engine. NxD's own
 loader reads the files, too.
 
-Optimizer state files number the tensors as NxD's training programs do, norms last; the embedding is therefore listed in
-the group with weight decay, whatever the recipe sets: no reader in lt uses that entry.
+Optimizer state files number the tensors as NxD's training programs do, norms and biases last; the embedding is
+therefore listed in the group with weight decay, whatever the recipe sets: no reader in lt uses that entry. Norms and
+matrices for which NxD's programs have no name have the model's.
 
 Model files are written by data-parallel rank 0, optimizer states by all data-parallel ranks (without ZeRO-1 by rank 0).
 Cost: with master weights, the bytes of the layers' weights in addition to the state that must be saved.
@@ -29,6 +30,7 @@ import torch
 from lt_ckpt import Shard
 from lt_ckpt.llama_tensors import MASTER_WEIGHTS as NXD_MASTER_WEIGHTS
 from lt_ckpt.nxd.rank_writer import WEIGHTS, NxdRankWriter, optimizer_state_keys
+from lt_ckpt.nxd.zero1 import has_decay
 from lt_trainer.config.lr_schedule import learning_rate
 from lt_trainer.config.recipe import engine_options
 from lt_trainer.engine import Snapshot
@@ -168,7 +170,7 @@ def _build_nxd_part(recipe: Recipe, config: ModelConfig, backend: NxdBackend) ->
         slots=optimizer_spec(options.name).slot_names,
         dtypes={kind: DTYPE_CODES[_group_dtype(backend, group)] for kind, group in _state_kinds(backend).items()},
         param_group_settings=settings,
-        param_group_keys=([key for key in keys if "norm" not in key], [key for key in keys if "norm" in key]),
+        param_group_keys=tuple([key for key in keys if has_decay(key) is decay] for decay in (True, False)),
         scheduler_state={
             "base_lrs": [options.lr, options.lr],
             "last_epoch": step_count,

@@ -50,9 +50,15 @@ def check_model(recipe: Recipe, model: "ModelConfig") -> None:
     """Raise unless the vocabulary can be sharded; its size is known only once the data is open.
 
     Raises:
-        RecipeError: vocab_size is not a multiple of tp, or the model has a feature that Llama 2 and 3 lack.
+        RecipeError: vocab_size is not a multiple of tp, or the model has a feature that its layers lack.
     """
-    check_features(model, "the engine neuron")
+    options = engine_options(recipe, "neuron", NeuronOptions)
+    check_features(model, "the engine neuron", ("kv_rank", "n_experts"))
+    if options.flash_attention:
+        check_features(model, f"{SECTION}.flash_attention", ("sliding_window", "attention_softcap"))
+    if (copies := options.kv_size_multiplier) > 1:  # NxD does not sum the gradients of a head's biases over its copies
+        lacks = ("qkv_bias", "qk_norm") if model.qk_norm == "full" else ("qkv_bias",)
+        check_features(model, f"{SECTION}.kv_size_multiplier = {copies}", lacks)
     if model.vocab_size % recipe.parallel.tp:
         raise RecipeError(
             "must be a multiple of the tensor parallel degree",
@@ -151,7 +157,7 @@ def _iter_degrees(recipe: Recipe, options: NeuronOptions, world: "World") -> Ite
         "tensor parallel ranks must be on one node",
         f"set parallel.tp to at most {cores}",
     )
-    for name in ("n_heads", "hidden_size", "intermediate_size", "vocab_size"):
+    for name in ("n_heads", "intermediate_size", "vocab_size"):
         value, problem = getattr(model, name), "must be a multiple of the tensor parallel degree"
         remedy = f"set parallel.tp to a power of 2 that divides {value}, or change it"
         yield value % tp, f"model.{name} parallel.tp", problem, remedy

@@ -87,14 +87,14 @@ class NeuronEngine:
             loss = self.backend.forward_backward(batch)
             self.stopwatch.begin("optimizer")
             pending = PendingStep(*self.backend.optimizer_step(loss, lr))
-            self.backend.mark_step()
+            self.backend.tensor_device.mark_step()
             return pending
 
     def fetch_metrics(self, pendings: Sequence[PendingStep]) -> list[StepMetrics]:
         """Return the metrics of pending steps; the only call in training that waits for the device."""
         with translate_dist_errors():
-            losses = self.backend.fetch_scalars([pending.loss for pending in pendings])
-            norms = self.backend.fetch_scalars([pending.grad_norm for pending in pendings])
+            losses = self.backend.tensor_device.fetch_scalars([pending.loss for pending in pendings])
+            norms = self.backend.tensor_device.fetch_scalars([pending.grad_norm for pending in pendings])
         return [StepMetrics(loss=loss, grad_norm=norm) for loss, norm in zip(losses, norms, strict=True)]
 
     def validate(self, batches: Iterable[StepBatch]) -> tuple[float, int]:
@@ -108,8 +108,8 @@ class NeuronEngine:
             for batch in batches:
                 losses.append(self.backend.validate(batch))
                 tokens += batch.valid_tokens
-                self.backend.mark_step()
-            loss_sum = math.fsum(self.backend.fetch_scalars(losses))
+                self.backend.tensor_device.mark_step()
+            loss_sum = math.fsum(self.backend.tensor_device.fetch_scalars(losses))
         # Tensor-parallel ranks and stages read the same rows; the last stage has their loss.
         grid = self.backend.grid
         is_counted = grid.tp_rank == 0 and grid.is_last_stage
@@ -123,10 +123,10 @@ class NeuronEngine:
         """
         with translate_dist_errors():
             scores = self.backend.score(batch)
-            self.backend.mark_step()
+            self.backend.tensor_device.mark_step()
             if scores is None or self.backend.grid.tp_rank != 0:
                 return PositionScores.unreported(batch.labels)
-            log_probs, is_greedy = self.backend.fetch_array(scores)
+            log_probs, is_greedy = self.backend.tensor_device.fetch_array(scores)
         return PositionScores.at_positions(batch.labels, np.arange(batch.labels.size), log_probs, is_greedy > 0)
 
     def on_step_begin(self, step: int) -> list[Path]:
@@ -139,7 +139,7 @@ class NeuronEngine:
 
     def peak_memory_bytes(self) -> int:
         """Return the peak memory in bytes of this rank's device, or on a CPU of the process."""
-        return self.backend.memory_bytes()
+        return self.backend.tensor_device.memory_bytes()
 
     def state_bytes(self) -> int:
         """Return the bytes this rank saves to a checkpoint."""

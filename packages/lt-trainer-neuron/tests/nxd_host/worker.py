@@ -37,9 +37,16 @@ ROWS, SEQ_LEN, VOCAB = 4, 16, 60
 NUMPY = {"F32": np.float32, "F64": np.float64}
 
 
+FIELDS = {
+    8: {"family": "olmo2", "qk_norm": "full", "norm_place": "post", "qkv_bias": True, "o_bias": True},
+    2: {"family": "qwen3", "qk_norm": "head", "head_dim": 6},
+}
+
+
 def model(kv_heads: int) -> ModelConfig:
-    """The little model of a case."""
+    """The little model of a case: with biases and sums over all heads, or with copied heads and norms of each."""
     return ModelConfig(
+        **FIELDS[kv_heads],
         vocab_size=VOCAB,
         hidden_size=32,
         intermediate_size=40,

@@ -25,7 +25,7 @@ from lt_trainer.engine import StepBatch, World
 from lt_trainer_neuron.engine import NeuronEngine
 from lt_trainer_neuron.environment import neuron_env
 from lt_trainer_neuron.nxd.backend import NxdBackend
-from lt_trainer_neuron.nxd.llama import NxdPipelineStage
+from lt_trainer_neuron.nxd.decoder import NxdPipelineStage
 from lt_trainer_neuron.spec import SPEC
 
 RATES = (0.0, 1e-3, 0.013, 0.02, 1.0)
@@ -117,7 +117,7 @@ def turned(stage: NxdPipelineStage, config: ModelConfig) -> float:
     """How far the cosines and sines that the layers are given are from those of float64, at most."""
     positions = torch.arange(config.max_position_embeddings)[None]
     exact = rope_tables(config.rope(0), positions, torch.float64)
-    made = stage.lookup_rope(positions.to(stage.lm_head.weight.device))
+    made = stage.lookup_rope(config.rope(0), positions.to(stage.lm_head.weight.device))
     return max(float((a - b.cpu().double()).abs().max()) for a, b in zip(exact, made, strict=True))
 
 

@@ -19,7 +19,7 @@ from lt_ckpt.llama_tensors import param_specs, tensor_shapes
 from lt_ckpt.nxd.options import NxdOptions, Qkv, check_sharding
 from lt_ckpt.shards import Box
 from lt_model import ModelConfig
-from lt_model.params import ParamSpec
+from lt_model.params import NORM_NAMES, ParamSpec
 
 Heads = Literal["", "query", "key_value"]
 
@@ -78,19 +78,29 @@ ATTENTION_RULES: Mapping[Qkv, tuple[ShardingRule, ...]] = {
 """Rules of a layer's attention, by kind of attention layer."""
 
 LACKS = ("norm", "norm_place", "gated", "n_experts")
-"""Fields of `ModelConfig.features` that give tensors for which no program of NxD has a name."""
+"""Fields of `ModelConfig.features` that give tensors for which no program of NxD has a name.
 
-LAYER_RULES = (
-    ShardingRule("self_attn.q_norm.weight"),
-    ShardingRule("self_attn.k_norm.weight"),
-    *_with_biases(ShardingRule("mlp.gate_up_proj.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"))),
-    *_with_biases(ShardingRule("mlp.down_proj.weight")),
-    ShardingRule("input_layernorm.weight"),
-    ShardingRule("post_attention_layernorm.weight"),
+In checkpoints of lt-trainer-neuron such norms and matrices, but for experts, have the names of the model.
+"""
+
+MLP_RULES: Mapping[bool, tuple[ShardingRule, ...]] = {
+    is_gated: (*_with_biases(rule), *_with_biases(ShardingRule("mlp.down_proj.weight")))
+    for is_gated, rule in {
+        True: ShardingRule("mlp.gate_up_proj.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight")),
+        False: ShardingRule("mlp.up_proj.weight"),
+    }.items()
+}
+"""Rules of a feed-forward layer, by whether it is gated."""
+
+HEAD_NORM_RULES = tuple(rule for which in "qk" for rule in _with_biases(ShardingRule(f"self_attn.{which}_norm.weight")))
+LAYER_NORM_RULES = tuple(
+    rule
+    for name in dict.fromkeys(filter(None, (*NORM_NAMES["pre"], *NORM_NAMES["both"])))
+    for rule in _with_biases(ShardingRule(f"{name}.weight"))
 )
-"""Rules of the rest of a layer."""
+"""Rules of a layer's norms."""
 
-LAST_STAGE_RULES = (ShardingRule("model.norm.weight"), ShardingRule("lm_head.weight"))
+LAST_STAGE_RULES = (*_with_biases(ShardingRule("model.norm.weight")), ShardingRule("lm_head.weight"))
 """Rules of the last stage."""
 
 
@@ -129,7 +139,8 @@ def _stage_rules(config: ModelConfig, options: NxdOptions, pp_rank: int) -> Iter
     if pp_rank == 0:
         yield from (("", rule) for rule in FIRST_STAGE_RULES)
     for layer in (options.stage_layers or layers_per_stage(config.n_layers, options.pp, options.virtual_pp))[pp_rank]:
-        yield from ((f"model.layers.{layer}.", rule) for rule in (*ATTENTION_RULES[options.qkv], *LAYER_RULES))
+        rules = (*ATTENTION_RULES[options.qkv], *HEAD_NORM_RULES, *MLP_RULES[config.gated])
+        yield from ((f"model.layers.{layer}.", rule) for rule in (*rules, *LAYER_NORM_RULES))
     if pp_rank == options.pp - 1:
         yield from (("", rule) for rule in LAST_STAGE_RULES)
 

@@ -23,11 +23,13 @@ MASKED_SCORE = -10000.0
 """Attention score of masked positions."""
 
 
-def eager_attention(upcast_dtype: torch.dtype) -> CoreAttention:
-    """Return attention as softmax(q k / sqrt(K)) v with the softmax in `upcast_dtype`."""
+def eager_attention(upcast_dtype: torch.dtype, softcap: float = 0.0) -> CoreAttention:
+    """Return attention as softmax(q k / sqrt(K)) v with cap and softmax of the scores in `upcast_dtype`."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
         scores = (q @ k.transpose(2, 3)).to(upcast_dtype) * q.shape[-1] ** -0.5
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
         scores = torch.where(seen, scores, torch.full((), MASKED_SCORE, dtype=upcast_dtype, device=scores.device))
         return scores.softmax(dim=-1).to(v.dtype) @ v
 

@@ -22,7 +22,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -40,15 +39,15 @@ from lt_trainer.torch import GlooControl, translate_dist_errors, weight_decay_na
 from lt_trainer_neuron.grid import Grid, build_nxd_options
 from lt_trainer_neuron.nxd.attention import eager_attention, flash_attention
 from lt_trainer_neuron.nxd.collectives import Collectives, NxdCollectives, NxdPipelineP2P, PipelineP2P
+from lt_trainer_neuron.nxd.decoder import NxdPipelineStage
 from lt_trainer_neuron.nxd.device import TensorDevice, XlaDevice
 from lt_trainer_neuron.nxd.gloo import GlooCollectives, GlooLayerFactory, GlooPipelineP2P
 from lt_trainer_neuron.nxd.gloo_groups import ProcessGroups, init_process_group
 from lt_trainer_neuron.nxd.layers import LayerFactory, NxdLayerFactory
-from lt_trainer_neuron.nxd.llama import NxdPipelineStage
-from lt_trainer_neuron.nxd.pipeline import NxdPipelineSchedule
+from lt_trainer_neuron.nxd.pipeline import PipelineSchedule
 from lt_trainer_neuron.nxd.process_groups import check_grid, init_process_groups
-from lt_trainer_neuron.nxd.single_stage import SingleStageSchedule, StageWithLoss, load_micro_batches
-from lt_trainer_neuron.nxd.train_step import DtypePolicy, LocalWeight, MicroBatchSchedule, TrainStep
+from lt_trainer_neuron.nxd.stage_loss import StageWithLoss, load_micro_batches
+from lt_trainer_neuron.nxd.train_step import DtypePolicy, LocalWeight, TrainStep
 from lt_trainer_neuron.options import SECTION, NeuronOptions
 from lt_trainer_neuron.row_slice import MASTER_WEIGHTS, RowSlice
 from lt_trainer_neuron.tensor_slices import TensorSlice, build_tensor_slices, replicated_kv_heads
@@ -74,8 +73,8 @@ class NxdBackend:
     """One rank's part of the model on its device, over NxD, plain torch-xla or gloo.
 
     The engine defines the order of a step and maps model tensors to their positions in rank tensors; per step it calls,
-    on every rank, `forward_backward`, `optimizer_step` and `mark_step`, none of which waits for the device;
-    `fetch_scalars` does. A new backend has its layers built and its tensors unfilled; the engine then fills
+    on every rank, `forward_backward`, `optimizer_step` and `mark_step` of `tensor_device`, none of which waits for the
+    device; its `fetch_scalars` does. A new backend has its layers built and its tensors unfilled; the engine then fills
     `optimizer_state` (initial weights, checkpoint or pretrained model) and calls `sync_model_params`. Tensors are
     identified by NxD's keys. Numbers that change from step to step (lr, valid tokens, the step count) enter a lazy
     device's graph as tensors: as Python numbers, each new value would be a new graph.
@@ -97,7 +96,7 @@ class NxdBackend:
         self._dtype_policy = dtype_policy = dtype_policy or _default_policy(options)
         self.grid = Grid.from_options(recipe.parallel, world.rank, world.size)
         device, collectives, p2p, layers = _open_runtime(recipe, config, options, self.grid, dtype_policy)
-        self._tensor_device, self._collectives, nxd_options = device, collectives, build_nxd_options(recipe)
+        self.tensor_device, self._collectives, nxd_options = device, collectives, build_nxd_options(recipe)
         self.control: Control = (
             GlooControl(recipe.fault_tolerance.collective_timeout_s) if world.size > 1 else Control()
         )
@@ -109,12 +108,12 @@ class NxdBackend:
             config,
             nxd_options,
             layers,
-            flash_attention() if options.flash_attention else eager_attention(dtype_policy.upcast_dtype),
+            flash_attention()
+            if options.flash_attention
+            else eager_attention(dtype_policy.upcast_dtype, config.attention_softcap),
             layer_indices=layer_indices,
             is_first=self.grid.is_first_stage,
             is_last=self.grid.is_last_stage,
-            dtype=dtype_policy.compute_dtype,
-            upcast_dtype=dtype_policy.upcast_dtype,
             recompute=device.recompute_in_backward if options.selective_checkpointing else None,
         )
         stage = materialize_stage(stage, device.torch_device)
@@ -142,11 +141,9 @@ class NxdBackend:
             upcast_dtype=dtype_policy.upcast_dtype,
             document_mask=recipe.data.document_mask,
         )
-        self._schedule: MicroBatchSchedule = SingleStageSchedule(with_loss)
-        if p2p is not None:
-            self._schedule = NxdPipelineSchedule(
-                with_loss, p2p, device=device, grid=self.grid, dtype=dtype_policy.compute_dtype
-            )
+        self._schedule = PipelineSchedule(
+            with_loss, p2p, device=device, grid=self.grid, dtype=dtype_policy.compute_dtype
+        )
         self.device = _describe_device(device, world)
         self.stopwatch: Stopwatch = Stopwatch()
         recomputes_attention = options.selective_checkpointing and not options.flash_attention
@@ -158,13 +155,25 @@ class NxdBackend:
         slices_by_key = build_tensor_slices(self._config, self._nxd_options, self.grid)
         decays = weight_decay_names(self._config, include_embeddings=recipe.optimizer.decay_embeddings)
         specs = {spec.name: spec for spec in param_specs(self._config)}
+
+        def is_sharded(key: str) -> bool:
+            return specs[slices_by_key[key][0].name].tp_dim is not None
+
         return {
             key: LocalWeight(
                 parameter=self._parameters[key],
                 specs=tuple(specs[tensor_slice.name] for tensor_slice in slices),
                 decay=slices[0].name in decays,
-                norm_row_ranges=tuple(_iter_norm_row_ranges(slices, self.grid, count_replicas=options.nxd_grad_norm)),
-                reduce_grad_over_tp=layers.sequence_parallel and self._parameters[key].ndim == 1,
+                norm_row_ranges=tuple(
+                    _iter_norm_row_ranges(
+                        slices,
+                        self.grid,
+                        count_replicas=options.nxd_grad_norm and key not in (EMBED, HEAD) and is_sharded(key),
+                    )
+                ),
+                # Norms of single heads see this rank's heads only, what is added to the stream its positions.
+                reduce_grad_over_tp=not is_sharded(key)
+                and (layers.sequence_parallel or specs[slices[0].name].kind in ("q_norm", "k_norm")),
             )
             for key, slices in slices_by_key.items()
             if not (key == HEAD and self._config.tie_word_embeddings and self.grid.pp == 1)
@@ -203,13 +212,13 @@ class NxdBackend:
     @property
     def step_count(self) -> int:
         """Number of optimizer steps that were not skipped; waits for the device."""
-        return int(self._tensor_device.fetch_scalars([self._train_step.optimizer.step_count])[0])
+        return int(self.tensor_device.fetch_scalars([self._train_step.optimizer.step_count])[0])
 
     @step_count.setter
     def step_count(self, value: int) -> None:
         step = self._train_step.optimizer.step_count
-        step.copy_(self._tensor_device.scalar_tensor(value, step.dtype))
-        self.mark_step()  # a graph of its own, the same wherever the number is set
+        step.copy_(self.tensor_device.scalar_tensor(value, step.dtype))
+        self.tensor_device.mark_step()  # a graph of its own, the same wherever the number is set
 
     def sync_model_params(self) -> None:
         """Copy the master weights, gathered and cast, into the layers' weights."""
@@ -223,7 +232,7 @@ class NxdBackend:
             Equal on all tensor-parallel ranks; 0 on every stage but the last.
         """
         return self._train_step.forward_backward(
-            self._schedule, load_micro_batches(batch, self._tensor_device), batch.valid_tokens
+            self._schedule, load_micro_batches(batch, self.tensor_device), batch.valid_tokens
         )
 
     def optimizer_step(self, loss: Tensor, lr: float) -> tuple[Tensor, Tensor]:
@@ -239,30 +248,14 @@ class NxdBackend:
 
     def validate(self, batch: StepBatch) -> Tensor:
         """Return the summed loss in nats, without gradients or z-loss; 0 on every stage but the last."""
-        return self._schedule.validate(load_micro_batches(batch, self._tensor_device))
+        return self._schedule.validate(load_micro_batches(batch, self.tensor_device))
 
     def score(self, batch: StepBatch) -> Tensor | None:
         """Return log-probability and greedy flag (1 or 0) of each label, [2, M, B * T]; None but on the last stage.
 
         0 where there is no label.
         """
-        return self._schedule.score(load_micro_batches(batch, self._tensor_device))
-
-    def mark_step(self) -> None:
-        """End the graph."""
-        self._tensor_device.mark_step()
-
-    def fetch_scalars(self, values: Sequence[Tensor]) -> list[float]:
-        """Return scalars as floats."""
-        return self._tensor_device.fetch_scalars(values)
-
-    def fetch_array(self, values: Tensor) -> np.ndarray:
-        """Return a tensor of a finished graph as a float64 array."""
-        return self._tensor_device.fetch_array(values)
-
-    def memory_bytes(self) -> int:
-        """Return the peak memory in bytes of the device, or of this process."""
-        return self._tensor_device.memory_bytes()
+        return self._schedule.score(load_micro_batches(batch, self.tensor_device))
 
     def close(self) -> None:
         """Destroy the process groups."""
@@ -296,15 +289,14 @@ def _open_runtime(
     recipe: Recipe, config: ModelConfig, options: NeuronOptions, grid: Grid, dtype_policy: DtypePolicy
 ) -> tuple[TensorDevice, Collectives, PipelineP2P | None, LayerFactory]:
     """Return device, collectives, stage transfers (None with one stage) and layer factory."""
+    dtypes = dtype_policy.compute_dtype, dtype_policy.upcast_dtype
     if options.backend == "cpu":
         timeout_s = recipe.fault_tolerance.collective_timeout_s
         with translate_dist_errors():
             init_process_group(World(rank=grid.rank, size=grid.world_size), timeout_s)
             kv_head_ranks = replicated_kv_heads(build_nxd_options(recipe), config.n_kv_heads)
             groups = ProcessGroups.make(grid, kv_head_ranks, timeout_s)
-        on_gloo = GlooLayerFactory(
-            dtype_policy.compute_dtype, groups, sequence_parallel=recipe.parallel.sequence_parallel
-        )
+        on_gloo = GlooLayerFactory(*dtypes, groups, sequence_parallel=recipe.parallel.sequence_parallel)
         stages = GlooPipelineP2P(groups.pp) if grid.pp > 1 else None
         return TensorDevice(), GlooCollectives(groups), stages, on_gloo
     if options.backend == "xla":
@@ -314,11 +306,11 @@ def _open_runtime(
                 values={f"{SECTION}.backend": options.backend, "ranks": grid.world_size},
                 remedy="set engine.neuron.backend to nxd, or start one rank",
             )
-        return XlaDevice(), Collectives(), None, LayerFactory(dtype_policy.compute_dtype)
+        return XlaDevice(), Collectives(), None, LayerFactory(*dtypes)
     on_host = int(os.environ.get("NXD_CPU_MODE", "0")) > 0
     init_process_groups(recipe, on_host=on_host)
     check_grid(grid)
-    layers = NxdLayerFactory(dtype_policy.compute_dtype, sequence_parallel=recipe.parallel.sequence_parallel)
+    layers = NxdLayerFactory(*dtypes, sequence_parallel=recipe.parallel.sequence_parallel)
     p2p = NxdPipelineP2P() if grid.pp > 1 else None
     return (TensorDevice() if on_host else XlaDevice()), NxdCollectives(), p2p, layers
 
@@ -361,10 +353,8 @@ def _iter_norm_row_ranges(
     Args:
         tensor_slices: slices of model tensors in the tensor.
         grid: this rank's coordinates.
-        count_replicas: count each replica of a key/value head, as NxD does; norm weights are always counted once.
+        count_replicas: count each replica, as NxD does those of a key/value head.
     """
     for tensor_slice in tensor_slices:
-        if tensor_slice.replica_index(grid) == 0 or (
-            count_replicas and len(tensor_slice.shape) > 1 and tensor_slice.name not in (EMBED, HEAD)
-        ):
+        if count_replicas or tensor_slice.replica_index(grid) == 0:
             yield tensor_slice.start_row, tensor_slice.start_row + tensor_slice.shape[0]

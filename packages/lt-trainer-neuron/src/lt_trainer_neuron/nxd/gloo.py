@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lt_model.decoder import vocab_parallel_embedding
 from lt_trainer_neuron.grid import Axis
 from lt_trainer_neuron.nxd.collectives import Collectives, Direction
 from lt_trainer_neuron.nxd.gloo_collectives import (
@@ -26,7 +27,7 @@ from lt_trainer_neuron.nxd.gloo_collectives import (
     reduce_from_tp,
 )
 from lt_trainer_neuron.nxd.gloo_groups import ProcessGroups
-from lt_trainer_neuron.nxd.layers import META, LayerFactory
+from lt_trainer_neuron.nxd.layers import META, LayerFactory, QkvProjections
 
 
 class GlooCollectives(Collectives):
@@ -77,56 +78,48 @@ class GlooPipelineP2P:
 class _Layer(nn.Module):
     def __init__(self, factory: GlooLayerFactory, **shapes: tuple[int, ...]) -> None:
         super().__init__()
-        for name, shape in shapes.items():
-            self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=factory.dtype, device=META)))
-        self._tp, self._kv_heads = factory.groups.tp, factory.groups.kv_heads
-        self._sequence = factory.sequence_parallel
-
-    def _turned(self, x: Tensor) -> Tensor:
-        return x.transpose(0, 1) if self._sequence else x
-
-    def _enter(self, x: Tensor) -> Tensor:
-        return self._turned(copy_to_tp(self._turned(x), self._tp, sequence_parallel=self._sequence))
-
-    def _leave(self, x: Tensor) -> Tensor:
-        return self._turned(reduce_from_tp(self._turned(x), self._tp, sequence_parallel=self._sequence))
+        for name in ("weight", "bias"):
+            value = torch.empty(shapes[name], dtype=factory.dtype, device=META) if name in shapes else None
+            self.register_parameter(name, None if value is None else nn.Parameter(value))
+        self._factory = factory
 
 
 class _Embedding(_Layer):
     weight: nn.Parameter
 
     def forward(self, ids: Tensor) -> Tensor:
-        local = ids - self._tp.rank * self.weight.shape[0]
-        absent = (local < 0) | (local >= self.weight.shape[0])
-        own = nn.functional.embedding(local.masked_fill(absent, 0), self.weight)
-        return self._leave(self._turned(own.masked_fill(absent[..., None], 0)))
+        own = vocab_parallel_embedding(ids, self.weight, self._factory.tp_rank * self.weight.shape[0])
+        return self._factory.leave(self._factory.turned(own))
 
 
 class _Columns(_Layer):
     weight: nn.Parameter
+    bias: nn.Parameter | None
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(self._enter(x), self.weight)
+        return nn.functional.linear(self._factory.enter(x), self.weight, self.bias)
 
 
 class _Rows(_Layer):
     weight: nn.Parameter
+    bias: nn.Parameter | None
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._leave(nn.functional.linear(x, self.weight))
+        summed = self._factory.leave(nn.functional.linear(x, self.weight))
+        return summed if self.bias is None else summed + self.bias
 
 
-class _Qkv(_Layer):
+class _Qkv(QkvProjections):
     """The GQA layer; the ranks that hold a key/value head sum its gradient."""
 
-    sizes: tuple[int, ...]
+    factory: GlooLayerFactory
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        weights = list(self.parameters())
-        q, *shared = weights if len(weights) > 1 else weights[0].split(self.sizes)
-        x = self._enter(x)
-        own = [q, *(copy_to_tp(weight, self._kv_heads, sequence_parallel=False) for weight in shared)]
-        return tuple(nn.functional.linear(x, weight) for weight in own)
+        return super().forward(self.factory.enter(x))
+
+    def _split(self, key: str) -> tuple[Tensor, ...]:
+        q, *shared = super()._split(key)
+        return q, *(copy_to_tp(x, self.factory.groups.kv_heads, sequence_parallel=False) for x in shared)
 
 
 class GlooLayerFactory(LayerFactory):
@@ -134,34 +127,56 @@ class GlooLayerFactory(LayerFactory):
 
     Args:
         dtype: dtype of weights and computation.
+        upcast_dtype: dtype of norms, softmax and soft-caps.
         groups: process groups of this rank.
         sequence_parallel: shard positions over the ranks between layers.
     """
 
-    def __init__(self, dtype: torch.dtype, groups: ProcessGroups, *, sequence_parallel: bool) -> None:
-        super().__init__(dtype)
+    def __init__(
+        self, dtype: torch.dtype, upcast_dtype: torch.dtype, groups: ProcessGroups, *, sequence_parallel: bool
+    ) -> None:
+        super().__init__(dtype, upcast_dtype)
         self.groups = groups
         self.tp, self.tp_rank = groups.tp.size, groups.tp.rank
         self.sequence_parallel = sequence_parallel and self.tp > 1
+
+    def turned(self, x: Tensor) -> Tensor:
+        """Return x with the first two dimensions exchanged under sequence parallelism, else x."""
+        return x.transpose(0, 1) if self.sequence_parallel else x
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Return the input of a column-parallel layer: of all positions."""
+        return self.turned(copy_to_tp(self.turned(x), self.groups.tp, sequence_parallel=self.sequence_parallel))
+
+    def leave(self, x: Tensor) -> Tensor:
+        """Return the sum of a row-parallel layer's outputs: of this rank's positions."""
+        return self.turned(reduce_from_tp(self.turned(x), self.groups.tp, sequence_parallel=self.sequence_parallel))
+
+    def sum_over_tp(self, x: Tensor) -> Tensor:
+        """Return the sum over tensor-parallel ranks; its gradient is summed likewise."""
+        summed = reduce_from_tp(x, self.groups.tp, sequence_parallel=False)
+        return copy_to_tp(summed, self.groups.tp, sequence_parallel=False)
 
     def embedding(self, num_embeddings: int, embedding_dim: int) -> nn.Module:
         """Return an embedding sharded along the vocabulary."""
         return _Embedding(self, weight=(num_embeddings // self.tp, embedding_dim))
 
-    def column_parallel(self, in_features: int, out_features: int, *, n_stacked: int = 1) -> nn.Module:
+    def column_parallel(
+        self, in_features: int, out_features: int, *, n_stacked: int = 1, bias: bool = False
+    ) -> nn.Module:
         """Return a linear layer sharded along its outputs."""
-        return _Columns(self, weight=(out_features // self.tp, in_features))
+        out = out_features // self.tp
+        return _Columns(self, weight=(out, in_features), **({"bias": (out,)} if bias else {}))
 
-    def row_parallel(self, in_features: int, out_features: int) -> nn.Module:
+    def row_parallel(self, in_features: int, out_features: int, *, bias: bool = False) -> nn.Module:
         """Return a linear layer sharded along its inputs; its output is summed over ranks."""
-        return _Rows(self, weight=(out_features, in_features // self.tp))
+        return _Rows(self, weight=(out_features, in_features // self.tp), **({"bias": (out_features,)} if bias else {}))
 
     def qkv(
-        self, in_features: int, q_out_features: int, kv_out_features: int, *, kv_size_multiplier: int, fuse_qkv: bool
+        self, in_features: int, q_out: int, kv_out: int, *, kv_size_multiplier: int, fuse_qkv: bool, bias: bool
     ) -> nn.Module:
         """Return q, k and v under the names of NxD's GQA layer."""
-        q, kv = q_out_features // self.tp, kv_out_features * kv_size_multiplier // self.tp
-        rows = {"weight_qkv": q + 2 * kv} if fuse_qkv else {"weight_q": q, "weight_k": kv, "weight_v": kv}
-        layer = _Qkv(self, **{name: (out, in_features) for name, out in rows.items()})
-        layer.sizes = (q, kv, kv)
+        q, kv = q_out // self.tp, kv_out * kv_size_multiplier // self.tp
+        layer = _Qkv(in_features, (q, kv, kv), self.dtype, fuse_qkv=fuse_qkv, bias=bias)
+        layer.factory = self
         return layer

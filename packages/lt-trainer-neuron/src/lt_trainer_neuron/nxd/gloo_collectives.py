@@ -77,33 +77,30 @@ def local_chunk(x: Tensor, group: RankGroup, dim: int) -> Tensor:
 
 def copy_to_tp(x_BTD: Tensor, tp_group: RankGroup, *, sequence_parallel: bool) -> Tensor:
     """Identity forward, all-reduce backward (SP: all-gather / sum and keep own positions)."""
-    return cast(Tensor, _CopyToTp.apply(x_BTD, tp_group, sequence_parallel))
+    return cast(Tensor, _Exchange.apply(x_BTD, tp_group, sequence_parallel, _spread, _sum))
 
 
 def reduce_from_tp(x_BTD: Tensor, tp_group: RankGroup, *, sequence_parallel: bool) -> Tensor:
     """All-reduce forward, identity backward (SP: sum and keep own positions / all-gather)."""
-    return cast(Tensor, _ReduceFromTp.apply(x_BTD, tp_group, sequence_parallel))
+    return cast(Tensor, _Exchange.apply(x_BTD, tp_group, sequence_parallel, _sum, _spread))
 
 
-class _CopyToTp(torch.autograd.Function):
+def _spread(x: Tensor, group: RankGroup, sequence_parallel: bool) -> Tensor:
+    return all_gather(x, group, SEQ_DIM) if sequence_parallel else x.view_as(x)
+
+
+def _sum(x: Tensor, group: RankGroup, sequence_parallel: bool) -> Tensor:
+    summed = all_reduce_sum(x, group)
+    return local_chunk(summed, group, SEQ_DIM) if sequence_parallel else summed
+
+
+class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tp_group: RankGroup, sequence_parallel: bool) -> Tensor:
-        ctx.peers, ctx.sequence = tp_group, sequence_parallel
-        return all_gather(x, tp_group, SEQ_DIM) if sequence_parallel else x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        summed = all_reduce_sum(upstream, ctx.peers)
-        return (local_chunk(summed, ctx.peers, SEQ_DIM) if ctx.sequence else summed), None, None
-
-
-class _ReduceFromTp(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tp_group: RankGroup, sequence_parallel: bool) -> Tensor:
-        ctx.peers, ctx.sequence = tp_group, sequence_parallel
-        summed = all_reduce_sum(x, tp_group)
-        return local_chunk(summed, tp_group, SEQ_DIM) if sequence_parallel else summed
+    def forward(ctx: Any, x: Tensor, group: RankGroup, sequence_parallel: bool, there: Any, back: Any) -> Tensor:
+        ctx.there_and_back = group, sequence_parallel, back
+        return there(x, group, sequence_parallel)
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return (all_gather(upstream, ctx.peers, SEQ_DIM) if ctx.sequence else upstream), None, None
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        group, sequence_parallel, back = ctx.there_and_back
+        return back(upstream, group, sequence_parallel), None, None, None, None

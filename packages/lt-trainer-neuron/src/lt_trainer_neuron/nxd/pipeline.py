@@ -1,8 +1,9 @@
-"""Pipeline-parallel forward and backward of micro-batches in the order of `pipeline_schedule`.
+"""Forward and backward of micro-batches in the order of `pipeline_schedule`, over stages or on the only one.
 
-A graph ends after each action, so that a transfer is alone in its graph (see `collectives`); but the last stage's
-forward pass and the backward pass right after it are one graph, with no activations kept between graphs. So a stage has
-at most six graphs besides that of the optimizer step, whatever the number of micro-batches:
+With one stage there are no transfers, and graphs end where the caller ends them. Else a graph ends after each action,
+so that a transfer is alone in its graph (see `collectives`); but the last stage's forward pass and the backward pass
+right after it are one graph, with no activations kept between graphs. So a stage has at most six graphs besides that of
+the optimizer step, whatever the number of micro-batches:
 
     first                           middle                                      last
     forward, send output,           receive input, forward, send output,        receive input, forward and backward,
@@ -25,37 +26,43 @@ from torch import Tensor
 from lt_trainer_neuron.grid import Grid
 from lt_trainer_neuron.nxd.collectives import Direction, PipelineP2P
 from lt_trainer_neuron.nxd.device import TensorDevice
-from lt_trainer_neuron.nxd.single_stage import StageWithLoss
-from lt_trainer_neuron.nxd.train_step import MicroBatchCallback
+from lt_trainer_neuron.nxd.stage_loss import StageWithLoss
 from lt_trainer_neuron.pipeline_schedule import forward_only, one_forward_one_backward
 
 
-class NxdPipelineSchedule:
-    """Pipeline-parallel schedule of one stage.
+class PipelineSchedule:
+    """Schedule of one stage.
 
     Args:
         stage: this rank's layers, with the loss used on the last stage.
-        p2p: transfers with the adjacent stages.
+        p2p: transfers with the adjacent stages; None: there are none.
         device: tensor device.
         grid: this rank's coordinates.
         dtype: dtype of activations sent between stages.
     """
 
     def __init__(
-        self, stage: StageWithLoss, p2p: PipelineP2P, *, device: TensorDevice, grid: Grid, dtype: torch.dtype
+        self, stage: StageWithLoss, p2p: PipelineP2P | None, *, device: TensorDevice, grid: Grid, dtype: torch.dtype
     ) -> None:
         self._stage, self._p2p, self._device = stage, p2p, device
         self._stage_and_count, self._is_last_stage, self._dtype = (grid.pp_rank, grid.pp), grid.is_last_stage, dtype
 
     def forward_backward(
-        self, micro_batches: Sequence[Tensor], valid_tokens: Tensor, on_micro_batch_end: MicroBatchCallback
+        self, micro_batches: Sequence[Tensor], valid_tokens: Tensor, on_micro_batch_end: Callable[[Tensor], None]
     ) -> None:
-        """Run forward and backward of all micro-batches with the 1F1B schedule."""
+        """Run forward and backward of all micro-batches with the 1F1B schedule.
+
+        Args:
+            micro_batches: micro-batches on the device.
+            valid_tokens: divisor of the loss.
+            on_micro_batch_end: called after each backward pass with the summed cross-entropy, zero on stages without
+                loss; accumulates it and ends the graph, unless the step is one graph.
+        """
         inputs: dict[int, Tensor] = {}
         outputs: dict[int, Tensor] = {}
         gradients: dict[int, Tensor] = {}
         cross_entropy: dict[int, Tensor] = {}
-        self._device.mark_step()  # operations recorded before must not join these graphs
+        self._mark_step()  # operations recorded before must not join these graphs
         for kind, index in one_forward_one_backward(*self._stage_and_count, len(micro_batches)):
             micro = micro_batches[index]
             match kind:
@@ -67,7 +74,7 @@ class NxdPipelineSchedule:
                         parts = self._stage.loss(outputs[index], micro, training=True)
                         outputs[index], cross_entropy[index] = parts.total / valid_tokens, parts.cross_entropy
                     else:
-                        self._device.mark_step()
+                        self._mark_step()
                 case "send_forward":
                     self._send(outputs[index], "forward")
                 case "recv_backward":
@@ -102,7 +109,7 @@ class NxdPipelineSchedule:
         """Run the forward passes; on the last stage, return `on_logits(logits, micro_batch)` of each."""
         results: list[Tensor] = []
         activation: Tensor | None = None
-        self._device.mark_step()
+        self._mark_step()
         for kind, index in forward_only(*self._stage_and_count, len(micro_batches)):
             match kind:
                 case "recv_forward":
@@ -112,19 +119,25 @@ class NxdPipelineSchedule:
                     if self._is_last_stage:
                         results.append(on_logits(activation, micro_batches[index]))
                         activation = None
-                    self._device.mark_step()
+                    self._mark_step()
                 case _:
                     assert activation is not None
                     self._send(activation, "forward")
                     activation = None
         return results
 
+    def _mark_step(self) -> None:
+        if self._p2p is not None:
+            self._device.mark_step()
+
     def _recv(self, micro_batch: Tensor, direction: Direction) -> Tensor:
+        assert self._p2p is not None
         received = self._p2p.recv(self._stage.activation_shape(micro_batch), self._dtype, direction)
-        self._device.mark_step()
+        self._mark_step()
         return received
 
     def _send(self, tensor: Tensor, direction: Direction) -> None:
+        assert self._p2p is not None
         sent = self._p2p.send(tensor.detach(), direction)
-        self._device.mark_step()
+        self._mark_step()
         del sent  # kept until here: unreferenced results are dropped from the graph

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,7 @@ from lt_trainer_neuron.nxd.device import TensorDevice
 
 if TYPE_CHECKING:
     from lt_model import ParamSpec
+    from lt_trainer_neuron.nxd.pipeline import PipelineSchedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +71,8 @@ class LocalWeight:
         specs: specs of the model parameters in it, concatenated along the rows.
         decay: whether weight decay applies.
         norm_row_ranges: row ranges (begin, end) whose gradient this rank counts in the norm.
-        reduce_grad_over_tp: each tensor-parallel rank has a partial gradient (norms under sequence parallelism).
+        reduce_grad_over_tp: each tensor-parallel rank has a partial gradient (norms and
+            biases under sequence parallelism, norms of single heads).
     """
 
     parameter: nn.Parameter
@@ -78,39 +80,6 @@ class LocalWeight:
     decay: bool
     norm_row_ranges: tuple[tuple[int, int], ...]
     reduce_grad_over_tp: bool = False
-
-
-class MicroBatchCallback(Protocol):
-    """Callback after a micro-batch's backward pass."""
-
-    def __call__(self, cross_entropy: Tensor) -> None:
-        """Accumulate the loss and end the graph, unless the step is one graph.
-
-        Args:
-            cross_entropy: summed cross-entropy, a scalar; zero on stages without loss.
-        """
-        ...
-
-
-class MicroBatchSchedule(Protocol):
-    """Forward and backward of micro-batches, accumulating the parameters' gradients."""
-
-    def forward_backward(
-        self, micro_batches: Sequence[Tensor], valid_tokens: Tensor, on_micro_batch_end: MicroBatchCallback
-    ) -> None:
-        """Run forward and backward of all micro-batches.
-
-        Calls `on_micro_batch_end` with the cross-entropy of each micro-batch after its backward pass.
-        """
-        ...
-
-    def validate(self, micro_batches: Sequence[Tensor]) -> Tensor:
-        """Return the summed cross-entropy of the micro-batches, without gradients."""
-        ...
-
-    def score(self, micro_batches: Sequence[Tensor]) -> Tensor | None:
-        """Return log-probability and greedy flag of labels, [2, M, B * T]; None on all stages but the last."""
-        ...
 
 
 class TrainStep:
@@ -190,17 +159,17 @@ class TrainStep:
     @torch.no_grad()
     def sync_model_params(self) -> None:
         """Copy the master weights, gathered and cast, into the layers' weights."""
-        if not self._weights_are_master:
-            for key, weight in self._weights.items():
-                weight.parameter.copy_(self._all_gather_weight(self.master_weights[key], weight.parameter))
+        self._copy_master_weights()
         self._device.mark_step()
 
-    def _all_gather_weight(self, master: Tensor, like: Tensor) -> Tensor:
-        rows = master.to(like.dtype)
-        return self._collectives.all_gather(rows, "dp")[: like.shape[0]] if self._is_sharded else rows
+    def _copy_master_weights(self) -> None:
+        for key, weight in self._weights.items() if not self._weights_are_master else ():
+            rows = self.master_weights[key].to(weight.parameter.dtype)
+            whole = self._collectives.all_gather(rows, "dp") if self._is_sharded else rows
+            weight.parameter.copy_(whole[: weight.parameter.shape[0]])
 
     def forward_backward(
-        self, schedule: MicroBatchSchedule, micro_batches: Sequence[Tensor], valid_tokens: int
+        self, schedule: PipelineSchedule, micro_batches: Sequence[Tensor], valid_tokens: int
     ) -> Tensor:
         """Run forward and backward of every micro-batch.
 
@@ -251,9 +220,7 @@ class TrainStep:
         for gradient in self._gradients.values():
             gradient.zero_()
         self._loss.zero_()
-        if not self._weights_are_master:
-            for key, weight in self._weights.items():
-                weight.parameter.copy_(self._all_gather_weight(self.master_weights[key], weight.parameter))
+        self._copy_master_weights()
         return loss, norm
 
     def _all_reduce_tied_gradient(self, key: str, shape: tuple[int, ...]) -> None:

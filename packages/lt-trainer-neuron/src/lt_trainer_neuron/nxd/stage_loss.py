@@ -1,4 +1,4 @@
-"""Forward and backward of micro-batches with all layers on one stage.
+"""Micro-batches on the device, and the loss and the scores of one.
 
 A micro-batch is one int32 tensor [4, B, T]: token ids, positions, labels, document ids; one transfer.
 
@@ -6,8 +6,6 @@ Cost: that of the model.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -17,10 +15,9 @@ from lt_model.loss import LossParts
 from lt_model.scoring import vocab_parallel_label_scores
 from lt_trainer.engine import StepBatch
 from lt_trainer_neuron.nxd.collectives import Collectives
+from lt_trainer_neuron.nxd.decoder import NxdPipelineStage
 from lt_trainer_neuron.nxd.device import TensorDevice
-from lt_trainer_neuron.nxd.llama import NxdPipelineStage
 from lt_trainer_neuron.nxd.loss import vocab_parallel_loss
-from lt_trainer_neuron.nxd.train_step import MicroBatchCallback
 
 
 def load_micro_batches(batch: StepBatch, device: TensorDevice) -> list[Tensor]:
@@ -91,35 +88,3 @@ class StageWithLoss:
             upcast_dtype=self._upcast_dtype,
         )
         return torch.stack([log_probs, is_greedy.to(log_probs.dtype)])
-
-
-class SingleStageSchedule:
-    """Schedule of a single stage: one micro-batch after another."""
-
-    def __init__(self, stage: StageWithLoss) -> None:
-        self._stage = stage
-
-    def forward_backward(
-        self, micro_batches: Sequence[Tensor], valid_tokens: Tensor, on_micro_batch_end: MicroBatchCallback
-    ) -> None:
-        """Run forward and backward of the micro-batches sequentially."""
-        for micro in micro_batches:
-            parts = self._stage.loss(self._stage.forward(None, micro), micro, training=True)
-            (parts.total / valid_tokens).backward()
-            on_micro_batch_end(parts.cross_entropy)
-
-    @torch.no_grad()
-    def validate(self, micro_batches: Sequence[Tensor]) -> Tensor:
-        """Return the summed cross-entropy."""
-        losses = [
-            self._stage.loss(self._stage.forward(None, micro), micro, training=False).cross_entropy
-            for micro in micro_batches
-        ]
-        return torch.stack(losses).sum()
-
-    @torch.no_grad()
-    def score(self, micro_batches: Sequence[Tensor]) -> Tensor | None:
-        """Return log-probability and greedy flag of each label, [2, M, B * T]."""
-        return torch.stack(
-            [self._stage.scores(self._stage.forward(None, micro), micro) for micro in micro_batches], dim=1
-        )
