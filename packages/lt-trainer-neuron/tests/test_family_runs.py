@@ -24,12 +24,8 @@ LAYOUTS = (("parallel.tp=2", "parallel.sequence_parallel=true"), ("parallel.pp=2
 DENSE = [name for name in CASES if not any(word in name for word in ("moe", "mixtral", "deepseek", "experts"))]
 
 
-def start(recipe: dict[str, Any], ranks: int, *sets: str) -> int:
-    return run(load(base=recipe, overrides=[*sets, f"engine.neuron.num_neuroncores={ranks}"]))
-
-
-def first_step(recipe: dict[str, Any]) -> int:
-    return run(load(base=recipe, overrides=["engine.neuron.num_neuroncores=1"]), stop_after_step=1)
+def start(recipe: dict[str, Any], ranks: int, last: int, *sets: str) -> int:
+    return run(load(base=recipe, overrides=[*sets, f"engine.neuron.num_neuroncores={ranks}"]), stop_after_step=last)
 
 
 def recipe_of(model: Path, out: Path) -> dict[str, Any]:
@@ -57,21 +53,17 @@ def first_loss(theirs: torch.nn.Module) -> float:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if (n + TODAY) % len(DENSE) == 0 else pytest.mark.slow)
-        for n, name in enumerate(DENSE)
-    ],
+    "name", [pytest.param(one, marks=[pytest.mark.slow] * (one != DENSE[TODAY % len(DENSE)])) for one in DENSE]
 )
 def test_a_family_is_trained_resumed_and_exported(ranks, name: str, tmp_path: Path) -> None:
     with NoFloat32():
         theirs = make_model(make_config(name, vocab_size=VOCAB))
         theirs.save_pretrained(tmp_path / "theirs")
     recipe = recipe_of(tmp_path / "theirs", tmp_path / "run")
-    ranks.run(first_step, recipe, ranks=1)
+    ranks.run(start, recipe, 1, 1, ranks=1)
     loss, *_ = losses(recipe).values()
     assert loss == pytest.approx(first_loss(theirs), rel=1e-10)
-    assert ranks.run(start, recipe, 2, *LAYOUTS[TODAY % 2], ranks=2) == [0, 0]
+    assert ranks.run(start, recipe, 2, 0, *LAYOUTS[TODAY % 2], ranks=2) == [0, 0]
     (_, newest), *_ = list_steps(tmp_path / "run" / "checkpoints")
     convert_checkpoint(open_source(newest), tmp_path / "exported", ConvertOptions(format="hf"))
     with NoFloat32():
@@ -79,6 +71,6 @@ def test_a_family_is_trained_resumed_and_exported(ranks, name: str, tmp_path: Pa
             tmp_path / "exported", dtype=torch.float64, attn_implementation="eager"
         ).eval()
     again = recipe_of(tmp_path / "exported", tmp_path / "again")
-    assert ranks.run(start, again, 1, "schedule.max_steps=1", ranks=1) == [0]
+    ranks.run(start, again, 1, 1, ranks=1)
     assert losses(again)[1] == pytest.approx(first_loss(exported), rel=1e-10)
     assert losses(again)[1] != pytest.approx(loss, rel=1e-2)
