@@ -4,7 +4,8 @@ A core holds its share of one pipeline stage. Weights and gradients are not shar
 checkpoint (so replicas of key/value heads count); master weights and optimizer state are divided by the data-parallel
 degree with ZeRO-1. With P stages, stage s has at most P - s micro-batches in flight, each with all activations that its
 layers keep; recomputed attention keeps no scores, but holds those of one layer during recomputation. Logits are not
-chunked: the last stage holds them in fp32, their exponentials, and their gradient in the compute dtype.
+chunked: the last stage holds them in fp32, their exponentials, and their gradient in the compute dtype. A soft-cap
+keeps its slopes in fp32, and a window is a mask: it saves nothing.
 
 Bytes are those on the device, where `bf16_sr` and `downcast` use narrower dtypes than torch reports. The reserve covers
 runtime, collectives and compiled code, and is an assumption: nothing here was measured on Trainium.
@@ -75,7 +76,8 @@ def core_memory(recipe: Recipe, config: ModelConfig, *, dp: int, accumulation: i
     n_params, share = sum(map(prod, shapes)), dp if options.zero1 else 1
     tokens, tp = recipe.batch.micro_batch_size * recipe.data.seq_len, parallel.tp
     layout = {"element_bytes": 2, "tp": tp, "sequence_parallel": parallel.sequence_parallel}
-    scores = 0.0 if options.flash_attention else tokens * recipe.data.seq_len * config.n_heads / tp * (4 + 2)
+    capped, capped_logits = (4 * (cap > 0) for cap in (config.attention_softcap, config.logits_softcap))
+    scores = 0.0 if options.flash_attention else tokens * recipe.data.seq_len * config.n_heads / tp * (4 + 2 + capped)
     kept_scores = 0.0 if options.selective_checkpointing else scores
     layers = len(layers_per_stage(config.n_layers, parallel.pp)[stage])
     in_flight, last = min(parallel.pp - stage, accumulation), stage == parallel.pp - 1
@@ -92,7 +94,7 @@ def core_memory(recipe: Recipe, config: ModelConfig, *, dp: int, accumulation: i
         "optimizer state": _optimizer_state_bytes(recipe, shapes, width) / share,
         "activations": in_flight * layers * activations,
         "backward of a layer": tokens * block_backward_bytes_per_token(config, "none", **layout) + 2 * scores,
-        "logits and loss": tokens * config.vocab_size / tp * (4 + 4 + 2) if last else 0.0,
+        "logits and loss": tokens * config.vocab_size / tp * (4 + 4 + 2 + capped_logits) if last else 0.0,
     }
 
 
