@@ -198,5 +198,5 @@ def _run_starts(ids_BT: Tensor) -> Tensor:
 def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy from the host without synchronizing with the device."""
     if device.type == "cuda" and tensor.is_cpu:
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)

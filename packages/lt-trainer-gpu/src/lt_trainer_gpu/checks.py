@@ -296,10 +296,9 @@ def _device_rules(recipe: Recipe, facts: DeviceFacts) -> Iterator[Rule]:
             f"offloads from cuda only, not from {facts.type}",
             f"leave engine.gpu.{name} out",
         )
-    has_graphs = facts.type == "cuda" and parse_torch_version(facts.torch_version) >= GRAPH_TORCH_VERSION
-    needed = ".".join(map(str, GRAPH_TORCH_VERSION))
+    needed, has_cuda = ".".join(map(str, GRAPH_TORCH_VERSION)), facts.type == "cuda"
     problem = f"graphs need cuda and torch {needed} or newer, and this is {facts.type} and torch {facts.torch_version}"
-    is_broken = options.cuda_graphs and not has_graphs
+    is_broken = options.cuda_graphs and (not has_cuda or parse_torch_version(facts.torch_version) < GRAPH_TORCH_VERSION)
     yield Rule(is_broken, "engine.gpu.cuda_graphs", problem, "leave engine.gpu.cuda_graphs out")
     yield Rule(
         options.compile is True and parse_torch_version(facts.torch_version) not in COMPILE_TORCH_VERSIONS,

@@ -36,8 +36,8 @@ def test_the_third_step_of_a_shape_is_one_launch(run_job, case: str) -> None:
         assert step.of("unknown") == []
         assert {one.stream for one in step.queued()} == {begin.split()[1]}, "the default stream cannot be recorded"
     eager, _, first, *_, last = steps
-    assert [step.waits for step in (eager, first, last)] == [[]] * 3
-    assert first.launches == last.launches <= 4 < 100 < eager.launches
+    assert first.waits == last.waits == []
+    assert first.launches == last.launches <= 4 < eager.launches / 10
     assert sum(text.startswith("device to device") for text in last.of("copy")) == copies
     assert result.peak_bytes[2] == result.peak_bytes[1], "a replay's memory counts"
 
