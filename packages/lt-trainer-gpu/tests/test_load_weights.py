@@ -4,6 +4,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,8 +20,6 @@ from lt_trainer.errors import RecipeError
 from lt_trainer_gpu import engine as engine_module
 from lt_trainer_gpu.spec import SPEC
 
-DTYPES = ("float32", "bfloat16")
-
 
 def recipe_of(folder: str, dtype: str, sets: tuple[str, ...] = ()) -> Recipe:
     base = {
@@ -33,16 +32,21 @@ def recipe_of(folder: str, dtype: str, sets: tuple[str, ...] = ()) -> Recipe:
     return load(base=base, overrides=sets).recipe
 
 
+def open_with(folder: str, config: ModelConfig, dtype: str, sets: tuple[str, ...] = ()) -> tuple[Any, Any]:
+    """In a rank: an engine that took over the model's weights, and these."""
+    recipe, world = recipe_of(folder, dtype, sets), World.from_env(os.environ)
+    engine = SPEC.open(recipe, config, world)
+    engine_module.init_process_group = lambda *_: None  # the ranks have met
+    pretrained = open_pretrained(recipe.model, config, {}, engine.control, world.rank, lambda: None)
+    engine.load_weights(pretrained)
+    return engine, pretrained
+
+
 def first_states(folder: str, configs: list[ModelConfig], dtype: str, sets: tuple[str, ...]) -> list[list[tuple]]:
-    """In a rank: what its engine of each shape holds after it took over the model's weights."""
-    recipe, world, found = recipe_of(folder, dtype, sets), World.from_env(os.environ), []
+    """In a rank: what its engine of each shape holds."""
+    kinds, found = {"F32": np.float32, "F64": np.float64}, []
     for config in configs:
-        engine = SPEC.open(recipe, config, world)
-        engine_module.init_process_group = lambda *_: None  # the ranks have met
-        pretrained = open_pretrained(recipe.model, config, {}, engine.control, world.rank, lambda: None)
-        engine.load_weights(pretrained)
-        kinds = {"F32": np.float32, "F64": np.float64}
-        shards = engine.state().shards
+        shards = open_with(folder, config, dtype, sets)[0].state().shards
         found.append([(s.group, s.name, s.offset, s.bytes().view(kinds[s.dtype]).reshape(s.shape)) for s in shards])
     return found
 
@@ -94,34 +98,29 @@ def test_one_and_three_ranks_hold_the_models_weights(config, ranks, tmp_path) ->
 
 def first_loss(folder: str, config: ModelConfig, dtype: str) -> float:
     """In a rank: the loss of some rows under the model's weights, before any step."""
-    recipe = recipe_of(folder, dtype)
-    engine = SPEC.open(recipe, config, World.from_env(os.environ))
-    pretrained = open_pretrained(recipe.model, config, {}, engine.control, engine.topology.rank, lambda: None)
-    engine.load_weights(pretrained)
+    engine, _ = open_with(folder, config, dtype)
     ids = (np.arange(2 * 24, dtype=np.int32).reshape(1, 2, 24) * 7) % config.vocab_size
     places = np.broadcast_to(np.arange(24, dtype=np.int32), ids.shape).copy()
     batch = step_batch(
         input_ids=ids, labels=ids, position_ids=places, doc_ids=np.zeros_like(ids), valid_tokens=ids.size
     )
     loss_sum, tokens = engine.validate([batch])
-    engine.close()
     return loss_sum / tokens
 
 
 def test_the_weights_are_computed_with_from_the_first_step_on(config, ranks, tmp_path) -> None:
     """A model in bfloat16 stands beside its masters, and has to be told of them."""
     written(tmp_path / "model", config)
-    losses = [ranks.run(first_loss, str(tmp_path / "model"), config, dtype, ranks=1)[0] for dtype in DTYPES]
+    losses = [
+        ranks.run(first_loss, str(tmp_path / "model"), config, dtype, ranks=1)[0] for dtype in ("float32", "bfloat16")
+    ]
     assert losses[0] > 2 * np.log(config.vocab_size), "weights from a normal distribution guess badly"
     assert losses[1] == pytest.approx(losses[0], rel=0.05)
 
 
 def refusal(folder: str, config: ModelConfig) -> str:
     """In a rank: what is said of weights of which another rank holds one that is not a number."""
-    recipe, world = recipe_of(folder, "bfloat16"), World.from_env(os.environ)
-    engine = SPEC.open(recipe, config, world)
-    pretrained = open_pretrained(recipe.model, config, {}, engine.control, world.rank, lambda: None)
-    engine.load_weights(pretrained)
+    engine, pretrained = open_with(folder, config, "bfloat16")
     with pytest.raises(RecipeError) as caught:
         pretrained.check_finite(engine.control)
     engine.close()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from lt_ckpt import Checkpoint, find_latest_valid
-from lt_test_helpers.runs import run
+from lt_test_helpers.runs import losses, run
 from lt_trainer.config.recipe import load
 from lt_trainer.run_directory.jsonl import read_jsonl
 from lt_trainer_gpu.engine import GpuEngine
@@ -53,10 +53,6 @@ def ran(folder: str, sets: tuple[str, ...], stop_after_step: int, bad_calls: tup
     return run(resolved, stop_after_step=stop_after_step)
 
 
-def losses(folder: Path) -> dict[int, float]:
-    return {record["step"]: record["loss"] for record in read_jsonl(folder / "metrics.jsonl") if "loss" in record}
-
-
 def weights(folder: Path) -> dict[str, np.ndarray]:
     found, _ = find_latest_valid(folder / "checkpoints")
     assert isinstance(found, Checkpoint)
@@ -77,7 +73,7 @@ def test_two_stops_and_two_rollbacks_have_the_bits_of_a_run_in_one_go(ranks, tmp
     assert ranks.run(ran, str(tmp_path / "plain"), sets, 0, (), ranks=n) == [0] * n
     events = [one for one in read_jsonl(whole / "events.jsonl") if one["event"] == "rollback"]
     assert [(one["step"], one["from_step"]) for one in events] == [(3, 5), (6, 7)]
-    assert losses(stopped) == losses(tmp_path / "plain")
+    assert losses({"run": {"dir": stopped}}) == losses({"run": {"dir": tmp_path / "plain"}})
     wanted, found = weights(tmp_path / "plain"), weights(stopped)
     assert wanted.keys() == found.keys()
     assert [key for key in wanted if wanted[key].tobytes() != found[key].tobytes()] == []
