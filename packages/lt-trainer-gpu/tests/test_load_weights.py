@@ -83,13 +83,9 @@ def test_one_and_three_ranks_hold_the_models_weights(config, ranks, tmp_path) ->
         if name in wanted:
             mean = wanted[name].astype(np.float64).mean(axis=0, keepdims=True)
             wanted[name] = np.concatenate([wanted[name], np.repeat(mean, 5, axis=0).astype(np.float32)])
-    for n, dtype, mesh in (
-        (1, "float64", ()),
-        (3, "float32", ()),
-        (3, "bfloat16", ()),
-        (2, "float32", ("parallel.pp=2",)),
-        (2, "float64", ("parallel.cp=2",)),
-    ):
+    data_parallel = ((1, "float64", ()), (3, "float32", ()), (3, "bfloat16", ()))
+    others = ((2, "float32", ("parallel.pp=2",)), (2, "float64", ("parallel.cp=2",)))
+    for n, dtype, mesh in (*data_parallel, *others):
         sets = (f"batch.global_batch_size={n}", *mesh)
         held = ranks.run(first_states, str(tmp_path / "model"), [config, grown], dtype, sets, ranks=n)
         for number, expected in enumerate((weights, wanted)):
