@@ -1,13 +1,14 @@
 """What a step asks of a GPU, in lt and in torchtitan, counted without one on the null CUDA device of lt's tests.
 
     uv venv -p 3.11 PEER; uv pip install -p PEER/bin/python torchtitan==0.3.0 torch==2.15.0     # torch as here
-    uv run python tools/bench/launches.py PEER/bin/python       # the table of docs/benchmarks/launches.md; minutes
+    uv run python tools/bench/launches.py PEER/bin/python       # the table of docs/benchmarks/launches.txt; minutes
 
 Both run their own code on a library that takes CUDA's place, computes nothing and writes down what it is asked for
 (packages/lt-trainer-gpu/tests/nullcuda). The counts are exact and repeat; the host's time is that of Python and torch.
 Shapes: Llama 3.2 1B and Qwen3-30B-A3B of a few layers, rows of 2048 random ids, one in a micro-batch; bfloat16 with
 fp32 weights, fused AdamW, clipping, no recomputation, torch's flash attention. Of four steps the third counts: a log
-ends the others of torchtitan, which begins its statistics of memory anew.
+ends the others of torchtitan, which begins its statistics of memory anew. With expert parallelism it does not run here:
+it takes the rows of each rank from the device, which knows none, where lt is told of equal ones in place of its wait.
 """
 
 import dataclasses
@@ -113,7 +114,8 @@ def main() -> None:
             if only and not case.startswith(tuple(only)):
                 continue
             print(f"| {case} | lt | {run_lt(server, next(folders), ranks, fields)} |", flush=True)
-            for peer, more in {"torchtitan": {}, "the same, loss in one piece": {"whole_loss": True}}.items():
+            peers = {"torchtitan": {}, "the same, loss in one piece": {"whole_loss": True}}
+            for peer, more in peers.items() if "ep" not in fields else ():
                 row = run_torchtitan(python, device, next(folders), ranks, fields | more)
                 print(f"| | {peer} | {row} |", flush=True)
         server.close()
