@@ -28,6 +28,7 @@ import sys
 import sysconfig
 import tempfile
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ import numpy as np
 from results import describe_machine
 
 ROOT = Path(__file__).parents[2]
-VOCAB, SEQ_LENS, SEED = 32000, (1024, 512), 0
+PRESET, VOCAB, SEQ_LENS, SEED = "litespark-default", 32000, (1024, 512), 0
 LR, BETAS, WEIGHT_DECAY, GRAD_CLIP = 4e-4, (0.9, 0.95), 0.01, 1.0
 WARMUP_STEPS = 20
 """Steps until the full learning rate is reached."""
@@ -68,7 +69,9 @@ def learning_rate(step: int) -> float:
     return LR * min(1.0, (step + 1) / WARMUP_STEPS)
 
 
-def make_lt_step(seq_len: int, *, compiled: bool) -> Any:
+def make_lt_step(
+    seq_len: int, *, compiled: bool, preset: str = PRESET, vocab: int = VOCAB, dtype: str = "bfloat16"
+) -> Any:
     """Return the step function of our engine."""
     from lt_trainer.config.recipe import load, model_config
     from lt_trainer.engine import World
@@ -79,14 +82,14 @@ def make_lt_step(seq_len: int, *, compiled: bool) -> Any:
 
     base = {
         "run": {"seed": SEED},
-        "model": {"preset": "litespark-default", "vocab_size": VOCAB},
+        "model": {"preset": preset, "vocab_size": vocab},
         "data": {"synthetic": True, "seq_len": seq_len, "document_mask": False},
         "batch": {"global_batch_size": 1, "micro_batch_size": 1},
         "optimizer": {"beta1": BETAS[0], "beta2": BETAS[1], "weight_decay": WEIGHT_DECAY, "grad_clip": GRAD_CLIP},
-        "engine": {"gpu": {"device": "cpu", "dtype": "bfloat16", "compile": compiled}},
+        "engine": {"gpu": {"device": "cpu", "dtype": dtype, "compile": compiled}},
     }
     recipe = load(base=base).recipe
-    engine = SPEC.open(recipe, model_config(recipe, VOCAB), World())
+    engine = SPEC.open(recipe, model_config(recipe, vocab), World())
     positions = np.arange(seq_len, dtype=np.int32).reshape(1, 1, seq_len)
 
     def step(row: np.ndarray, lr: float) -> float:
@@ -103,7 +106,7 @@ def make_lt_step(seq_len: int, *, compiled: bool) -> Any:
     return step
 
 
-def make_peer_step(model: Any, loss_of: Any) -> Any:
+def make_peer_step(model: Any, loss_of: Any, *, autocast: bool = True) -> Any:
     """Return a step function as in the peers' own loops: autocast, clip, fused AdamW."""
     import torch
 
@@ -111,7 +114,7 @@ def make_peer_step(model: Any, loss_of: Any) -> Any:
 
     def step(row: np.ndarray, lr: float) -> float:
         ids = torch.from_numpy(row)[None]
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             loss = loss_of(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), GRAD_CLIP)
@@ -226,7 +229,7 @@ def run_child(name: str, seq_len: int) -> None:
 # --- The comparison -------------------------------------------------------------------------------------------------
 
 
-def create_environment(folder: Path) -> str:
+def create_environment(folder: Path, requirements: Sequence[str] = PEER_REQUIREMENTS) -> str:
     """Create an environment with the peers' packages and with torch and the rest of this one; return its python."""
     subprocess.run(["uv", "venv", "-q", "--python", sys.executable, str(folder)], check=True)
     python = folder / "bin" / "python"
@@ -235,7 +238,7 @@ def create_environment(folder: Path) -> str:
     site_packages = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     Path(site_packages, "parent.pth").write_text(f"import site; site.addsitedir({own!r})\n", encoding="utf-8")
     # --no-deps: their pins conflict with each other, and torch is large
-    subprocess.run(["uv", "pip", "install", "-q", "--python", str(python), "--no-deps", *PEER_REQUIREMENTS], check=True)
+    subprocess.run(["uv", "pip", "install", "-q", "--python", str(python), "--no-deps", *requirements], check=True)
     return str(python)
 
 
