@@ -183,7 +183,7 @@ def pop_load(stages: Sequence[DecoderStage], tp: int) -> Tensor:
             assert router.load.grad is not None
             load_LE[index] = router.load.grad
             router.load.grad = None
-    if dist.is_initialized():
+    if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(load_LE)
     return load_LE / tp
 
