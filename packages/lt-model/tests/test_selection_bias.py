@@ -120,6 +120,38 @@ def test_a_step_moves_the_biases_once_by_the_tokens_of_training(sets):
     engine.close()
 
 
+def test_a_rollback_restores_the_bias_and_the_steps_after_it(tmp_path):
+    """In bfloat16, into the engine whose biases have moved on: the saved bits in fp32, and the same numbers again."""
+    pytest.importorskip("lt_trainer_gpu", reason="the engine for GPUs moves the biases, and it is not installed")
+    from lt_ckpt import Checkpoint
+    from lt_test_helpers import layouts
+    from lt_trainer.config.model_section import architecture_values
+    from lt_trainer.config.section import unflatten
+
+    model, sets = unflatten(architecture_values(CONFIG)), ("engine.gpu.dtype=bfloat16", "moe.bias_update_rate=0.001")
+    engine = layouts.open_engine(*sets, model=model, rows=ROWS, seq_len=SEQ_LEN, vocab=VOCAB)
+    parts = [layouts.rank_batch(one, engine, 2) for one in layouts.global_batches(4, rows=4, seq_len=16, vocab=VOCAB)]
+
+    def biases():
+        return {one.name: one.bytes().copy().view(np.float32) for one in engine.state().shards if one.name in BIASES}
+
+    def train(steps):
+        return engine.fetch_metrics([engine.step(one, 1e-2) for one in steps]), biases()
+
+    saved = train(parts[:2])[1]
+    checkpoint = Checkpoint.open(layouts.save_checkpoint(engine, str(tmp_path), step=2))
+    assert all(np.array_equal(checkpoint.read("weights", name).view(np.float32), saved[name]) for name in BIASES)
+    assert all(checkpoint.specs("weights")[name].dtype == "F32" and saved[name].any() for name in BIASES)
+    first = train(parts[2:])
+    assert all(not np.array_equal(first[1][name], saved[name]) for name in BIASES)
+    engine.restore(checkpoint)
+    assert all(np.array_equal(found, saved[name]) for name, found in biases().items())
+    again = train(parts[2:])
+    assert [(one.loss, one.grad_norm) for one in again[0]] == [(one.loss, one.grad_norm) for one in first[0]]
+    assert all(np.array_equal(again[1][name], first[1][name]) for name in BIASES)
+    engine.close()
+
+
 def test_files_keep_the_bias_wide_and_layers_for_further_tokens_are_not_read(tmp_path):
     formats = pytest.importorskip("lt_ckpt.formats", reason="lt-ckpt converts files, and it is not installed")
     transformers = pytest.importorskip("transformers")
