@@ -16,8 +16,11 @@ from torch.nn import functional as F
 
 
 def apply_to_shared_input(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
-    """Return the outputs of linear layers, which may be of any class, for one input [..., D]."""
-    is_plain = all(type(layer) is nn.Linear and layer.bias is None for layer in layers)
+    """Return the outputs of linear layers, which may be of any class, for one input [..., D].
+
+    Where gradients are recorded, hooks of the layers do not run.
+    """
+    is_plain = torch.is_grad_enabled() and all(type(one) is nn.Linear and one.bias is None for one in layers)
     if torch.compiler.is_compiling() or x.device.type not in ("cpu", "cuda") or not is_plain:
         return tuple(layer(x) for layer in layers)
     return _SharedInput.apply(x, *(layer.weight for layer in layers))
