@@ -144,7 +144,6 @@ def test_errors_of_options(tmp_path, main, models):
     for args, message in (
         ((lt, *to_nxd, "--master-weights"), "has no group 'master'; it has weights"),
         ((hf, *to_nxd, "--master-weights"), "--master-weights have no effect on hf"),
-        ((hf, *to_nxd, "--source-head-order", "trn2"), "--source-head-order and --master-weights have no effect on hf"),
         ((hf, *to_nxd, "--tp", 0), "tp = 0: must be a whole number"),
         ((hf, *to_nxd, "--tp", 5), "4 query heads do not divide by tp 5"),
         ((hf, *to_nxd, "--pp", 99), "choose a smaller pp"),

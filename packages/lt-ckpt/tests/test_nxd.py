@@ -53,7 +53,7 @@ def config_of(case):
 def test_what_nxd_wrote_is_the_model_it_was_made_from(case, part, cut, tmp_path):
     opened, model = open_nxd(case / part, config=config_of(case)), open_source(case / "hf")
     assert everything(opened) == everything(model)
-    names = ("tp", "pp", "virtual_pp", "qkv", "kv_size_multiplier", "layout", "xser", "tag", "head_order")
+    names = ("tp", "pp", "virtual_pp", "qkv", "kv_size_multiplier", "layout", "xser", "tag")
     assert {name: opened.format_info[name] for name in names} == {name: getattr(cut, name) for name in names}
     # Copies on other ranks hold the same bytes.
     group = opened.weights
@@ -119,15 +119,12 @@ def folder_of(folder):
 
 
 @pytest.mark.parametrize("qkv", ["gqa", "gqa_fused"])
-@pytest.mark.parametrize("order", ["trn1", "trn2"])
-def test_the_order_of_heads_cannot_be_seen(qkv, order, tmp_path):
-    cut = replace(GQA_CUT, qkv=qkv, head_order=order, xser=True, virtual_pp=2, layout="v1")
+def test_options_of_the_gqa_layer_are_inferred(qkv, tmp_path):
+    cut = replace(GQA_CUT, qkv=qkv, xser=True, virtual_pp=2, layout="v1")
     model = open_source(GQA / "hf")
-    out = convert(model, nxd_target(model, cut), tmp_path / "out")
-    assert everything(open_nxd(out, config=config_of(GQA), head_order=order)) == everything(model)
-    found = open_nxd(out, config=config_of(GQA))
+    found = open_nxd(convert(model, nxd_target(model, cut), tmp_path / "out"), config=config_of(GQA))
     assert (found.format_info["qkv"], found.format_info["virtual_pp"]) == (qkv, 2)
-    assert (everything(found) == everything(model)) == (order == "trn1")
+    assert everything(found) == everything(model)
 
 
 def test_a_cut_of_its_own_stages_is_read(tmp_path):

@@ -2,13 +2,11 @@
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from nxd_cuts import cut_models
 
 from lt_ckpt import CheckpointError
@@ -52,9 +50,9 @@ def stored(layout, arrays):
 
 
 @settings(max_examples=80, deadline=None)
-@given(cut_models(), st.sampled_from(["trn1", "trn2"]))
-def test_cut_and_put_together_is_the_model_again(cut, head_order):
-    config, options = cut[0], replace(cut[1], head_order=head_order)
+@given(cut_models())
+def test_cut_and_put_together_is_the_model_again(cut):
+    config, options = cut
     layout, arrays = nxd_layout(config, options), model(config)
     made = stored(layout, arrays)
     assert all((array >= 0).all() for held in made.values() for array in held.values())
@@ -68,10 +66,10 @@ def test_cut_and_put_together_is_the_model_again(cut, head_order):
 
 
 @settings(max_examples=80, deadline=None)
-@given(cut_models(), st.sampled_from(["trn1", "trn2"]))
-def test_every_rank_has_what_its_layers_ask_for(cut, head_order):
+@given(cut_models())
+def test_every_rank_has_what_its_layers_ask_for(cut):
     """Each tensor as NxD's layers take it, cut here with numpy from the whole ones and without the layout's rules."""
-    config, options = cut[0], replace(cut[1], head_order=head_order)
+    config, options = cut
     arrays, tp, d = model(config), options.tp, config.head_width
     made = stored(nxd_layout(config, options), arrays)
     heads, kv_heads = config.n_heads, config.n_kv_heads
@@ -86,9 +84,7 @@ def test_every_rank_has_what_its_layers_ask_for(cut, head_order):
             out = arrays[f"{at}self_attn.o_proj.weight"].reshape(config.hidden_size, heads, d)
             if options.is_gqa:
                 # The ranks that share a key/value head take its query heads in turn, in the order of the ranks.
-                repeated = np.arange(kv_heads)
-                trn1 = options.head_order == "trn1"
-                owner = np.tile(repeated, tp // kv_heads) if trn1 else np.repeat(repeated, tp // kv_heads)
+                owner = np.tile(np.arange(kv_heads), tp // kv_heads)
                 kv = [int(owner[t])]
                 turn = [r for r in range(tp) if owner[r] == owner[t]].index(t)
                 group = [h for h in range(heads) if h * kv_heads // heads == owner[t]]
@@ -120,17 +116,11 @@ def test_every_rank_has_what_its_layers_ask_for(cut, head_order):
 
 
 @pytest.mark.parametrize("qkv", ["gqa", "gqa_fused"])
-@pytest.mark.parametrize(
-    ("head_order", "query", "key_value"),
-    [
-        ("trn1", [(0, 1), (4, 5), (2, 3), (6, 7)], [0, 1, 0, 1]),
-        ("trn2", [(0, 1), (2, 3), (4, 5), (6, 7)], [0, 0, 1, 1]),
-    ],
-)
-def test_heads_of_each_rank(qkv, head_order, query, key_value):
+def test_heads_of_each_rank(qkv):
+    query, key_value = [(0, 1), (4, 5), (2, 3), (6, 7)], [0, 1, 0, 1]
     config = ModelConfig(vocab_size=4, hidden_size=16, intermediate_size=4, n_heads=8, n_kv_heads=2, n_layers=1)
     arrays = model(config)
-    options = NxdOptions(tp=4, kv_size_multiplier=2, qkv=qkv, head_order=head_order)
+    options = NxdOptions(tp=4, kv_size_multiplier=2, qkv=qkv)
     attention = "model.layers.0.self_attn."
     whole = {x: arrays[f"{attention}{x}_proj.weight"].reshape(-1, 2, 16) for x in "qkv"}
     for rank, held in enumerate(stored(nxd_layout(config, options), arrays).values()):
@@ -205,7 +195,6 @@ def test_cuts_that_cannot_be_right_are_refused(changes, options, message):
         {"tp": 0},
         {"pp": True},
         {"qkv": "fused"},
-        {"head_order": "trn3"},
         {"tag": "a/b"},
         {"tag": ".."},
         {"tag": "x", "layout": "v1"},

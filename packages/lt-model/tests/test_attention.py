@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from lt_model import Decoder, DocumentBoundaries, ModelError  # noqa: E402
+from lt_model import PRESETS, Decoder, DocumentBoundaries, ModelError  # noqa: E402
 from lt_model.attention import BACKENDS, attention_backend, available_backends, unavailable_reason  # noqa: E402
+from lt_model.attention_features import ATTENTION_LACKS  # noqa: E402
 from lt_model.decoder import DecoderBlock  # noqa: E402
 from lt_model.documents import (  # noqa: E402
     flash_attn_attention,
@@ -254,6 +255,42 @@ def test_flex_sees_what_the_formula_sees():
         found = call_flex(flex_attention, q, k, v, flex_mask(_boundaries(ROWS, padding=3), CPU))
         bias = BACKENDS["reference"].make_mask(_boundaries(ROWS), CPU, torch.float32)
         torch.testing.assert_close(found, reference_attention(q, k, v, bias), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile")
+def test_a_sink_takes_its_share_of_the_softmax():
+    """A key of its own for each head, with the value 0; flex has it from the log-sum-exp, with windows and caps."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    from lt_model.flex import call_flex, flex_mask, flex_mask_attention
+
+    q, k, v = (tensor.detach() for tensor in _heads(ROWS, n_kv_heads=6)[0])
+    sinks = torch.linspace(-2, 5, 6, dtype=torch.float64)
+    scores = torch.einsum("bthk,bshk->bhts", q, k) / 8**0.5
+    scores = scores.masked_fill(torch.ones(12, 12).triu(1).bool(), float("-inf")).exp()
+    wanted = torch.einsum("bhts,bshk->bthk", scores / (scores.sum(-1, keepdim=True) + sinks.exp()[:, None, None]), v)
+    torch.testing.assert_close(reference_attention(q, k, v, None, sinks=sinks), wanted)
+    torch.testing.assert_close(flex_mask_attention(q, k, v, None, sinks=sinks), wanted)
+    torch.testing.assert_close(BACKENDS["auto"].attend(q, k, v, None, sinks=sinks), wanted)
+    bias = BACKENDS["reference"].make_mask(_boundaries(ROWS), CPU, torch.float32, 3)
+    for cap in (0.0, 0.7):
+        wanted = reference_attention(q.float(), k.float(), v.float(), bias, cap, sinks)
+        with torch.no_grad():
+            found = call_flex(
+                flex_attention, q.float(), k.float(), v.float(), flex_mask(_boundaries(ROWS), CPU, 3), cap, sinks
+            )
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_backends_without_sinks_are_refused_by_name():
+    config = replace(PRESETS["gpt-oss-20b"], n_layers=2, hidden_size=64, intermediate_size=8, expert_size=8)
+    assert ATTENTION_LACKS.keys() == BACKENDS.keys()
+    for name, lacks in ATTENTION_LACKS.items():
+        if "sinks" not in lacks:
+            assert BACKENDS[name].for_model(config).always_masks == (name != "reference")
+            continue
+        with pytest.raises(ModelError, match=rf"= .* by attention = '{name}' \(take auto, reference, .*flex"):
+            BACKENDS[name].for_model(config)
 
 
 @pytest.mark.gpu

@@ -36,6 +36,11 @@ DEEPSEEK = {
     **{"n_experts": 8, "experts_per_token": 3, "expert_size": 32, "shared_expert_size": 32},
     **{"router_score": "sigmoid", "selection_bias": True, "layers": (LayerKind(experts=True),)},
 }
+GPT_OSS = {
+    **{"family": "gpt_oss", "sinks": True, "expert_bias": True, "normalize_top_k": True, "glu_limit": 7.0},
+    **{"head_dim": 64, "n_experts": 8, "experts_per_token": 3, "expert_size": 2072, "sliding_window": 8},
+    **{"layers": (LayerKind(sliding=True, experts=True), LayerKind(experts=True))},
+}
 FAMILY_CASES = {family: case for case, (family, _) in CASES.items()}
 
 
@@ -134,7 +139,9 @@ def test_generation_with_a_cache_is_that_of_transformers(case):
 def test_windows_stay_within_documents(case, attention):
     config = config_from_hf(make_config(case).to_dict())
     if attention in ("sdpa", "split") and config.attention_softcap:
-        with pytest.raises(ModelError, match=r"no softcap, which attention_softcap = 5\.0 needs; take auto, reference"):
+        with pytest.raises(
+            ModelError, match=r"attention_softcap = 5\.0 .* by attention = '\w+' \(take auto, reference"
+        ):
             Decoder(config, attention=attention)
         return
     ids, _ = batch()
@@ -291,6 +298,12 @@ def test_presets_are_models_that_transformers_builds(name):
         ),
         ("llama", {"rope_parameters": {"rope_type": "dynamic"}}, "rope_type = 'dynamic' is not supported"),
         ("llama", {"clip_qkv": 8.0}, "clip_qkv = 8.0 of llama is not supported"),
+        (
+            "gpt_oss, window 6",
+            {"quantization_config": {"quant_method": "mxfp4"}},
+            "config: 'mxfp4' weights .* bf16 files",
+        ),
+        ("gpt_oss, window 6", {"swiglu_alpha": 1.0}, "swiglu_alpha = 1.0 of gpt_oss is not supported"),
         ("llama", {"hidden_act": "relu"}, "hidden_act = 'relu' is not supported"),
         ("llama", {"model_type": "falcon"}, "model_type = 'falcon': unknown; the families are llama, mistral"),
         ("phi3, partial", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling = .*family = 'phi3'"),
@@ -336,6 +349,10 @@ def test_what_is_not_supported_is_named_with_its_family(case, changes, message):
             DEEPSEEK | {"router_score": "softmax"},
             "router_score = 'softmax': a model of family = 'deepseek_v3' has 'sig",
         ),
+        (GPT_OSS | {"glu_limit": 0.0}, "glu_limit = 0: family = 'gpt_oss' clamps its experts"),
+        (GPT_OSS | {"layers": (LayerKind(sliding=True, experts=True), LayerKind())}, "'gpt_oss' are all alike"),
+        (GPT_OSS | {"expert_bias": False}, "expert_bias = False: a model of family = 'gpt_oss' has True"),
+        ({"sinks": True}, "sinks = True: a model of family = 'llama' has False"),
         ({"logits_softcap": -1.0}, "logits_softcap = -1.0: must be a finite number greater than 0"),
     ],
 )
@@ -409,7 +426,9 @@ def test_optimizer_decay_role_and_std_of_every_kind_of_tensor():
     }
     for name, is_deep in (("up_proj", False), ("down_proj", True)):  # of feed-forward layers and of experts
         lines = {f: {f"muon decay matrices {std(c, is_deep and c.norm_place == 'pre')}"} for f, c in configs.items()}
-        assert found[f"{name}.weight"] == {f: one for f, one in lines.items() if f not in ("mixtral", "olmoe")}
+        assert found[f"{name}.weight"] == {
+            f: one for f, one in lines.items() if f not in ("mixtral", "olmoe", "gpt_oss")
+        }
         assert found[f"{name}.{name}"] == {f: one for f, one in lines.items() if configs[f].has_experts}
     router = "adamw decay matrices 0.0200"
     assert found["gate.weight"] == {f: {router} for f in families(lambda config: config.has_experts)}

@@ -54,6 +54,7 @@ VALUES = {
     "rope_scaling": SCALINGS,
     "normalize_top_k": st.booleans(),
     "router_aux_loss_coef": st.floats(1e-3, 1),
+    "glu_limit": st.floats(0.1, 20),
 }
 """Field to values; those that neither a key nor a rule of the family sets are left out."""
 
@@ -182,6 +183,8 @@ WORDS = {
     ("parallel_residual", True): "parallel residual",
     ("embed_scale", 0.0): "scales",
     ("rope_scaling", None): "unscaled",
+    ("sinks", True): "sinks",
+    ("expert_bias", True): "router and experts",
 }
 """What the page says of a field of a row that has one value or is a key: each family's line must have it."""
 

@@ -16,9 +16,7 @@ WORD = 2**64
 
 
 def _parameter(name="model.layers.0.mlp.up_proj.weight", shape=(7, 5), std=0.02):
-    return ParamSpec(
-        name=name, shape=shape, layer=0, role="block", type="matrix", kind="up_proj", tp_dim=0, decay=True, init=std
-    )
+    return ParamSpec(name, shape, 0, "matrix", tp_dim=0, init=std)
 
 
 def _splitmix64(state):

@@ -12,9 +12,7 @@ GAMMA = 0x9E3779B97F4A7C15
 
 
 def spec_of(*shape: int) -> ParamSpec:
-    return ParamSpec(
-        name="w", shape=shape, layer=0, role="block", type="matrix", kind="q_proj", tp_dim=None, decay=True, init=0.02
-    )
+    return ParamSpec("w", shape, 0, "matrix", tp_dim=None, init=0.02)
 
 
 def finalize(z: int) -> int:

@@ -24,12 +24,17 @@ NOT_YET = {
     "deepseek_v3, yarn, groups": {
         "rope_parameters": {**YARN, "mscale_all_dim": 1.3, "original_max_position_embeddings": 16}
     },
+    "deepseek_v3, queries of the stream": {"q_lora_rank": 20},
+    "gpt_oss, window 6": {
+        "swiglu_limit": 7.0,
+        "rope_parameters": {**YARN, "truncate": False, "original_max_position_embeddings": 16},
+    },
     "phi3, partial": {"rope_parameters": {**DEFAULT, "partial_rotary_factor": 1.0}},
 }
 """Changes of a case for what the oldest versions do not have.
 
 Qwen's windows outside of flash attention, yarn's factor where it is not new by original positions, parts of Phi-3's
-heads.
+heads, DeepSeek's queries without a latent (from 4.53 on), other limits of gpt-oss than 7.
 """
 
 

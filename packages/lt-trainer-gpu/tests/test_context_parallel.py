@@ -17,7 +17,7 @@ from lt_model.attention import BACKENDS
 from lt_model.documents import DocumentBoundaries
 from lt_model.sdpa import document_bias, reference_attention
 from lt_trainer_gpu import context_parallel
-from lt_trainer_gpu.checks import ATTENTION_LACKS, CONTEXT_PARALLEL_ATTENTION
+from lt_trainer_gpu.checks import CONTEXT_PARALLEL_ATTENTION
 from lt_trainer_gpu.context_parallel import context_parallel_backend, init_context_parallel_group
 from lt_trainer_gpu.context_parallel_rows import rank_positions, split_boundaries
 from lt_trainer_gpu.mesh_layout import MeshLayout
@@ -131,9 +131,3 @@ def test_attention_over_ranks_is_attention_over_whole_rows(ranks, cp: int) -> No
 def test_the_backends_are_those_that_check_accepts() -> None:
     assert set(CONTEXT_PARALLEL_ATTENTION) == set(context_parallel._MASK_FACTORIES)
     assert set(CONTEXT_PARALLEL_ATTENTION) < set(BACKENDS)
-
-
-def test_features_of_backends_are_those_that_check_knows() -> None:
-    fields = {"attention_softcap": "softcap", "sliding_window": "window", "value_width": "narrow values"}
-    found = {name: {field for field, one in fields.items() if one not in BACKENDS[name].features} for name in BACKENDS}
-    assert {name: set(lacks) for name, lacks in ATTENTION_LACKS.items()} == {n: one for n, one in found.items() if one}

@@ -34,7 +34,7 @@ SEQ_LEN, TODAY = 32, datetime.date.today().toordinal()
 LINEAR = ("model.rope_scaling.factor=4.0", "model.rope_scaling.kind=linear", "model.max_position_embeddings=256")
 LLAMA3 = (*LINEAR, "model.rope_scaling.original_max_position_embeddings=64", "model.rope_scaling.kind=llama3")
 YARN = (*LLAMA3, "model.rope_scaling.kind=yarn")
-RUNS = {case: (case, ()) for case in CASES} | {
+RUNS = {case: (case, ()) for case, (family, _) in CASES.items() if family != "gpt_oss"} | {
     "mistral, window lifted": ("mistral, window 7, head 16", ("model.sliding_window=0", "model.rope_theta=5000.0")),
     "mistral, wider window": ("mistral, window 7, head 16", ("model.sliding_window=20",)),
     "olmo3, yarn": ("olmo3, yarn in full layers", (*YARN, "model.rope_theta=700.0")),
@@ -188,6 +188,7 @@ def test_formats_name_what_they_lack(case, format, message, tmp_path) -> None:
     [
         ("olmo2", {"attention_dropout": 0.1}, (), "attention_dropout = 0.1: lt trains without dropout"),
         ("qwen2, window from layer 2", {}, ("model.n_layers=6",), "n_layers = 6: the model lists the kinds of its 4"),
+        ("gpt_oss, window 6", {}, (), "sinks = True of family = 'gpt_oss' is not supported by training yet"),
         ("llama", {}, ("model.sliding_window=8",), "sliding_window = 8: no layer of this model has a window"),
     ],
 )

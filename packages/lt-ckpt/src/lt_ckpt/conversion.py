@@ -19,6 +19,7 @@ from lt_ckpt.atomic_folder import AtomicFolder
 from lt_ckpt.checked_cast import read_cast
 from lt_ckpt.errors import translate_os_errors
 from lt_ckpt.hash_list import HASH_LIST, format_hash_list
+from lt_ckpt.joined_experts import join_blocks
 from lt_ckpt.laid_out_files import Fill
 from lt_ckpt.output_hashes import OutputHashes
 from lt_ckpt.parallel import ByteCounter
@@ -83,7 +84,7 @@ def convert(
         for path, data in target.aux_files.items():
             output.write_file(path, data)
         written = OutputHashes(is_listed=not target.single_file)
-        target.fill(output.temp_path, read, ByteCounter(n_bytes, progress), written.settle)
+        target.fill(output.temp_path, join_blocks(read), ByteCounter(n_bytes, progress), written.settle)
         hashes = written.finish(output.temp_path / target.hashed_folder)
         for path, data in target.marker_files.items():
             output.write_file(path, data)

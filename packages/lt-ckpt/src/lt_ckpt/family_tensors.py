@@ -3,7 +3,7 @@
 Our tensors have one name each in all families (`lt_model.param_specs`). Files of a family have its own, by the row of
 `lt_model.families`: most are ours, Phi-3 has query, key and value one below the other in one tensor, GPT-NeoX head by
 head; experts, which we have stacked, are a tensor each, and in transformers' modules one for gates and ups. All are
-boxes of ours, so that reading, writing and checking follow from layouts (`layout.py`).
+boxes of ours, so that reading, writing and checking follow from layouts (`layout.py`); but for `joined_experts`.
 
 Pure. Cost: one object per tensor, where heads alternate one per head.
 """
@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal
 
+from lt_ckpt.joined_experts import JOINED, split_group
 from lt_ckpt.layout import FileLayout, TensorLayout, TensorRegion, shard_box, stack_rows, whole_tensor
 from lt_ckpt.llama_tensors import HEAD, add_tied_head, stored_shapes
 from lt_ckpt.shards import Ints
@@ -54,7 +55,7 @@ def family_tensors(
 
     Args:
         config: The model.
-        shapes: Our tensors.
+        shapes: Our tensors, and joined ones.
         rename: Returns the name of one of our tensors; by default as `family_key`.
         experts: How they are stored.
     """
@@ -64,6 +65,10 @@ def family_tensors(
     for name, shape in shapes.items():
         layer = match[0] if (match := _LAYER.match(name)) else ""
         part, _, end = name.removeprefix(layer).rpartition(".")
+        if name.startswith(JOINED):
+            key = rename(name.removeprefix(JOINED))
+            found[key] = whole_tensor(name, shape, key)
+            continue
         if len(shape) == 3 and experts == "pairs" and end != "down_proj":
             if end == "gate_proj":
                 pair = rename(f"{layer}{part}.gate_up_proj")
@@ -120,16 +125,25 @@ def find_family_tensors(
     in_modules = has_pairs or (HEAD in keys and not FAMILIES[config.family].has_our_names_in_modules)
     rename = rename or partial(module_key if in_modules else family_key, config=config)
     shapes = stored_shapes(config, rename(HEAD) in keys)
+    if FAMILIES[config.family].has_transposed_experts:
+        experts = "stacked"
     found = family_tensors(config, shapes, rename, "pairs" if has_pairs else experts)
     check_names(found, keys, where)
     return found, shapes
 
 
-def _view(array: StoredArray, tensor: TensorLayout) -> StoredArray:
-    """Return an array in the dimensions of its layout: an expert's as a stack of one."""
-    if array.spec.shape != tensor.file_shape:
-        return array
-    return replace(array, spec=replace(array.spec, shape=tensor.shape), strides=array.strides and (0, *array.strides))
+def view_group(group: TensorGroup, tensors: Mapping[str, TensorLayout]) -> TensorGroup:
+    """Return stored tensors in the dimensions of their layouts: an expert's as a stack of one."""
+    specs, locations = dict(group.specs), dict(group.locations)
+    for key, spec in group.specs.items():
+        tensor = tensors[key]
+        if tensor.file_shape and spec.shape == tensor.file_shape:
+            specs[key] = replace(spec, shape=tensor.shape)
+            locations[key] = tuple(
+                replace(s, offset=(0, *s.offset), shape=(1, *s.shape), strides=s.strides and (0, *s.strides))
+                for s in group.locations[key]
+            )
+    return replace(group, specs=specs, locations=locations)
 
 
 def build_family_group(config: ModelConfig, stored: Mapping[str, Mapping[str, StoredArray]], where: str) -> TensorGroup:
@@ -151,9 +165,8 @@ def build_family_group(config: ModelConfig, stored: Mapping[str, Mapping[str, St
         }
         for file, arrays in sorted(stored.items())
     }
-    keys = list(dict.fromkeys(name for arrays in files.values() for name in arrays))
-    tensors, shapes = find_family_tensors(config, keys, where)
-    layout = tuple(FileLayout(path=file, tensors=tuple(tensors[key] for key in names)) for file, names in files.items())
-    views = {file: {key: _view(array, tensors[key]) for key, array in arrays.items()} for file, arrays in files.items()}
-    groups = {file: group_of_arrays(file, arrays) for file, arrays in views.items()}
-    return add_tied_head(build_tensor_group(layout, groups, shapes, where), config)
+    groups = {file: split_group(config, group_of_arrays(file, arrays)) for file, arrays in files.items()}
+    tensors, shapes = find_family_tensors(config, [key for group in groups.values() for key in group.specs], where)
+    layout = tuple(FileLayout(path=file, tensors=tuple(tensors[key] for key in g.specs)) for file, g in groups.items())
+    views = {file: view_group(group, tensors) for file, group in groups.items()}
+    return add_tied_head(build_tensor_group(layout, views, shapes, where), config)

@@ -116,7 +116,6 @@ def open_source(
     cache_dir: str | os.PathLike[str] | None = None,
     master_weights: bool = False,
     optimizer: bool | None = False,
-    head_order: str = "trn1",
     verify: bool = True,
     progress: files.ProgressCallback | None = None,
 ) -> Source:
@@ -124,13 +123,12 @@ def open_source(
 
     Args:
         path: A file or folder; or `hf://org/name@revision`, which is downloaded first.
-        config: A config.json, or a folder with one, for formats that have none (NxD, a .pt, DCP). The tokenizer's files
-            and generation_config.json beside it belong to the model too.
+        config: A config.json, or a folder with one, for formats that have none (NxD, a .pt, DCP, Meta). The tokenizer's
+            files and generation_config.json beside it belong to the model too.
         cache_dir: Cache of hub models; by default the user's cache folder.
         master_weights: Of an NxD checkpoint, the fp32 master weights of its ZeRO-1 state instead of the model files; of
             one of ours, its group `master`.
         optimizer: Of an NxD checkpoint, also the moments of its ZeRO-1 state; None: if it has one.
-        head_order: Of an NxD checkpoint with the GQA layer: trn1 or trn2; the files do not show it.
         verify: Of a hub model, hash its files; False where another process of this machine does.
         progress: Called with the bytes downloaded.
 
@@ -139,7 +137,7 @@ def open_source(
         lt_model.ModelError: The configuration is of no supported family.
     """
     given_config = None if config is None else read_config(Path(config))
-    nxd = {"master_weights": master_weights, "optimizer": optimizer, "head_order": head_order}
+    nxd = {"master_weights": master_weights, "optimizer": optimizer}
     if str(path).startswith(HUB):
         from lt_ckpt.hub.model import fetch_model
 
@@ -149,12 +147,8 @@ def open_source(
     path = Path(path)
     kind = detect_format(path)
     has_masters, has_state = kind in ("nxd", "lt"), kind in ("nxd", "lt", "dcp")
-    if (
-        (master_weights and not has_masters)
-        or (optimizer and not has_state)
-        or (head_order != "trn1" and kind != "nxd")
-    ):
-        raise CheckpointError(f"{path}: --optimizer, --source-head-order and --master-weights have no effect on {kind}")
+    if (master_weights and not has_masters) or (optimizer and not has_state):
+        raise CheckpointError(f"{path}: --optimizer and --master-weights have no effect on {kind}")
     if kind == "lt":
         from lt_ckpt.discovery import describe_fallbacks, resolve_checkpoint
         from lt_ckpt.llama_tensors import MASTER_WEIGHTS, select_group
@@ -167,7 +161,7 @@ def open_source(
     hash_list = _read_hash_list(folder, config_is_given=config is not None) if kind in ("hf", "dcp", "nxd") else None
     has_config = (folder / CONFIG).is_file()
     known = given_config or (read_json(folder / CONFIG) if has_config else None)
-    if known is None and kind != "meta":  # whose params.json says most of it
+    if known is None:
         if kind == "pt":  # perhaps no file of torch at all
             from lt_ckpt.torchfile.file import load_pt
 

@@ -132,6 +132,8 @@ def check_names(expected: Collection[str], found: Collection[str], where: str) -
 
 def _likely_cause(missing: list[str], extra: list[str]) -> str:
     first = extra[0] if extra else ""
+    if first.endswith(("_blocks", "_scales", "_scale_inv")):
+        return "the weights are quantized, which is not read: let transformers dequantize them to bf16 files"
     prefix = next((first.removesuffix(name) for name in missing if first and first.endswith(name)), "")
     if prefix:
         hint = " (of a compiled model)" if "_orig_mod." in prefix else ""
@@ -146,12 +148,15 @@ def _likely_cause(missing: list[str], extra: list[str]) -> str:
     return "a file was not copied, or the configuration is another model's"
 
 
+def group_of(tensors: Mapping[str, tuple[TensorSpec, tuple[StoredSlice, ...]]]) -> TensorGroup:
+    """Return tensors with their locations as a group."""
+    specs = {name: spec for name, (spec, _) in tensors.items()}
+    return TensorGroup(specs=specs, locations={name: slices for name, (_, slices) in tensors.items()})
+
+
 def group_of_arrays(file: str, arrays: Mapping[str, StoredArray]) -> TensorGroup:
     """Return the arrays of a file as tensors by its keys."""
-    return TensorGroup(
-        specs={key: array.spec for key, array in arrays.items()},
-        locations={key: (array.stored_slice(file),) for key, array in arrays.items()},
-    )
+    return group_of({key: (array.spec, (array.stored_slice(file),)) for key, array in arrays.items()})
 
 
 def build_tensor_group(

@@ -52,7 +52,7 @@ class StoredSlice:
         return self.offset, self.shape
 
 
-def _contiguous_strides(shape: Ints) -> Ints:
+def contiguous_strides(shape: Ints) -> Ints:
     """Return the strides of a contiguous array, in elements."""
     return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
 
@@ -61,7 +61,7 @@ def slice_box(stored: StoredSlice, box: Box, item: int) -> StoredSlice:
     """Return the part of a slice in a box of the tensor, which must lie in the slice; the hash is that of a whole."""
     if box == stored.box:
         return stored
-    strides = stored.strides or _contiguous_strides(stored.shape)
+    strides = stored.strides or contiguous_strides(stored.shape)
     skipped = sum((o - s) * step for o, s, step in zip(box[0], stored.offset, strides, strict=True))
     begin = stored.byte_offset + skipped * item
     return replace(stored, byte_offset=begin, offset=box[0], shape=box[1], strides=strides, xxh3_128="")
@@ -101,7 +101,7 @@ def read_box_into(root: Path, slices: Sequence[StoredSlice], box: Box, out: np.n
 
 def _read_slice(path: Path, stored: StoredSlice, target: np.ndarray) -> None:
     """Read a slice into an array of its shape."""
-    expected = _contiguous_strides(stored.shape)
+    expected = contiguous_strides(stored.shape)
     strides = stored.strides or expected
     with translate_os_errors("reading", path):
         descriptor = files.open_for_reading(path)

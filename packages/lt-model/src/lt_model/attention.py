@@ -1,7 +1,8 @@
 """Attention backends by name; all compute masked softmax(q k^T / sqrt(K)) v.
 
 A position attends to itself and earlier positions, or only those of its own document, or of those the last so many (a
-window). Scores may be capped. Both are features that a backend has or not, and a model needs or not. The backend's mask
+window). Scores may be capped, and a head may have a sink: a score of nothing, which takes its share of the softmax.
+These are features that a backend has or not (`attention_features`), and a model needs or not. The backend's mask
 (a dense bias, a block mask, cu_seqlens on the device) is built once per forward pass and window by `make_mask` and
 passed to every layer's `attend`. "reference" is the plain formula: the oracle that the others are tested against.
 
@@ -30,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lt_model.attention_features import ATTENTION_LACKS, attention_with
 from lt_model.documents import (
     DocumentBoundaries,
     SplitMask,
@@ -47,20 +49,9 @@ from lt_model.sdpa import document_bias, make_sdpa_attention, reference_attentio
 if TYPE_CHECKING:
     from lt_model.config import ModelConfig
 
-__all__ = [
-    "BACKENDS",
-    "AttentionBackend",
-    "AttentionFn",
-    "attention_backend",
-    "available_backends",
-    "document_bias",
-    "reference_attention",
-    "sdpa_attention",
-    "unavailable_reason",
-]
-
 AttentionFn = Callable[..., Tensor]
-"""(q_BTHK, k_BSGK, v_BSGK, mask) -> out_BTHK. A mask of None is causal. With the feature, softcap is a keyword."""
+"""(q_BTHK, k_BSGK, v_BSGK, mask) -> out_BTHK. A mask of None is causal. With the features, `softcap` (a number) and
+`sinks` (a score per head) are keywords."""
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -74,7 +65,6 @@ class AttentionBackend:
         attend: the function; its last argument is the result of `make_mask`.
         mask_factory: (boundaries, device, dtype, window) -> what `attend` takes where a row has several documents, or
             the model a window.
-        features: of "window", "softcap" and "narrow values" (narrower than keys, or wider), which it has.
         device_types: the device types it runs on; all when empty.
         dtypes: the dtypes of queries it supports; all when empty.
         required_module: module that must be importable, or None.
@@ -87,7 +77,6 @@ class AttentionBackend:
     summary: str
     attend: AttentionFn
     mask_factory: Callable[[DocumentBoundaries, torch.device, torch.dtype, int], Any]
-    features: tuple[str, ...] = ("window",)
     always_masks: bool = False
     device_types: tuple[str, ...] = ()
     dtypes: tuple[torch.dtype, ...] = ()
@@ -131,22 +120,20 @@ class AttentionBackend:
         Raises:
             ModelError: it lacks one; names the backends that have it.
         """
-        needs = {"window": "sliding_window", "softcap": "attention_softcap"}
-        if config.head_value_width != config.head_width:
-            needs["narrow values"] = "value_width"
-        for feature, field in needs.items():
-            value = getattr(config, field)
-            if value and feature not in self.features:
-                able = ", ".join(name for name, one in BACKENDS.items() if feature in one.features)
-                raise ModelError(
-                    f"attention = {self.name!r} has no {feature}, which {field} = {value} needs; take {able}"
-                )
-        if not config.attention_softcap:
-            has_varlen = self.name != "auto" or "narrow values" not in needs
-            return self if has_varlen else replace(self, mask_factory=_auto_flex_mask)
-        capped = partial(self.attend, softcap=config.attention_softcap)
-        factory = _auto_softcap_mask if self.name == "auto" else self.mask_factory
-        return replace(self, attend=capped, mask_factory=factory, always_masks=self.name in ("auto", "flex"))
+        is_auto = self.name == "auto"
+        if lacking := [name for name in config.features() if name in ATTENTION_LACKS[self.name]]:
+            able = attention_with(lacking[0])
+            config.check_features(f"attention = {self.name!r} (take {able})", lacking)
+        is_narrow, by_formula = (
+            config.head_value_width != config.head_width,
+            bool(config.attention_softcap or config.sinks),
+        )
+        attend = partial(self.attend, softcap=config.attention_softcap) if config.attention_softcap else self.attend
+        factory = self.mask_factory
+        if is_auto and (is_narrow or by_formula):
+            factory = partial(_auto_mask, needs_flex=True, by_formula=by_formula)
+        always_masks = by_formula and self.name in ("auto", "flex")
+        return replace(self, attend=attend, mask_factory=factory, always_masks=always_masks)
 
 
 def _reject_documents(boundaries: DocumentBoundaries, device: torch.device, dtype: torch.dtype, window: int) -> None:
@@ -161,35 +148,30 @@ def _split_mask(boundaries: DocumentBoundaries, device: torch.device, dtype: tor
 
 
 def _auto_mask(
-    boundaries: DocumentBoundaries, device: torch.device, dtype: torch.dtype, window: int
-) -> SplitMask | VarlenMetadata | Tensor:
+    boundaries: DocumentBoundaries,
+    device: torch.device,
+    dtype: torch.dtype,
+    window: int,
+    *,
+    needs_flex: bool = False,
+    by_formula: bool = False,
+) -> Any:
+    """Return the mask of the fastest kernel; `needs_flex`: CUDA's others lack a feature, `by_formula`: the CPU's do."""
+    if device.type == "cuda" and needs_flex:
+        return flex_mask(boundaries, device, window)
     if device.type == "cuda" and unavailable_reason("varlen", "cuda", dtype) is None:
         return torch_varlen_metadata(boundaries, device, window)
-    if device.type == "cpu" or window:  # in blocks: no [T, T] tensor for a window
+    if (device.type == "cpu" or window) and not by_formula:  # in blocks: no [T, T] tensor for a window
         return _split_mask(boundaries, device, dtype, window)
-    return document_bias(boundaries, device, dtype, window)
-
-
-def _auto_flex_mask(boundaries: DocumentBoundaries, device: torch.device, dtype: torch.dtype, window: int) -> Any:
-    if device.type == "cuda":
-        return flex_mask(boundaries, device, window)
-    return _auto_mask(boundaries, device, dtype, window)
-
-
-def _auto_softcap_mask(boundaries: DocumentBoundaries, device: torch.device, dtype: torch.dtype, window: int) -> Any:
-    if device.type == "cuda":
-        return flex_mask(boundaries, device, window)
     return document_bias(boundaries, device, dtype, window)
 
 
 _auto_sdpa_attention = make_sdpa_attention("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
 
 
-def _auto_attend(q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, mask: Any, softcap: float = 0.0) -> Tensor:
-    if softcap and (mask is None or isinstance(mask, Tensor)):
-        return reference_attention(q_BTHK, k_BSGK, v_BSGK, mask, softcap)
-    if softcap or not isinstance(mask, SplitMask | VarlenMetadata | Tensor | None):
-        return flex_mask_attention(q_BTHK, k_BSGK, v_BSGK, mask, softcap)
+def _auto_attend(q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, mask: Any, **options: Any) -> Tensor:
+    if options or not isinstance(mask, SplitMask | VarlenMetadata | Tensor | None):
+        return flex_mask_attention(q_BTHK, k_BSGK, v_BSGK, mask, **options)
     if isinstance(mask, SplitMask):
         return split_attention(q_BTHK, k_BSGK, v_BSGK, mask)
     if isinstance(mask, VarlenMetadata):
@@ -204,7 +186,6 @@ _BACKEND_LIST = (
         summary="the fastest that can run, by device and documents",
         attend=_auto_attend,
         mask_factory=_auto_mask,
-        features=("window", "softcap", "narrow values"),
         supports_compile=False,
     ),
     AttentionBackend(
@@ -212,14 +193,12 @@ _BACKEND_LIST = (
         summary="the formula, for tests",
         attend=reference_attention,
         mask_factory=document_bias,
-        features=("window", "softcap", "narrow values"),
     ),
     AttentionBackend(
         name="sdpa",
         summary="torch's fused attention, dense document mask",
         attend=sdpa_attention,
         mask_factory=document_bias,
-        features=("window", "narrow values"),
     ),
     AttentionBackend(
         name="cudnn",
@@ -234,7 +213,6 @@ _BACKEND_LIST = (
         summary="torch's fused attention with its flash kernel; one document per row",
         attend=make_sdpa_attention("FLASH_ATTENTION"),
         mask_factory=_reject_documents,
-        features=(),
         device_types=("cuda",),
         dtypes=_HALF_DTYPES,
     ),
@@ -244,7 +222,6 @@ _BACKEND_LIST = (
         attend=split_attention,
         mask_factory=_split_mask,
         supports_compile=False,
-        features=("window", "narrow values"),
     ),
     AttentionBackend(
         name="varlen",
@@ -261,7 +238,6 @@ _BACKEND_LIST = (
         summary="torch's flex_attention, compiled, block mask of the documents",
         attend=flex_mask_attention,
         mask_factory=lambda boundaries, device, _, window: flex_mask(boundaries, device, window),
-        features=("window", "softcap", "narrow values"),
         device_types=("cuda",),
         dtypes=(*_HALF_DTYPES, torch.float32),
     ),
@@ -270,7 +246,6 @@ _BACKEND_LIST = (
         summary="the package flash-attn",
         attend=flash_attn_attention,
         mask_factory=lambda boundaries, device, _, window: varlen_metadata(boundaries, device, window),
-        features=("window", "softcap"),
         device_types=("cuda",),
         dtypes=_HALF_DTYPES,
         required_module="flash_attn",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import reprlib
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any, Literal
 
@@ -60,10 +60,10 @@ class RopeScaling:
     def __post_init__(self) -> None:
         if self.kind not in SCALING_FIELDS:
             raise ModelError(f"rope_scaling.kind = {self.kind!r}: not one of {', '.join(SCALING_FIELDS)}")
-        for name in ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
-            object.__setattr__(self, name, _positive_float(f"rope_scaling.{name}", getattr(self, name)))
-        for name in ("magnitude", "score_magnitude"):
-            object.__setattr__(self, name, _float(f"rope_scaling.{name}", getattr(self, name)))
+        for field in fields(self):
+            if field.type == "float":
+                check = _float if "magnitude" in field.name else _positive_float
+                object.__setattr__(self, field.name, check(f"rope_scaling.{field.name}", getattr(self, field.name)))
         check_size("rope_scaling.original_max_position_embeddings", self.original_max_position_embeddings)
         for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
             if getattr(self, high) <= getattr(self, low):
@@ -180,6 +180,10 @@ class ModelConfig:
         shared_expert_size: inner width of an expert that computes every token; 0: there is none.
         shared_expert_gate: the shared expert's output is multiplied by the sigmoid of a product.
         router_aux_loss_coef: what a file says of transformers' own balancing loss; kept for exports, not used.
+        expert_bias: router and experts have biases.
+        glu_limit: experts compute gate sigmoid(1.702 gate) (up + 1), with gates clamped to at most this and ups to this
+            from both sides; 0: as feed-forward layers do.
+        sinks: each head has a score beside those of its keys, which takes its share of the softmax.
 
     Raises:
         ModelError: a field of the wrong type or sign, sizes that do not divide, or what `family` cannot express.
@@ -236,23 +240,13 @@ class ModelConfig:
     shared_expert_size: int = 0
     shared_expert_gate: bool = False
     router_aux_loss_coef: float = 0.0
+    expert_bias: bool = False
+    glu_limit: float = 0.0
+    sinks: bool = False
 
     def __post_init__(self) -> None:
-        for name in _INT_FIELDS:
-            check_size(name, getattr(self, name))
-        for name in _OPTIONAL_INT_FIELDS:
-            if getattr(self, name) != 0 or isinstance(getattr(self, name), bool):
-                check_size(name, getattr(self, name))
-        for name in _POSITIVE_FIELDS:
-            object.__setattr__(self, name, _positive_float(name, getattr(self, name)))
-        for name in _FLOAT_FIELDS:
-            object.__setattr__(self, name, _float(name, getattr(self, name)))
-        for name in _BOOL_FIELDS:
-            if not isinstance(getattr(self, name), bool):
-                raise ModelError(f"{name} = {getattr(self, name)!r}: must be true or false")
-        for name, choices in {**CHOICES, "family": tuple(FAMILIES)}.items():
-            if getattr(self, name) not in choices:
-                raise ModelError(f"{name} = {getattr(self, name)!r}: not one of {', '.join(choices)}")
+        for name, check in _CHECKS.items():
+            object.__setattr__(self, name, check(name, getattr(self, name)))
         if self.rope_scaling is not None and not isinstance(self.rope_scaling, RopeScaling):
             raise ModelError(f"rope_scaling = {self.rope_scaling!r}: must be a RopeScaling or None")
         self._check_latent()
@@ -374,12 +368,15 @@ class ModelConfig:
         """Check that the family can say which layers slide and which are rotated."""
         row, slides = FAMILIES[self.family], {kind.sliding for kind in self.layers}
         has_experts = [self.layer(index).experts for index in range(self.n_layers)]
+        if "glu_limit" in row.keys and not self.glu_limit:
+            raise ModelError(f"glu_limit = 0: family = {self.family!r} clamps its experts; take a number above 0")
         if row.dense_layers == "first" and has_experts != sorted(has_experts):
             raise ModelError(
                 f"layers = {self.layers!r}: those without experts are the first of family = {self.family!r}"
             )
-        kinds = {kind if not row.dense_layers else replace(kind, experts=False) for kind in self.layers}
-        if row.sliding in ("", "all") and len(kinds) > 1:
+        kinds = {replace(kind, experts=kind.experts and not row.dense_layers) for kind in self.layers}
+        n_kinds = len(kinds) if row.sliding in ("", "all") else len({kind.experts for kind in kinds})
+        if n_kinds > 1:
             raise ModelError(f"layers = {self.layers!r}: the layers of family = {self.family!r} are all alike")
         if row.sliding != "nope" and not all(kind.rope for kind in self.layers):
             raise ModelError(f"layers = {self.layers!r}: all layers of family = {self.family!r} have rotary positions")
@@ -499,21 +496,6 @@ class ModelConfig:
 
 
 _LLAMA = tuple(field.name for field in fields(ModelConfig))[:11]
-_INT_FIELDS = _LLAMA[:7]
-_POSITIVE_FIELDS = (
-    "rope_theta",
-    "norm_eps",
-    "rotary_fraction",
-    "residual_scale",
-    "logits_divisor",
-    "init_std",
-    "expert_scale",
-)
-_FLOAT_FIELDS, _BOOL_FIELDS, _OPTIONAL_INT_FIELDS = (
-    tuple(field.name for field in fields(ModelConfig) if field.type == type_ and field.name not in others)
-    for type_, others in (("float", _POSITIVE_FIELDS), ("bool", ()), ("int", _INT_FIELDS))
-)
-"""Numbers and sizes that may be 0, and switches."""
 _ANY_FAMILY = (*_LLAMA, "family", "head_dim", "layers", "init_std", "init_residual")
 """Fields that every family can express, or that `_check_family` checks by rules of their own."""
 _FEATURES = tuple(
@@ -549,6 +531,34 @@ def _positive_float(name: str, value: object) -> float:
 
 def _float(name: str, value: object) -> float:
     return 0.0 if value == 0 and not isinstance(value, bool) else _positive_float(name, value)
+
+
+def _optional_size(name: str, value: object) -> int:
+    return 0 if value == 0 and not isinstance(value, bool | float) else check_size(name, value)
+
+
+def _flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ModelError(f"{name} = {value!r}: must be true or false")
+    return value
+
+
+def _word(name: str, value: object) -> object:
+    choices = CHOICES.get(name, tuple(FAMILIES))
+    if value not in choices:
+        raise ModelError(f"{name} = {value!r}: not one of {', '.join(choices)}")
+    return value
+
+
+_TYPES: Mapping[str, Callable[[str, object], object]] = {"int": _optional_size, "float": _float, "bool": _flag}
+_CHECKS: Mapping[str, Callable[[str, object], object]] = {
+    **{field.name: _TYPES[field.type] for field in fields(ModelConfig) if field.type in _TYPES},
+    **dict.fromkeys(_LLAMA[:7], check_size),
+    **dict.fromkeys(("rope_theta", "norm_eps", "rotary_fraction", "residual_scale"), _positive_float),
+    **dict.fromkeys(("logits_divisor", "init_std", "expert_scale"), _positive_float),
+    **dict.fromkeys((*CHOICES, "family"), _word),
+}
+"""Field of `ModelConfig` to the function that returns its value, or raises ModelError."""
 
 
 def _check_keys(cls: type, values: Mapping[str, Any], source: str) -> Mapping[str, Any]:

@@ -40,7 +40,7 @@ def active_numel(row: ParamSpec, config: ModelConfig) -> int:
     """Return the elements of a parameter that a token uses: of experts those of its own."""
     if not row.is_trained:
         return 0
-    return row.numel // config.n_experts * config.experts_per_token if row.type == "experts" else row.numel
+    return row.numel // config.n_experts * config.experts_per_token if row.is_per_expert else row.numel
 
 
 def flops_per_token(config: ModelConfig, seq_len: int, convention: FlopsConvention = "full") -> int:

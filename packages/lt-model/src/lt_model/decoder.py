@@ -67,6 +67,7 @@ class Attention(nn.Module):
         self.attend = attend
         self.qk_norm = config.qk_norm
         self.query_scale = config.attention_scale * width**0.5 if config.attention_scale else 1.0
+        self.sinks = nn.Parameter(torch.zeros(config.n_heads)) if config.sinks else None
         self.q_proj = nn.Linear(config.hidden_size, q_width, bias=config.qkv_bias)
         self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=config.qkv_bias)
         self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=config.qkv_bias)
@@ -93,7 +94,8 @@ class Attention(nn.Module):
             q_BTHK = q_BTHK * self.query_scale
         if cache is not None:
             k_BTGK, v_BTGK = cache.update(k_BTGK, v_BTGK)
-        return self.o_proj(self.attend(q_BTHK, k_BTGK, v_BTGK, mask).flatten(2))
+        sinks = {} if self.sinks is None else {"sinks": self.sinks}
+        return self.o_proj(self.attend(q_BTHK, k_BTGK, v_BTGK, mask, **sinks).flatten(2))
 
 
 class LatentAttention(nn.Module):

@@ -93,6 +93,9 @@ class Family:
         has_extra_layers: files may have layers beyond the model's, which predict further tokens and are not read.
         partial_key: key of the rotated share of a head before transformers 5, or "" where all is rotated.
         has_our_names_in_modules: transformers' modules have our names, and `renames` is of files alone.
+        has_transposed_experts: files have experts as [experts, in, out], gates and ups in alternate columns, and so
+            their biases.
+        has_torchtitan_names: torchtitan has names for all of the family's tensors, and rows in transformers' order.
         renames: part of our tensor names to part of theirs, in order.
         fused: their tensor of a layer to ours, which it has one below the other ("rows"), or head by head ("heads").
     """
@@ -112,6 +115,8 @@ class Family:
     dense_layers: Literal["", "listed", "first"] = ""
     has_extra_layers: bool = False
     has_our_names_in_modules: bool = False
+    has_transposed_experts: bool = False
+    has_torchtitan_names: bool = False
     partial_key: str = ""
     renames: tuple[tuple[str, str], ...] = ()
     fused: Mapping[str, tuple[tuple[str, ...], Literal["rows", "heads"]]] = field(default_factory=dict)

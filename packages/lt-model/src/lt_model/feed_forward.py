@@ -33,8 +33,18 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+CLAMPED_SLOPE = 1.702
+"""Factor within the sigmoid of the clamped activation."""
+
+
 def _activate(name: str, gate: Tensor, up: Tensor) -> Tensor:
     return swiglu(gate, up) if name == "silu" else ACTIVATIONS[name](gate) * up
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+    """Return gate sigmoid(1.702 gate) (up + 1), where gates are at most `limit` and ups within it (gpt-oss)."""
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(CLAMPED_SLOPE * gate) * (up + 1)
 
 
 class MLP(nn.Module):
@@ -63,7 +73,7 @@ class Router(nn.Linear):
     e_score_correction_bias: Tensor | None
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config.hidden_size, config.n_experts, bias=False)
+        super().__init__(config.hidden_size, config.n_experts, bias=config.expert_bias)
         self.top_k, self.normalize, self.scale = config.experts_per_token, config.normalize_top_k, config.expert_scale
         self.is_softmax = config.router_score == "softmax"
         self.n_groups, self.top_groups = config.n_groups, config.top_groups
@@ -77,7 +87,8 @@ class Router(nn.Linear):
     def choose(self, x_ND: Tensor, weight_ED: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return what `forward` does, with the weight given."""
         wide = torch.promote_types(x_ND.dtype, torch.float32)
-        logits_NE = F.linear(x_ND.to(wide), weight_ED.to(wide))
+        bias = None if self.bias is None else self.bias.to(wide)
+        logits_NE = F.linear(x_ND.to(wide), weight_ED.to(wide), bias)
         scores_NE = self.scores(logits_NE)
         if self.e_score_correction_bias is None and self.n_groups == 1:
             weights_NK, experts_NK = scores_NE.topk(self.top_k, dim=-1)
@@ -118,19 +129,30 @@ class Experts(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.activation = config.activation
+        self.activation, self.limit, self.has_bias = config.activation, config.glu_limit, config.expert_bias
         n, hidden, inner = config.n_experts, config.hidden_size, config.expert_size
-        self.gate_proj = nn.Parameter(torch.empty(n, inner, hidden))
-        self.up_proj = nn.Parameter(torch.empty(n, inner, hidden))
-        self.down_proj = nn.Parameter(torch.empty(n, hidden, inner))
-        if not self.down_proj.is_meta:
-            for weight in self.parameters():
-                nn.init.normal_(weight, std=0.02)
+        for name, shape in (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
+            weight = torch.empty(n, *shape)
+            self.register_parameter(
+                f"{name}_proj", nn.Parameter(weight if weight.is_meta else nn.init.normal_(weight, std=0.02))
+            )
+            if self.has_bias:
+                self.register_parameter(f"{name}_proj_bias", nn.Parameter(torch.zeros(n, shape[0])))
 
     def forward(self, rows_RD: Tensor, ends_E: Tensor) -> Tensor:
         """Return the experts' outputs [R, D]; the rows of expert e end before `ends_E[e]` (int32)."""
-        gate, up = (grouped_product(rows_RD, weight, ends_E) for weight in (self.gate_proj, self.up_proj))
-        return grouped_product(_activate(self.activation, gate, up), self.down_proj, ends_E)
+        gate, up = (self._product(rows_RD, name, ends_E) for name in ("gate_proj", "up_proj"))
+        inner = clamped_swiglu(gate, up, self.limit) if self.limit else _activate(self.activation, gate, up)
+        return self._product(inner, "down_proj", ends_E)
+
+    def _product(self, rows_RD: Tensor, name: str, ends_E: Tensor) -> Tensor:
+        out_RF = grouped_product(rows_RD, getattr(self, name), ends_E)
+        if not self.has_bias:
+            return out_RF
+        expert_R = torch.searchsorted(
+            ends_E, torch.arange(len(out_RF), device=ends_E.device, dtype=ends_E.dtype), right=True
+        )
+        return out_RF + getattr(self, f"{name}_bias").index_select(0, expert_R)
 
 
 class MoE(nn.Module):

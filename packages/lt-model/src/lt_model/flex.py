@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lt_model.sdpa import sdpa_attention
+from lt_model.sdpa import reference_attention, sdpa_attention
 
 if TYPE_CHECKING:
     from lt_model.documents import DocumentBoundaries
@@ -34,24 +34,46 @@ def flex_mask(boundaries: DocumentBoundaries, device: torch.device, window: int 
     return create_block_mask(seen, n_rows, None, n_tokens, n_tokens, device=str(device))
 
 
-def flex_mask_attention(q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, mask: Any, softcap: float = 0.0) -> Tensor:
-    """Attend through compiled flex_attention with the block mask."""
-    if mask is None:
-        return sdpa_attention(q_BTHK, k_BSGK, v_BSGK, None)
-    return call_flex(_flex_kernel(), q_BTHK, k_BSGK, v_BSGK, mask, softcap)
+def flex_mask_attention(
+    q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, mask: Any, softcap: float = 0.0, sinks: Tensor | None = None
+) -> Tensor:
+    """Attend through compiled flex_attention with the block mask; by the formula with a dense one or none.
+
+    Those come without documents, and from a cache, whose few queries need no kernel.
+    """
+    if mask is not None and not isinstance(mask, Tensor):
+        return call_flex(_flex_kernel(), q_BTHK, k_BSGK, v_BSGK, mask, softcap, sinks)
+    if softcap or sinks is not None:
+        return reference_attention(q_BTHK, k_BSGK, v_BSGK, mask, softcap, sinks)
+    return sdpa_attention(q_BTHK, k_BSGK, v_BSGK, mask)
 
 
 def call_flex(
-    kernel: Callable[..., Any], q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, mask: Any, softcap: float = 0.0
+    kernel: Callable[..., Any],
+    q_BTHK: Tensor,
+    k_BSGK: Tensor,
+    v_BSGK: Tensor,
+    mask: Any,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Call flex_attention, compiled or eager, with heads and tokens in its order."""
+    """Call flex_attention, compiled or eager, with heads and tokens in its order.
+
+    A sink s beside keys whose scores have the log-sum-exp l leaves them 1 / (1 + exp(s - l)) of the softmax.
+    """
 
     def cap(score: Tensor, *_: Tensor) -> Tensor:
         return softcap * torch.tanh(score / softcap)
 
     q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BSGK, v_BSGK))
-    is_gqa = q.shape[1] != k.shape[1]
-    return kernel(q, k, v, score_mod=cap if softcap else None, block_mask=mask, enable_gqa=is_gqa).transpose(1, 2)
+    options = {"score_mod": cap if softcap else None, "block_mask": mask, "enable_gqa": q.shape[1] != k.shape[1]}
+    if sinks is None:
+        return kernel(q, k, v, **options).transpose(1, 2)
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    out_BHTK, found = kernel(q, k, v, **options, return_aux=AuxRequest(lse=True))
+    shares_BHT = torch.sigmoid(found.lse - sinks[:, None].to(found.lse.dtype))
+    return (out_BHTK * shares_BHT[..., None]).to(v.dtype).transpose(1, 2)
 
 
 def _flex_kernel() -> Callable[..., Any]:

@@ -89,11 +89,7 @@ def config_from_hf(values: Mapping[str, Any], source: str = "") -> ModelConfig:
     if not isinstance(family, str) or family not in FAMILIES:
         raise ModelError(f"{where}: model_type = {family!r}: unknown; the families are {', '.join(FAMILIES)}")
     row = FAMILIES[family]
-    partial = {} if row.partial_key else {"partial_rotary_factor": 1}
-    for name, wanted in {**COMMON_REQUIRED, **row.required, **partial}.items():
-        found = values.get(name)
-        if found is not None and found != wanted:
-            raise ModelError(f"{where}: {name} = {found!r} of {family} is not supported (only {wanted!r})")
+    _check_required(values, row, where)
     given = {**COMMON_DEFAULTS, **row.defaults, **{key: value for key, value in values.items() if value is not None}}
     given |= {key: None for key in NULLABLE if key in values and values[key] is None}
     if given.get("num_key_value_heads") is None:
@@ -118,6 +114,20 @@ def config_from_hf(values: Mapping[str, Any], source: str = "") -> ModelConfig:
     except ModelError as error:
         text = str(error)
         raise ModelError(text if text.startswith(where) else f"{where}: {text}") from error
+
+
+def _check_required(values: Mapping[str, Any], row: Family, where: str) -> None:
+    family, partial = values["model_type"], {} if row.partial_key else {"partial_rotary_factor": 1}
+    if quantization := values.get("quantization_config"):
+        method = quantization.get("quant_method", quantization) if isinstance(quantization, Mapping) else quantization
+        raise ModelError(
+            f"{where}: quantization_config: {method!r} weights of {family} are not read; take its bf16 files, which "
+            "transformers writes: from_pretrained with Mxfp4Config(dequantize=True) or the like, then save_pretrained"
+        )
+    for name, wanted in {**COMMON_REQUIRED, **row.required, **partial}.items():
+        found = values.get(name)
+        if found is not None and found != wanted:
+            raise ModelError(f"{where}: {name} = {found!r} of {family} is not supported (only {wanted!r})")
 
 
 def read_config(path: str | Path) -> ModelConfig:
@@ -257,6 +267,8 @@ def _period(marks: list[bool]) -> int:
 
 def _read_rope(values: Mapping[str, Any], row: Family, where: str, max_positions: object) -> dict[str, Any]:
     """Return the rotary fields from the old spelling, the new one, or both."""
+    if "rope_scaling" in row.defaults and not values.keys() & {"rope_scaling", "rope_parameters"}:
+        values = {**values, "rope_scaling": row.defaults["rope_scaling"]}
     given = {key: value for key, value in values.items() if value is not None}
     partial, defaults = row.partial_key or "partial_rotary_factor", {**COMMON_DEFAULTS, **row.defaults}
     names = {"rope_theta": row.theta_key, "partial_rotary_factor": partial}

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
 from lt_model.config import ModelConfig
@@ -26,7 +26,7 @@ PRODUCTS: tuple[ParamType, ...] = ("matrix", "experts", "router")
 """Types of what a block multiplies by, in the order of the table."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ParamSpec:
     """Parameter tensor of the model.
 
@@ -34,13 +34,10 @@ class ParamSpec:
         name: its name in the state dict, as in transformers.
         shape: its full (unsharded) shape; linear weights are [out, in].
         layer: index of its block, or None outside the blocks.
-        role: "embed" (input embedding), "block", or "final" (last norm and head); the unit of pipeline stages.
         type: what it is: "matrix" (of a product in a block), "experts" (stacked matrices [experts, out, in]), "router"
             (scores of experts, and the gate of a shared one), "embedding", "head", "norm" or "bias".
-        kind: module name: "embed_tokens", "q_proj", "down_proj", "input_layernorm", "lm_head" and so on.
         tp_dim: the dimension that tensor parallelism splits: 0 (vocabulary rows or output features), 1 (input
             features), one more of stacked matrices, or None when every rank has all of it.
-        decay: whether weight decay applies (to matrices, experts, routers and the head).
         init: initial values: the standard deviation of normal ones, or "ones" or "zeros".
         is_trained: False of a buffer without gradient: the selection bias of a router, fp32 in every dtype.
         is_saved: whether "selective" recomputation saves the output of its product: every other one of a block, of
@@ -50,19 +47,37 @@ class ParamSpec:
     name: str
     shape: tuple[int, ...]
     layer: int | None
-    role: ParamRole
     type: ParamType
-    kind: str
+    _: KW_ONLY
     tp_dim: int | None
-    decay: bool
     init: float | Literal["ones", "zeros"]
     is_saved: bool = False
     is_trained: bool = True
 
     @property
+    def role(self) -> ParamRole:
+        """The unit of pipeline stages: "embed" (input embedding), "block", or "final" (last norm and head)."""
+        return "block" if self.layer is not None else "embed" if self.type == "embedding" else "final"
+
+    @property
+    def kind(self) -> str:
+        """Name of its module: "embed_tokens", "q_proj", "down_proj", "input_layernorm", "lm_head" and so on."""
+        return self.name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
+
+    @property
+    def decay(self) -> bool:
+        """Whether weight decay applies: to matrices, experts, routers and the head."""
+        return self.type in (*PRODUCTS, "head")
+
+    @property
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def is_per_expert(self) -> bool:
+        """Whether the first dimension is that of experts, of which a token uses some."""
+        return ".experts." in self.name
 
 
 NORM_NAMES: dict[str, tuple[str, str, str, str]] = {
@@ -86,12 +101,12 @@ def param_specs(config: ModelConfig) -> tuple[ParamSpec, ...]:
 def _iter_param_specs(config: ModelConfig) -> Iterator[ParamSpec]:
     vocab = (config.vocab_size, config.hidden_size)
     std = config.init_std
-    yield _spec("model.embed_tokens.weight", vocab, None, "embedding", tp_dim=0, init=std)
+    yield ParamSpec("model.embed_tokens.weight", vocab, None, "embedding", tp_dim=0, init=std)
     for layer in range(config.n_layers):
         yield from _block_specs(config, layer)
     yield from _norm_specs(config, "model.norm", config.hidden_size, None)
     if not config.tie_word_embeddings:
-        yield _spec("lm_head.weight", vocab, None, "head", tp_dim=0, init=std)
+        yield ParamSpec("lm_head.weight", vocab, None, "head", tp_dim=0, init=std)
 
 
 def _block_specs(config: ModelConfig, layer: int) -> Iterator[ParamSpec]:
@@ -102,23 +117,28 @@ def _block_specs(config: ModelConfig, layer: int) -> Iterator[ParamSpec]:
     if not config.layer(layer).experts:
         products += _mlp_products("mlp", hidden, config.intermediate_size, config)
     else:
-        products.append(("mlp.gate", (config.n_experts, hidden), None, False))
+        products.append(("mlp.gate", (config.n_experts, hidden), None, config.expert_bias))
         products += _mlp_products("mlp.experts", hidden, config.expert_size, config)
         if config.shared_expert_size:
             products += _mlp_products("mlp.shared_experts", hidden, config.shared_expert_size, config)
         if config.shared_expert_gate:
             products.append(("mlp.shared_expert_gate", (1, hidden), None, False))
     prefix = f"model.layers.{layer}"
+    if config.sinks:
+        yield ParamSpec(f"{prefix}.self_attn.sinks", (config.n_heads,), layer, "bias", tp_dim=0, init="zeros")
     for index, (name, shape, tp_dim, has_bias) in enumerate(products):
         std, is_saved = residual_std if tp_dim == 1 else config.init_std, index % 2 == 0
         if name.startswith("mlp.experts."):
             shape, dim, is_saved = (config.n_experts, *shape), 1 + (tp_dim or 0), not name.endswith("up_proj")
-            yield _spec(f"{prefix}.{name}", shape, layer, "experts", tp_dim=dim, init=std, is_saved=is_saved)
+            yield ParamSpec(f"{prefix}.{name}", shape, layer, "experts", tp_dim=dim, init=std, is_saved=is_saved)
+            if config.expert_bias:
+                row_dim = 1 if dim == 1 else None
+                yield ParamSpec(f"{prefix}.{name}_bias", shape[:2], layer, "bias", tp_dim=row_dim, init="zeros")
             continue
         type_: ParamType = "router" if name.startswith("mlp.") and tp_dim is None else "matrix"
-        yield _spec(f"{prefix}.{name}.weight", shape, layer, type_, tp_dim=tp_dim, init=std, is_saved=is_saved)
+        yield ParamSpec(f"{prefix}.{name}.weight", shape, layer, type_, tp_dim=tp_dim, init=std, is_saved=is_saved)
         if has_bias:  # of a row-parallel product whole on every rank, and added once, after the sum
-            yield _spec(
+            yield ParamSpec(
                 f"{prefix}.{name}.bias", shape[:1], layer, "bias", tp_dim=0 if tp_dim == 0 else None, init="zeros"
             )
         yield from _specs_after(config, layer, name)
@@ -132,10 +152,10 @@ def _specs_after(config: ModelConfig, layer: int, product: str) -> Iterator[Para
     latents = {"q_a_proj": ("q_a_layernorm", config.q_rank), "kv_a_proj_with_mqa": ("kv_a_layernorm", config.kv_rank)}
     if place in latents:
         norm, rank = latents[place]
-        yield _spec(f"{attention}.{norm}.weight", (rank,), layer, "norm", tp_dim=None, init="ones")
+        yield ParamSpec(f"{attention}.{norm}.weight", (rank,), layer, "norm", tp_dim=None, init="ones")
     elif product == "mlp.gate" and config.selection_bias:
         name, shape = f"model.layers.{layer}.mlp.gate.e_score_correction_bias", (config.n_experts,)
-        yield _spec(name, shape, layer, "bias", tp_dim=None, init="zeros", is_trained=False)
+        yield ParamSpec(name, shape, layer, "bias", tp_dim=None, init="zeros", is_trained=False)
     elif place == "o_proj" and config.qk_norm != "none":
         is_full, width = config.qk_norm == "full", config.head_width
         for norm, n_heads in (("q_norm", config.n_heads), ("k_norm", config.n_kv_heads)):
@@ -186,33 +206,6 @@ def _norm_specs(
     config: ModelConfig, module: str, width: int, layer: int | None, tp_dim: int | None = None
 ) -> Iterator[ParamSpec]:
     init: Literal["ones", "zeros"] = "zeros" if config.norm == "rms_plus_one" else "ones"
-    yield _spec(f"{module}.weight", (width,), layer, "norm", tp_dim=tp_dim, init=init)
+    yield ParamSpec(f"{module}.weight", (width,), layer, "norm", tp_dim=tp_dim, init=init)
     if config.norm == "layer":
-        yield _spec(f"{module}.bias", (width,), layer, "bias", tp_dim=tp_dim, init="zeros")
-
-
-def _spec(
-    name: str,
-    shape: tuple[int, ...],
-    layer: int | None,
-    type_: ParamType,
-    *,
-    tp_dim: int | None,
-    init: float | Literal["ones", "zeros"],
-    is_saved: bool = False,
-    is_trained: bool = True,
-) -> ParamSpec:
-    role: ParamRole = "block" if layer is not None else "embed" if type_ == "embedding" else "final"
-    return ParamSpec(
-        name=name,
-        shape=shape,
-        layer=layer,
-        role=role,
-        type=type_,
-        kind=name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2],
-        tp_dim=tp_dim,
-        decay=type_ in (*PRODUCTS, "head"),
-        init=init,
-        is_saved=is_saved,
-        is_trained=is_trained,
-    )
+        yield ParamSpec(f"{module}.bias", (width,), layer, "bias", tp_dim=tp_dim, init="zeros")

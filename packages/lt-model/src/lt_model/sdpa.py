@@ -35,7 +35,12 @@ def window_bias(n_tokens: int, n_keys: int, window: int, device: torch.device, d
 
 
 def reference_attention(
-    q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, bias: Tensor | None, softcap: float = 0.0
+    q_BTHK: Tensor,
+    k_BSGK: Tensor,
+    v_BSGK: Tensor,
+    bias: Tensor | None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend by the formula; softmax in fp32 or wider. Memory: B * H * T * S scores."""
     repeats = q_BTHK.shape[2] // k_BSGK.shape[2]
@@ -45,7 +50,11 @@ def reference_attention(
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores + (_causal_bias(q_BTHK, k_BSGK) if bias is None else bias)
-    return torch.einsum("bhts,bshk->bthk", scores.softmax(dim=-1).to(v_BSHK.dtype), v_BSHK)
+    if sinks is not None:
+        sinks_BHT1 = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:1], -1, scores.shape[2], 1)
+        scores = torch.cat((scores, sinks_BHT1), dim=-1)
+    shares = scores.softmax(dim=-1)[..., : k_BSGK.shape[1]]
+    return torch.einsum("bhts,bshk->bthk", shares.to(v_BSHK.dtype), v_BSHK)
 
 
 def sdpa_attention(q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, bias: Tensor | None) -> Tensor:

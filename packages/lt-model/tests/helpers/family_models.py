@@ -140,6 +140,14 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "first_k_dense_replace": 1,
         },
     ),
+    "gpt_oss, window 6": (
+        "gpt_oss",
+        {
+            **EXPERTS,
+            **{"head_dim": 12, "sliding_window": 6, "swiglu_limit": 0.5},
+            "rope_parameters": {**YARN, "truncate": False},
+        },
+    ),
     "qwen3_moe, head 12": (
         "qwen3_moe",
         {**QWEN_EXPERTS, "head_dim": 12, "norm_topk_prob": True, "mlp_only_layers": [1]},
@@ -207,7 +215,12 @@ def our_tensors(theirs: Mapping[str, Tensor], config: ModelConfig) -> dict[str, 
                     pieces = list(whole.split([shapes[name][0] for name in names]))
                 found |= dict(zip(names, pieces, strict=True))
     for spec in param_specs(config):
-        if spec.type == "experts" and "down_proj" not in spec.name:
+        if row.has_transposed_experts and spec.is_per_expert:
+            whole = theirs[spec.name.replace("gate_proj", "gate_up_proj").replace(".up_proj", ".gate_up_proj")]
+            whole = whole.transpose(1, 2) if spec.type == "experts" else whole
+            is_up = ".up_proj" in spec.name
+            found[spec.name] = whole if "down_proj" in spec.name else whole[:, is_up::2]
+        elif spec.type == "experts" and "down_proj" not in spec.name:
             path, _, name = spec.name.rpartition(".")
             found[spec.name] = theirs[f"{path}.gate_up_proj"].chunk(2, dim=1)[name == "up_proj"]
         elif spec.name not in found:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lt_model.attention_features import ATTENTION_LACKS
 from lt_trainer.config.recipe import check_features, model_config
 from lt_trainer.errors import RecipeError
 from lt_trainer_gpu.options import GpuOptions
@@ -19,13 +20,6 @@ if TYPE_CHECKING:
     from lt_trainer.config.sections import Recipe
     from lt_trainer.engine import World
 
-ATTENTION_LACKS: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("sdpa", "split"), ("attention_softcap",)),
-    **dict.fromkeys(("cudnn", "varlen"), ("attention_softcap", "value_width")),
-    "flash": ("attention_softcap", "value_width", "sliding_window"),
-    "flash-attn": ("value_width",),
-}
-"""Attention backend to the features of a model that it does not have."""
 CONTEXT_PARALLEL_ATTENTION = ("auto", "varlen", "sdpa", "split", "reference", "flex")
 """Attention backends that take the keys of all context-parallel ranks."""
 COMPILE_TORCH_VERSIONS: tuple[tuple[int, int], ...] = ((2, 11), (2, 14), (2, 15))
@@ -87,6 +81,7 @@ def check_recipe(recipe: Recipe, world: World) -> None:
     _refuse_broken(recipe, _recipe_rules(recipe, world))
     recipe.accumulation_steps(world.size)
     attention, model = recipe.engine["gpu"].attention, model_config(recipe, recipe.model.vocab_size or 1)
+    check_features(model, "training", ("sinks",))
     check_features(model, f"engine.gpu.attention = {attention}", ATTENTION_LACKS.get(attention, ()))
     if (fp8 := recipe.engine["gpu"].fp8) != "off":
         check_features(model, f"engine.gpu.fp8 = {fp8}", ("n_experts",))

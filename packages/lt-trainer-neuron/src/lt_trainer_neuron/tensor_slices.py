@@ -120,5 +120,4 @@ def replicated_kv_heads(nxd_options: NxdOptions, n_kv_heads: int) -> list[list[i
     """
     if nxd_options.kv_size_multiplier == 1:
         return []
-    assert nxd_options.head_order == "trn1"
     return [list(range(head, nxd_options.tp, n_kv_heads)) for head in range(n_kv_heads)]

@@ -18,7 +18,7 @@ from lt_ckpt.cli.terminal import (
 from lt_ckpt.terminal_text import echo
 
 if TYPE_CHECKING:
-    from lt_ckpt.nxd.options import HeadOrder, LayoutVersion
+    from lt_ckpt.nxd.options import LayoutVersion
 
 
 def convert(
@@ -42,18 +42,12 @@ def convert(
     xser: Annotated[bool, typer.Option("--xser", help="NxD: every tensor in a file of its own.")] = False,
     layout: Annotated[str, typer.Option("--layout", help="NxD: v1 or v2.")] = "v2",
     tag: Annotated[str, typer.Option("--tag", help="NxD v2: the tag folder, with its markers.")] = "",
-    head_order: Annotated[
-        str, typer.Option("--head-order", help="NxD: trn1, or trn2 (not tested on hardware).")
-    ] = "trn1",
     master_weights: MasterOption = False,
     optimizer: Annotated[
         bool,
         typer.Option("--optimizer", help="Between lt and NxD: also moments, master weights and step (ZeRO-1 state)."),
     ] = False,
     dp: Annotated[int, typer.Option("--dp", help="NxD with --optimizer: data parallel ranks.")] = 0,
-    source_head_order: Annotated[
-        str, typer.Option("--source-head-order", help="From NxD: trn1 or trn2; the files do not show it.")
-    ] = "trn1",
     allow_replica_mismatch: Annotated[
         bool,
         typer.Option(
@@ -87,7 +81,6 @@ def convert(
         layout=cast("LayoutVersion", layout),
         xser=xser,
         tag=tag,
-        head_order=cast("HeadOrder", head_order),
     )
     if to != "nxd" and nxd_options != NxdOptions():
         raise CheckpointError(f"options of NxD have no effect with --to {to}; leave them out, or use --to nxd")
@@ -97,7 +90,7 @@ def convert(
         raise CheckpointError(
             "--dp: number of data parallel ranks of the state written by --to nxd --optimizer; give both"
         )
-    source = open_model(path, config, master_weights=master_weights, optimizer=optimizer, head_order=source_head_order)
+    source = open_model(path, config, master_weights=master_weights, optimizer=optimizer)
     if optimizer and source.groups.keys() == {"weights"}:
         raise CheckpointError(f"{path}: has no optimizer state; leave out --optimizer")
     options = ConvertOptions(

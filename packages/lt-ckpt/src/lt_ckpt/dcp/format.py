@@ -27,8 +27,16 @@ import numpy as np
 from lt_ckpt.conversion import Target
 from lt_ckpt.dtypes import item_bytes
 from lt_ckpt.errors import CheckpointError, translate_os_errors
-from lt_ckpt.family_tensors import IGNORED_BUFFERS, family_key, family_tensors, find_family_tensors, module_key
+from lt_ckpt.family_tensors import (
+    IGNORED_BUFFERS,
+    family_key,
+    family_tensors,
+    find_family_tensors,
+    module_key,
+    view_group,
+)
 from lt_ckpt.file_names import check_name
+from lt_ckpt.joined_experts import join_specs, split_group, whole_keys
 from lt_ckpt.laid_out_files import CountBytes, ReadBlock, Settle
 from lt_ckpt.layout import FileLayout, TensorLayout, slice_rows, stored_specs
 from lt_ckpt.llama_tensors import EMBED, HEAD, add_tied_head, param_specs, target_specs, tensor_shapes
@@ -36,12 +44,13 @@ from lt_ckpt.meta_llama.names import dialect_key, unpermute_group
 from lt_ckpt.model_files import model_files
 from lt_ckpt.records import TORCH_ADAMW
 from lt_ckpt.shards import Ints, is_inside, split_rows
-from lt_ckpt.source import Source, TensorGroup, build_tensor_group
+from lt_ckpt.source import Source, TensorGroup, build_tensor_group, group_of
 from lt_ckpt.stored_slices import StoredSlice
 from lt_ckpt.tensorfile import TensorSpec
 from lt_ckpt.torchfile.file import CODES, DTYPES
 from lt_ckpt.torchfile.tensor_files import TensorFiles
 from lt_model import ModelConfig, config_from_hf
+from lt_model.families import FAMILIES
 
 try:
     import torch
@@ -142,26 +151,27 @@ def open_dcp(path: str | os.PathLike[str], *, config: Mapping[str, Any]) -> Sour
     metadata = SafeReader(folder).read_metadata()
     tensors = {k: m for k, m in metadata.state_dict_metadata.items() if isinstance(m, dcp.TensorStorageMetadata)}
     dialect, prefix = _detect_naming(model, tensors, str(folder))
-    is_qwen = "titan" in dialect and model.family.startswith("qwen3")  # without Meta's order of rows
+    has_our_rows = "titan" in dialect and FAMILIES[model.family].has_torchtitan_names  # not in Meta's order
     if dialect != "hf":
-        model.check_features(f"the names of {dialect}", ("qkv_bias", "o_bias") if is_qwen else None)
-    table, shapes = _find_tensors(model, dialect, prefix, tensors, str(folder))
-    keys = {"weights": [prefix + key for key in table], **_find_moments(tensors, dialect, model, table)}
-    used = {key for names in keys.values() for key in names}
+        model.check_features(f"the names of {dialect}", ("qkv_bias", "o_bias") if has_our_rows else None)
+    wholes = whole_keys(model, tensors)
+    table, shapes = _find_tensors(model, dialect, prefix, wholes, str(folder))
+    keys = {"weights": {key: prefix + key for key in table}, **_find_moments(wholes, dialect, model, table)}
+    used = {wholes[key] for names in keys.values() for key in names.values()}
     chunks = _ChunkReader(folder, metadata)
-    stored = {key: chunks.locate(key, tensors[key]) for key in used}
+    stored = split_group(model, group_of({key: chunks.locate(key, tensors[key]) for key in used}))
     groups: dict[str, TensorGroup] = {}
     for kind, names in keys.items():
-        renamed = tuple(replace(tensor, key=key) for tensor, key in zip(table.values(), names, strict=True))
-        found = TensorGroup(
-            specs={key: stored[key][0] for key in names}, locations={key: stored[key][1] for key in names}
-        )
-        layout = (FileLayout(path=METADATA, tensors=renamed),)
-        group = build_tensor_group(layout, {METADATA: found}, shapes, str(folder))
-        if dialect != "hf" and not is_qwen:
+        own = {key: table[key] for key in names}
+        group = group_of({key: (stored.specs[name], stored.locations[name]) for key, name in names.items()})
+        layout = (FileLayout(path=METADATA, tensors=tuple(own.values())),)
+        parts = {region.name for tensor in own.values() for region in tensor.regions}
+        wanted = {name: shape for name, shape in shapes.items() if name in parts}
+        group = build_tensor_group(layout, {METADATA: view_group(group, own)}, wanted, str(folder))
+        if dialect != "hf" and not has_our_rows:
             group = unpermute_group(group, param_specs(model), model.head_width)
         groups[kind] = add_tied_head(group, model)
-    others = [key for key in metadata.state_dict_metadata if key not in used]
+    others = Counter(key.partition(".")[0] for key in metadata.state_dict_metadata if key not in used)
     return Source(
         format="dcp",
         path=folder,
@@ -169,11 +179,7 @@ def open_dcp(path: str | os.PathLike[str], *, config: Mapping[str, Any]) -> Sour
         config=dict(config),
         groups=groups,
         optimizer=TORCH_ADAMW if groups.keys() >= set(TORCH_ADAMW.slots) else None,
-        format_info={
-            "names": dialect,
-            "prefix": prefix,
-            "others": dict(Counter(key.partition(".")[0] for key in others)),
-        },
+        format_info={"names": dialect, "prefix": prefix, "others": dict(others)},
     )
 
 
@@ -198,16 +204,18 @@ def _detect_naming(config: ModelConfig, tensors: Mapping[str, object], where: st
 
 
 def _find_moments(
-    tensors: Mapping[str, object], dialect: str, config: ModelConfig, table: Collection[str]
-) -> dict[str, list[str]]:
-    """Return kind → keys of the moments, in the order of the table, that exist for every tensor of it."""
-    found: dict[str, list[str]] = {}
+    tensors: Mapping[str, object], dialect: str, config: ModelConfig, table: Mapping[str, TensorLayout]
+) -> dict[str, dict[str, str]]:
+    """Return kind → key of the table → key of its moment, if all that is trained has one."""
+    found: dict[str, dict[str, str]] = {}
+    untrained = {row.name for row in param_specs(config) if not row.is_trained}
+    trained = [key for key, tensor in table.items() if tensor.regions[0].name not in untrained]
     for kind in TORCH_ADAMW.slots:
         end = f"state.{_rename(dialect, config)(EMBED)}.{kind}"
         starts = [key.removesuffix(end) for key in tensors if key.endswith(end)]
         for start in starts if len(starts) == 1 else []:
-            keys = [f"{start}state.{key}.{kind}" for key in table]
-            if tensors.keys() >= set(keys):
+            keys = {key: f"{start}state.{key}.{kind}" for key in trained}
+            if tensors.keys() >= set(keys.values()):
                 found[kind] = keys
     return found
 
@@ -298,8 +306,10 @@ def dcp_target(source: Source, *, dtype: str | None = None) -> Target:
     """
     model = source.model
     specs = target_specs(source, tensor_shapes(model), dtype)
-    layout = family_tensors(model, tensor_shapes(model), partial(module_key, config=model), "pairs")
-    stored = stored_specs(layout.values(), specs)
+    joined = join_specs(model, specs)
+    shapes = {name: spec.shape for name, spec in joined.items()}
+    layout = family_tensors(model, shapes, partial(module_key, config=model), "pairs")
+    stored = stored_specs(layout.values(), joined)
 
     def fill(folder: Path, read: ReadBlock, count_bytes: CountBytes, settle: Settle) -> None:
         tensors = {

@@ -14,6 +14,7 @@ from lt_ckpt import json_objects
 from lt_ckpt.conversion import Target
 from lt_ckpt.family_tensors import build_family_group, family_tensors, is_extra_layer
 from lt_ckpt.hf.folder import CONFIG, INDEX_FILE, SINGLE_FILE, read_stored_arrays, read_tensor_file
+from lt_ckpt.joined_experts import join_specs
 from lt_ckpt.laid_out_files import lay_out_safetensors, write_layout
 from lt_ckpt.layout import FileLayout, stored_specs
 from lt_ckpt.llama_tensors import stored_shapes, target_specs, tensor_shapes
@@ -57,8 +58,9 @@ def hf_target(source: Source, *, dtype: str | None = None, max_shard_bytes: int 
     """
     model = source.model
     specs = target_specs(source, stored_shapes(model, not model.tie_word_embeddings), dtype)
-    tensors = family_tensors(model, {name: spec.shape for name, spec in specs.items()})
-    stored = stored_specs(tensors.values(), specs)
+    joined = join_specs(model, specs)
+    tensors = family_tensors(model, {name: spec.shape for name, spec in joined.items()})
+    stored = stored_specs(tensors.values(), joined)
     shards = _split_into_shards({key: stored[key] for key in file_order(stored)}, max_shard_bytes)
     aux_files = model_files(source, specs)
     if len(shards) > 1:
@@ -66,7 +68,7 @@ def hf_target(source: Source, *, dtype: str | None = None, max_shard_bytes: int 
         index = {"metadata": {"total_size": sum(s.n_bytes for s in specs.values())}, "weight_map": weight_map}
         aux_files[INDEX_FILE] = json_objects.dumps(index, INDEX_FILE, indent=2)
     layout = tuple(FileLayout(path=file, tensors=tuple(tensors[key] for key in keys)) for file, keys in shards.items())
-    return Target(specs=specs, fill=write_layout(layout, specs, lay_out_safetensors), aux_files=aux_files)
+    return Target(specs=specs, fill=write_layout(layout, joined, lay_out_safetensors), aux_files=aux_files)
 
 
 def pt_target(source: Source, name: str, *, dtype: str | None = None) -> Target:
@@ -79,10 +81,11 @@ def pt_target(source: Source, name: str, *, dtype: str | None = None) -> Target:
     """
     from lt_ckpt.torchfile.file import lay_out_pt  # needs torch
 
-    shapes = tensor_shapes(source.model)
-    specs, tensors = target_specs(source, shapes, dtype), family_tensors(source.model, shapes)
+    specs = target_specs(source, tensor_shapes(source.model), dtype)
+    joined = join_specs(source.model, specs)
+    tensors = family_tensors(source.model, {name: spec.shape for name, spec in joined.items()})
     layout = (FileLayout(path=name, tensors=tuple(tensors.values())),)
-    return Target(specs=specs, fill=write_layout(layout, specs, lay_out_pt), single_file=name)
+    return Target(specs=specs, fill=write_layout(layout, joined, lay_out_pt), single_file=name)
 
 
 def _split_into_shards(specs: Mapping[str, TensorSpec], max_bytes: int) -> dict[str, dict[str, TensorSpec]]:

@@ -4,20 +4,18 @@ File i of n holds the i-th part of every matrix: rows of column-parallel matrice
 the vocabulary (since Llama 3; columns of the embedding before) and of the head; columns of row-parallel ones; whole
 norms. Query and key rows are in Meta's order (`names.py`). Such folders are only read.
 
-params.json is incomplete: the hidden layer's width and the vocabulary size are taken from the tensors, and a model with
-scaled rotary frequencies needs its Hugging Face configuration, because the factor is not in the file.
+params.json is incomplete (no hidden layer's width, vocabulary size or context, nor the factor of scaled rotary
+frequencies), so the model's Hugging Face configuration is needed, and must agree with it.
 """
 
 import os
 import re
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lt_ckpt import files, json_objects
-from lt_ckpt.dtypes import TORCH_NAMES
 from lt_ckpt.errors import CheckpointError, translate_os_errors
 from lt_ckpt.layout import FileLayout, Layout, shard_box, stack_rows
 from lt_ckpt.llama_tensors import param_specs
@@ -26,13 +24,12 @@ from lt_ckpt.shards import Box
 from lt_ckpt.source import Source, build_tensor_group, group_of_arrays
 from lt_ckpt.tensorfile import StoredArray
 from lt_ckpt.torchfile.file import read_state_dict
-from lt_model import ModelConfig, ModelError, config_from_hf, config_to_hf
+from lt_model import ModelConfig, config_from_hf
 from lt_model.params import ParamSpec
 
 PARAMS = "params.json"
 FILE_TEMPLATE = "consolidated.{:02d}.pth"
 _IGNORED_BUFFERS = re.compile(r"(^|\.)rope\.freqs$")
-LLAMA3_VOCAB, LLAMA3_CONTEXT, LLAMA2_CONTEXT = 128256, 8192, 4096
 
 
 def meta_layout(config: ModelConfig, n_files: int, *, embedding_dim: int = 0) -> Layout:
@@ -65,12 +62,12 @@ def meta_layout(config: ModelConfig, n_files: int, *, embedding_dim: int = 0) ->
     )
 
 
-def open_meta(path: str | os.PathLike[str], *, config: Mapping[str, Any] | None = None) -> Source:
+def open_meta(path: str | os.PathLike[str], *, config: Mapping[str, Any]) -> Source:
     """Open a folder with `consolidated.*.pth` and params.json.
 
     Args:
         path: The folder.
-        config: The model's Hugging Face config.json; by default it is made from params.json.
+        config: The model's Hugging Face config.json.
 
     Raises:
         CheckpointError: A file is missing or damaged, or the tensors are not those of the model.
@@ -91,11 +88,8 @@ def open_meta(path: str | os.PathLike[str], *, config: Mapping[str, Any] | None 
     first = arrays_by_file[names[0]]
     embedding = _tensor_shape(first, dialect_key("model.embed_tokens.weight", "meta"), names[0])
     by_columns = len(embedding) == 2 and embedding[1] != params.get("dim")
-    if config is None:
-        hf = _build_config(params, folder, first, len(names), by_columns)
-    else:
-        hf = dict(config)
-        _check_config(config_from_hf(hf, source=f"{folder}: config"), params, folder)
+    hf = dict(config)
+    _check_config(config_from_hf(hf, source=f"{folder}: config"), params, folder)
     model = replace(config_from_hf(hf, source=f"{folder}: config"), tie_word_embeddings=False)
     model.check_features("the format meta")
     shapes = {parameter.name: parameter.shape for parameter in param_specs(model)}
@@ -116,41 +110,6 @@ def _tensor_shape(arrays: Mapping[str, StoredArray], key: str, where: str) -> tu
     if key not in arrays:
         raise CheckpointError(f"{where}: {key!r} is missing; is it one of Meta's Llama files?")
     return arrays[key].spec.shape
-
-
-def _build_config(
-    params: dict[str, Any], folder: Path, arrays: Mapping[str, StoredArray], n_files: int, by_columns: bool
-) -> dict[str, Any]:
-    """Build the Hugging Face configuration from params.json and the tensors of the first file."""
-    where = str(folder / PARAMS)
-    if params.get("use_scaled_rope"):
-        raise CheckpointError(
-            f"{where}: use_scaled_rope is set (Llama 3.1 and later), but the factor is not in the file; give the "
-            "model's Hugging Face configuration (--config config.json)"
-        )
-    embedding = _tensor_shape(arrays, dialect_key("model.embed_tokens.weight", "meta"), FILE_TEMPLATE.format(0))
-    vocab_size = embedding[0] * (1 if by_columns else n_files)
-    hidden_width = _tensor_shape(
-        arrays, dialect_key("model.layers.0.mlp.gate_proj.weight", "meta"), FILE_TEMPLATE.format(0)
-    )[0]
-    context = LLAMA3_CONTEXT if vocab_size == LLAMA3_VOCAB else LLAMA2_CONTEXT
-    with json_objects.translate_format_errors(where):
-        try:
-            model = ModelConfig(
-                vocab_size=vocab_size,
-                hidden_size=params["dim"],
-                intermediate_size=hidden_width * n_files,
-                n_heads=params["n_heads"],
-                n_kv_heads=params["n_heads"] if params.get("n_kv_heads") is None else params["n_kv_heads"],
-                n_layers=params["n_layers"],
-                max_position_embeddings=params.get("max_seq_len", context),
-                rope_theta=params.get("rope_theta", 10000.0),
-                norm_eps=params.get("norm_eps", 1e-5),
-            )
-        except ModelError as exc:
-            raise CheckpointError(f"{where}: {exc}") from exc
-    dtypes = Counter(array.spec.dtype for array in arrays.values())
-    return config_to_hf(model, dtype=TORCH_NAMES[dtypes.most_common(1)[0][0]])
 
 
 def _check_config(model: ModelConfig, params: dict[str, Any], folder: Path) -> None:

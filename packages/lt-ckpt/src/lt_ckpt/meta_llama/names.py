@@ -45,9 +45,7 @@ DIALECTS = {"meta": _META, "titan": _TITAN, "titan, early": _TITAN | _EXPERTS}
 
 
 def dialect_key(name: str, dialect: str) -> str:
-    """Return a dialect's key of a model tensor; `hf` is the identity."""
-    if dialect == "hf":
-        return name
+    """Return a dialect's key of a model tensor."""
     names = DIALECTS[dialect]
     if name in names:
         return names[name]

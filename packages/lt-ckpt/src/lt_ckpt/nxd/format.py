@@ -19,7 +19,7 @@ from lt_ckpt.llama_tensors import MASTER_WEIGHTS, target_specs, tensor_shapes
 from lt_ckpt.model_files import model_files
 from lt_ckpt.nxd.discovery import has_optimizer_files
 from lt_ckpt.nxd.layout import LACKS, nxd_layout
-from lt_ckpt.nxd.options import HeadOrder, NxdOptions
+from lt_ckpt.nxd.options import NxdOptions
 from lt_ckpt.nxd.reader import build_model_group, read_nxd_checkpoint
 from lt_ckpt.nxd.xser import lay_out
 from lt_ckpt.nxd.zero1 import (
@@ -43,7 +43,6 @@ def open_nxd(
     config: Mapping[str, Any],
     optimizer: bool | None = False,
     master_weights: bool = False,
-    head_order: HeadOrder = "trn1",
 ) -> Source:
     """Open an NxD checkpoint, with the model's files that a conversion put into its folder.
 
@@ -54,7 +53,6 @@ def open_nxd(
             becomes that of the source. None: if there is one; an `optim` of torch's own optimizers is only among the
             files to verify.
         master_weights: Take the weights from the fp32 master weights of the ZeRO-1 state, not from the model files.
-        head_order: The head order of the GQA layer, which the files do not show.
 
     Raises:
         CheckpointError: A file is missing or damaged, or the files do not match the model.
@@ -62,9 +60,9 @@ def open_nxd(
     """
     model = config_from_hf(dict(config), source="config.json")
     model.check_features("the format nxd", LACKS)
-    checkpoint = read_nxd_checkpoint(path, model, locate_tensors=not master_weights, head_order=head_order)
+    checkpoint = read_nxd_checkpoint(path, model, locate_tensors=not master_weights)
     nxd_files, inferred = checkpoint.files, checkpoint.options
-    names = ("layout", "tag", "tp", "pp", "virtual_pp", "qkv", "kv_size_multiplier", "head_order", "xser")
+    names = ("layout", "tag", "tp", "pp", "virtual_pp", "qkv", "kv_size_multiplier", "xser")
     format_info = {name: getattr(inferred, name) for name in names}
     optional_info = {
         "stage_layers": [list(layers) for layers in inferred.stage_layers],

@@ -189,9 +189,8 @@ def _tensor_layout(
 
 def _rank_share(heads: Heads, kv_heads: int, options: NxdOptions, tp_rank: int) -> tuple[int, int]:
     """Return a rank's share of a tensor, and the number of equal shares."""
-    repeats, trn1 = options.kv_size_multiplier, options.head_order == "trn1"
     if heads == "key_value":
-        return (tp_rank % kv_heads if trn1 else tp_rank // repeats), kv_heads
-    if heads == "query" and trn1:
-        return tp_rank % kv_heads * repeats + tp_rank // kv_heads, options.tp
+        return tp_rank % kv_heads, kv_heads
+    if heads == "query":
+        return tp_rank % kv_heads * options.kv_size_multiplier + tp_rank // kv_heads, options.tp
     return tp_rank, options.tp

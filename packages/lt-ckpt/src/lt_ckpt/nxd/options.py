@@ -11,7 +11,6 @@ from lt_ckpt.errors import CheckpointError
 from lt_model import ModelConfig
 
 Qkv = Literal["separate", "coalesced", "gqa", "gqa_fused"]
-HeadOrder = Literal["trn1", "trn2"]
 LayoutVersion = Literal["v1", "v2"]
 
 
@@ -30,8 +29,6 @@ class NxdOptions:
         xser: Every tensor in a file of its own.
         tag: Folder of a v2 checkpoint in its root, with the markers `checkpoint` and `done`; empty: none, as NxD's
             converter writes.
-        head_order: Order of heads over the ranks of a GQA layer. That of trn1 is exact. That of trn2 is the one its
-            layer expects, not tested on hardware (NxD 0.18's converter writes another one).
         stage_layers: The layers of each stage, if other than NxD's default partition (its `pipeline_cuts`).
     """
 
@@ -43,7 +40,6 @@ class NxdOptions:
     layout: LayoutVersion = "v2"
     xser: bool = False
     tag: str = ""
-    head_order: HeadOrder = "trn1"
     stage_layers: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
@@ -51,7 +47,7 @@ class NxdOptions:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise CheckpointError(f"{name} = {value!r}: must be a whole number of at least 1")
-        for name, known in (("qkv", Qkv), ("layout", LayoutVersion), ("head_order", HeadOrder)):
+        for name, known in (("qkv", Qkv), ("layout", LayoutVersion)):
             value = getattr(self, name)
             if value not in get_args(known):
                 raise CheckpointError(f"{name} = {value!r}: must be one of {', '.join(get_args(known))}")

@@ -3,8 +3,8 @@
 It reads the rank files' headers, infers the options from them, and assembles the model. NxD writes no description
 beside the tensors. Degrees follow from the files' names, the attention layer and the stages' layers from keys, the kv
 size multiplier from the degrees. The options must then fit the model, and every key of every rank must exist with the
-shape of the layout: nothing is left over and nothing is guessed. Only the assignment of heads to ranks is not visible;
-trn1's order is the default.
+shape of the layout: nothing is left over and nothing is guessed but the assignment of heads to ranks, which is not
+visible and as on trn1 (`nxd/layout.py`).
 
 Cost: the headers of all files.
 """
@@ -22,7 +22,7 @@ from lt_ckpt.layout import Layout
 from lt_ckpt.llama_tensors import HEAD, add_tied_head, stored_shapes
 from lt_ckpt.nxd.discovery import NxdFiles, find_nxd_files
 from lt_ckpt.nxd.layout import layers_per_stage, nxd_layout
-from lt_ckpt.nxd.options import HeadOrder, NxdOptions, Qkv
+from lt_ckpt.nxd.options import NxdOptions, Qkv
 from lt_ckpt.nxd.xser import XserFile
 from lt_ckpt.source import TensorGroup, build_tensor_group
 from lt_ckpt.stored_slices import StoredSlice
@@ -127,7 +127,6 @@ def read_nxd_checkpoint(
     config: ModelConfig,
     *,
     locate_tensors: bool = True,
-    head_order: HeadOrder = "trn1",
 ) -> NxdCheckpoint:
     """Find a checkpoint and infer its options.
 
@@ -135,7 +134,6 @@ def read_nxd_checkpoint(
         path: As for `lt_ckpt.nxd.discovery.find_nxd_files`.
         config: The model.
         locate_tensors: Read the files of single tensors.
-        head_order: The head order, which the files do not show.
 
     Raises:
         CheckpointError: A file is missing or damaged, or the files do not match the model.
@@ -146,7 +144,7 @@ def read_nxd_checkpoint(
         rank: read_rank_file(nxd_files.root, nxd_files.model_file(*rank), tensor_files, locate_tensors=locate_tensors)
         for rank in product(range(nxd_files.tp), range(nxd_files.pp))
     }
-    inferred = infer_options(config, nxd_files, ranks, head_order)
+    inferred = infer_options(config, nxd_files, ranks)
     try:
         layout = nxd_layout(config, replace(inferred, tag="", xser=nxd_files.file_per_rank))
     except CheckpointError as exc:
@@ -154,9 +152,7 @@ def read_nxd_checkpoint(
     return NxdCheckpoint(config=config, files=nxd_files, rank_files=ranks, options=inferred, layout=layout)
 
 
-def infer_options(
-    config: ModelConfig, nxd_files: NxdFiles, ranks: Mapping[tuple[int, int], RankFile], head_order: HeadOrder
-) -> NxdOptions:
+def infer_options(config: ModelConfig, nxd_files: NxdFiles, ranks: Mapping[tuple[int, int], RankFile]) -> NxdOptions:
     """Infer the options of a checkpoint from its files.
 
     Raises:
@@ -189,7 +185,6 @@ def infer_options(
         layout=nxd_files.layout,
         xser=any(file.is_xser for file in ranks.values()),
         tag=nxd_files.tag,
-        head_order=head_order,
         stage_layers=() if chunks else layers,
     )
 

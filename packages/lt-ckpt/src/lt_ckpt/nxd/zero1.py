@@ -27,7 +27,7 @@ from lt_ckpt.nxd.options import NxdOptions
 from lt_ckpt.nxd.reader import NxdCheckpoint
 from lt_ckpt.nxd.xser import Leaf, XserFile
 from lt_ckpt.shards import GROUP_NAME, Ints
-from lt_ckpt.source import TensorGroup, build_tensor_group
+from lt_ckpt.source import TensorGroup, build_tensor_group, group_of
 from lt_ckpt.stored_slices import StoredSlice, read_box, slice_box
 from lt_ckpt.tensorfile import StoredArray, TensorSpec
 from lt_ckpt.torchfile.file import TensorReference
@@ -117,8 +117,7 @@ def _read_shard(
     for kind, leaves in entries.items():
         if set(leaves) != set(range(len(keys))):
             raise CheckpointError(f"{path}: has {kind} for only some of its {len(keys)} tensors")
-        specs: dict[str, TensorSpec] = {}
-        locations: dict[str, tuple[StoredSlice, ...]] = {}
+        found: dict[str, tuple[TensorSpec, tuple[StoredSlice, ...]]] = {}
         for index, key in enumerate(keys):
             (_, n_rows, stored), (_, *columns) = rows[key], tensors[key].shape
             file, array = saved.locate(leaves[index], f"{kind} of {key}")
@@ -129,9 +128,9 @@ def _read_shard(
                 )
             if n_rows:
                 box = (0,) * len(array.spec.shape), (n_rows, *columns)
-                specs[key] = TensorSpec(array.spec.dtype, box[1])
-                locations[key] = (slice_box(array.stored_slice(file), box, item_bytes(array.spec.dtype)),)
-        groups[kind] = TensorGroup(specs=specs, locations=locations)
+                piece = slice_box(array.stored_slice(file), box, item_bytes(array.spec.dtype))
+                found[key] = TensorSpec(array.spec.dtype, box[1]), (piece,)
+        groups[kind] = group_of(found)
     own = tuple(slice_rows(tensors[key], first, n_rows) for key, (first, n_rows, _) in rows.items() if n_rows)
     return OptimizerShard(saved=saved, keys=keys, layout=FileLayout(path=saved.file, tensors=own), groups=groups)
 
