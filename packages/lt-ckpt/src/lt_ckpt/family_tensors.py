@@ -125,9 +125,8 @@ def find_family_tensors(
     in_modules = has_pairs or (HEAD in keys and not FAMILIES[config.family].has_our_names_in_modules)
     rename = rename or partial(module_key if in_modules else family_key, config=config)
     shapes = stored_shapes(config, rename(HEAD) in keys)
-    if FAMILIES[config.family].has_transposed_experts:
-        experts = "stacked"
-    found = family_tensors(config, shapes, rename, "pairs" if has_pairs else experts)
+    kind: Experts = "stacked" if FAMILIES[config.family].has_transposed_experts else "pairs" if has_pairs else experts
+    found = family_tensors(config, shapes, rename, kind)
     check_names(found, keys, where)
     return found, shapes
 
@@ -136,9 +135,8 @@ def view_group(group: TensorGroup, tensors: Mapping[str, TensorLayout]) -> Tenso
     """Return stored tensors in the dimensions of their layouts: an expert's as a stack of one."""
     specs, locations = dict(group.specs), dict(group.locations)
     for key, spec in group.specs.items():
-        tensor = tensors[key]
-        if tensor.file_shape and spec.shape == tensor.file_shape:
-            specs[key] = replace(spec, shape=tensor.shape)
+        if spec.shape == tensors[key].file_shape != ():
+            specs[key] = replace(spec, shape=tensors[key].shape)
             locations[key] = tuple(
                 replace(s, offset=(0, *s.offset), shape=(1, *s.shape), strides=s.strides and (0, *s.strides))
                 for s in group.locations[key]

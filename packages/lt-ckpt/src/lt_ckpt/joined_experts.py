@@ -44,8 +44,7 @@ def split_group(config: ModelConfig, group: TensorGroup) -> TensorGroup:
         spec, slices = group.specs[key], group.locations[key]
         if FAMILIES[config.family].has_transposed_experts and _WHOLE.search(key):
             place, step, item = _parts(key).index(part), len(_parts(key)), item_bytes(spec.dtype)
-            slices = tuple(_part_of(stored, place, step, item) for stored in slices)
-            slices = tuple(stored for stored in slices if 0 not in stored.shape)
+            slices = tuple(one for s in slices if 0 not in (one := _part_of(s, place, step, item)).shape)
             spec = replace(spec, shape=_swap((*spec.shape[:-1], len(range(place, spec.shape[-1], step)))))
         found[part] = spec, slices
     return group_of(found)
@@ -80,12 +79,10 @@ def join_blocks(read: ReadBlock) -> ReadBlock:
             return read(name, box)
         shape, parts = box[1], _parts(name.removeprefix(JOINED))
         own = box[0], _swap((*shape[:-1], shape[-1] // len(parts)))
-        out: np.ndarray | None = None
-        for place, part in enumerate(parts):
-            block = read(part, own)
-            out = np.empty(shape, block.dtype) if out is None else out
+        blocks = [read(part, own) for part in parts]
+        out = np.empty(shape, blocks[0].dtype)
+        for place, block in enumerate(blocks):
             out[..., place :: len(parts)] = block.swapaxes(1, 2) if block.ndim == 3 else block
-        assert out is not None
         return out
 
     return read_joined

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lt_model.attention_features import ATTENTION_LACKS, attention_with
+from lt_model.attention_features import ATTENTION_LACKS
 from lt_model.documents import (
     DocumentBoundaries,
     SplitMask,
@@ -120,17 +120,13 @@ class AttentionBackend:
         Raises:
             ModelError: it lacks one; names the backends that have it.
         """
-        is_auto = self.name == "auto"
-        if lacking := [name for name in config.features() if name in ATTENTION_LACKS[self.name]]:
-            able = attention_with(lacking[0])
-            config.check_features(f"attention = {self.name!r} (take {able})", lacking)
-        is_narrow, by_formula = (
-            config.head_value_width != config.head_width,
-            bool(config.attention_softcap or config.sinks),
-        )
+        for name in (name for name in config.features() if name in ATTENTION_LACKS[self.name]):
+            able = ", ".join(other for other, lacks in ATTENTION_LACKS.items() if name not in lacks)
+            config.check_features(f"attention = {self.name!r} (take {able})", (name,))
+        by_formula = bool(config.attention_softcap or config.sinks)
         attend = partial(self.attend, softcap=config.attention_softcap) if config.attention_softcap else self.attend
         factory = self.mask_factory
-        if is_auto and (is_narrow or by_formula):
+        if self.name == "auto" and (by_formula or config.head_value_width != config.head_width):
             factory = partial(_auto_mask, needs_flex=True, by_formula=by_formula)
         always_masks = by_formula and self.name in ("auto", "flex")
         return replace(self, attend=attend, mask_factory=factory, always_masks=always_masks)

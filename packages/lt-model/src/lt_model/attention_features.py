@@ -19,8 +19,3 @@ ATTENTION_LACKS: Mapping[str, tuple[str, ...]] = {
     "flash-attn": ("sinks", "value_width"),
 }
 """Attention backend to the features that it does not have."""
-
-
-def attention_with(feature: str) -> str:
-    """Return the names of the backends that have a feature."""
-    return ", ".join(name for name, lacks in ATTENTION_LACKS.items() if feature not in lacks)

@@ -149,10 +149,8 @@ class Experts(nn.Module):
         out_RF = grouped_product(rows_RD, getattr(self, name), ends_E)
         if not self.has_bias:
             return out_RF
-        expert_R = torch.searchsorted(
-            ends_E, torch.arange(len(out_RF), device=ends_E.device, dtype=ends_E.dtype), right=True
-        )
-        return out_RF + getattr(self, f"{name}_bias").index_select(0, expert_R)
+        counts_E, bias_EF = ends_E.diff(prepend=ends_E.new_zeros(1)), getattr(self, f"{name}_bias")
+        return out_RF + bias_EF.repeat_interleave(counts_E, dim=0, output_size=len(out_RF))
 
 
 class MoE(nn.Module):

@@ -192,8 +192,7 @@ def _detect_naming(config: ModelConfig, tensors: Mapping[str, object], where: st
             start = key.removesuffix(embedding)
             if start != key and (not start or start.endswith(".")):
                 query = start + dialect_key("model.layers.0.self_attn.q_proj.weight", "titan")
-                is_early = any(".moe.experts.w1" in name for name in tensors)
-                titan = "titan, early" if is_early else "titan"
+                titan = "titan, early" if any(".moe.experts.w1" in name for name in tensors) else "titan"
                 found.append((titan if query in tensors else dialect, start))
     if not found:
         raise CheckpointError(f"{where}: contains no embedding of a model under a known name")

@@ -22,7 +22,6 @@ from lt_ckpt.llama_tensors import param_specs
 from lt_ckpt.meta_llama.names import dialect_key, unpermute_group
 from lt_ckpt.shards import Box
 from lt_ckpt.source import Source, build_tensor_group, group_of_arrays
-from lt_ckpt.tensorfile import StoredArray
 from lt_ckpt.torchfile.file import read_state_dict
 from lt_model import ModelConfig, config_from_hf
 from lt_model.params import ParamSpec
@@ -86,7 +85,9 @@ def open_meta(path: str | os.PathLike[str], *, config: Mapping[str, Any]) -> Sou
     with translate_os_errors("reading", folder / PARAMS):
         params = json_objects.loads(files.read_bounded(folder / PARAMS, 2**20), str(folder / PARAMS))
     first = arrays_by_file[names[0]]
-    embedding = _tensor_shape(first, dialect_key("model.embed_tokens.weight", "meta"), names[0])
+    if (key := dialect_key("model.embed_tokens.weight", "meta")) not in first:
+        raise CheckpointError(f"{names[0]}: {key!r} is missing; is it one of Meta's Llama files?")
+    embedding = first[key].spec.shape
     by_columns = len(embedding) == 2 and embedding[1] != params.get("dim")
     hf = dict(config)
     _check_config(config_from_hf(hf, source=f"{folder}: config"), params, folder)
@@ -104,12 +105,6 @@ def open_meta(path: str | os.PathLike[str], *, config: Mapping[str, Any]) -> Sou
         groups={"weights": unpermute_group(group, param_specs(model), model.head_width)},
         format_info={"files": len(names), "embedding_cut": "columns" if by_columns else "rows"},
     )
-
-
-def _tensor_shape(arrays: Mapping[str, StoredArray], key: str, where: str) -> tuple[int, ...]:
-    if key not in arrays:
-        raise CheckpointError(f"{where}: {key!r} is missing; is it one of Meta's Llama files?")
-    return arrays[key].spec.shape
 
 
 def _check_config(model: ModelConfig, params: dict[str, Any], folder: Path) -> None:
