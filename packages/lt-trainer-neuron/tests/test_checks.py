@@ -139,6 +139,21 @@ def test_refused_recipes(sets: tuple[str, ...], begin: str, end: str, monkeypatc
     assert caught.value.exit_code == 64
 
 
+LACKING = {
+    "deepseek-v3": ((), r"kv_rank = 512 of family = 'deepseek_v3' is not supported by the engine neuron"),
+    "qwen3-30b-a3b": ((), r"n_experts = 128 of family = 'qwen3_moe'"),
+    "gemma3-1b": ((FLASH, NO_MASK), r"sliding_window = 512 .* by engine\.neuron\.flash_attention"),
+    "olmo2-1b": (("model.n_kv_heads=4", "parallel.tp=8", QKV, f"{NEURON}.kv_size_multiplier=2"), "qk_norm = 'full'"),
+}
+
+
+@pytest.mark.parametrize("name", LACKING)
+def test_what_a_family_has_and_the_layers_lack(name: str) -> None:
+    sets, lacking = LACKING[name]
+    with pytest.raises(RecipeError, match=lacking):
+        check_recipe(recipe(f"model.preset={name}", "model.max_position_embeddings=0", "parallel.tp=1", *sets), World())
+
+
 @pytest.mark.parametrize(("size", "local"), [(16, 16), (64, 32), (32, 8)])
 def test_ranks_that_are_not_one_per_core(size: int, local: int) -> None:
     told = f"the run has {size}, {local} per node; start it with torchrun --nnodes 1 --nproc_per_node 32"
@@ -150,14 +165,6 @@ def test_opening_checks_the_vocabulary_and_then_what_is_missing_to_train_on_trai
     check_model(recipe(), model_config(recipe(), 32000))
     with pytest.raises(RecipeError, match=r"model\.vocab_size = 32004, parallel\.tp = 8: .* or prepare a vocabulary"):
         check_model(recipe(), model_config(recipe(), 32004))
-    for name, sets, lacking in (
-        ("deepseek-v3", (), r"kv_rank = 512 of family = 'deepseek_v3' is not supported by the engine neuron"),
-        ("qwen3-30b-a3b", (), r"n_experts = 128 of family = 'qwen3_moe'"),
-        ("gemma3-1b", (FLASH, NO_MASK), r"sliding_window = 512 .* by engine\.neuron\.flash_attention"),
-        ("olmo2-1b", (QKV, f"{NEURON}.kv_size_multiplier=2"), r"qk_norm = 'full' .*\.kv_size_multiplier = 2"),
-    ):
-        with pytest.raises(RecipeError, match=lacking):
-            check_model(recipe(*sets), preset(name, vocab_size=64))
     with pytest.raises(RecipeError, match="power of 2"):
         SPEC.open(recipe("parallel.tp=6"), preset("llama2-7b"), World())
     with pytest.raises(RecipeError, match=r"model\.vocab_size = 32001"):

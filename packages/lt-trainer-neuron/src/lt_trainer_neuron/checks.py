@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from lt_trainer.config.recipe import check_features, engine_options
+from lt_trainer.config.recipe import check_features, engine_options, model_config
 from lt_trainer.config.sections import Recipe
 from lt_trainer.errors import RecipeError
 from lt_trainer.optimizers import optimizer_spec
@@ -44,21 +44,21 @@ def check_recipe(recipe: Recipe, world: "World") -> None:
                 raise RecipeError(
                     problem, values=dict(_read_field(recipe, options, name) for name in fields.split()), remedy=remedy
                 )
-
-
-def check_model(recipe: Recipe, model: "ModelConfig") -> None:
-    """Raise unless the vocabulary can be sharded; its size is known only once the data is open.
-
-    Raises:
-        RecipeError: vocab_size is not a multiple of tp, or the model has a feature that its layers lack.
-    """
-    options = engine_options(recipe, "neuron", NeuronOptions)
+    model = model_config(recipe, recipe.model.vocab_size or 1)
     check_features(model, "the engine neuron", ("kv_rank", "n_experts"))
     if options.flash_attention:
         check_features(model, f"{SECTION}.flash_attention", ("sliding_window", "attention_softcap"))
     if (copies := options.kv_size_multiplier) > 1:  # NxD does not sum the gradients of a head's biases over its copies
         lacks = ("qkv_bias", "qk_norm") if model.qk_norm == "full" else ("qkv_bias",)
         check_features(model, f"{SECTION}.kv_size_multiplier = {copies}", lacks)
+
+
+def check_model(recipe: Recipe, model: "ModelConfig") -> None:
+    """Raise unless the vocabulary can be sharded; its size is known only once the data is open.
+
+    Raises:
+        RecipeError: vocab_size is not a multiple of tp.
+    """
     if model.vocab_size % recipe.parallel.tp:
         raise RecipeError(
             "must be a multiple of the tensor parallel degree",
