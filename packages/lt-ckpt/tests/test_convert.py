@@ -284,6 +284,8 @@ def test_a_family_through_every_format(tmp_path: Path, monkeypatch: pytest.Monke
     torch_dcp.save({"model": state, "optimizer": {"state": moments}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     for group, tensors in {"weights": state, **groups}.items():
         assert_reads(open_source(tmp_path / "dcp", config=tmp_path / "theirs"), tensors, group)
+    torch_dcp.save(wanted, checkpoint_id=tmp_path / "of files", no_dist=True)  # with a key for each expert
+    assert_reads(open_source(tmp_path / "of files", config=tmp_path / "theirs"), state)
 
 
 @pytest.mark.parametrize("tied", [False, True])
