@@ -45,7 +45,7 @@ def check_recipe(recipe: Recipe, world: "World") -> None:
                     problem, values=dict(_read_field(recipe, options, name) for name in fields.split()), remedy=remedy
                 )
     model = model_config(recipe, recipe.model.vocab_size or 1)
-    check_features(model, "the engine neuron", ("kv_rank", "n_experts"))
+    check_features(model, "the engine neuron", ("kv_rank", "n_experts", "sinks"))
     if options.flash_attention:
         check_features(model, f"{SECTION}.flash_attention", ("sliding_window", "attention_softcap"))
     if (copies := options.kv_size_multiplier) > 1:  # NxD does not sum the gradients of a head's biases over its copies
