@@ -3,9 +3,9 @@
     uv run python tools/bench/pack.py [--documents 1e9] [--folder F] [--out docs/benchmarks/data.md]
 
 The documents are lengths drawn as those of text (log-normal), each group's from a seed of its own, so that no more than
-a group of them exists at a time; they go through the packer of `lt data pack` (`write_pack`). Memory is the largest
-proportional set size (PSS) of the process, looked at every half second. Fill is that of the pack, and of as many
-documents as three groups have when they are packed at once and in groups.
+a group of them exists at a time; they go through the packer of `lt data pack` (`write_pack`). Memory is
+that of the process. Fill is that of the pack, and of as many documents as three groups have when they are packed at
+once and in groups.
 The folder takes about 26 bytes per document, and is emptied at the end.
 """
 
@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import resource
 import shutil
 import tempfile
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import psutil
 from results import describe_machine, replace_part
 
 from lt_data.packing.pack_index import GROUP_DOCUMENTS, PackIndex, build_index, write_pack
@@ -50,28 +49,6 @@ class SyntheticLengths:
         )
 
 
-class MemoryWatch:
-    """Largest PSS of this process while the context is open."""
-
-    def __init__(self) -> None:
-        self.peak_bytes = 0
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-
-    def __enter__(self) -> MemoryWatch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._done.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        me = psutil.Process()
-        while not self._done.wait(0.5):
-            self.peak_bytes = max(self.peak_bytes, me.memory_full_info().pss)
-
-
 def fill_of(index: PackIndex) -> float:
     """Return the share of positions that are not padding."""
     return float(index.length.sum(dtype=np.int64)) / index.n_positions
@@ -80,8 +57,8 @@ def fill_of(index: PackIndex) -> float:
 def measure(n_documents: int, folder: Path) -> list[str]:
     """Pack; return the lines of the page."""
     start, cpu = time.monotonic(), os.times()
-    with MemoryWatch() as watch:
-        write_pack(SyntheticLengths(n_documents), folder / "pack", seq_len=SEQ_LEN, mode="bfd")
+    write_pack(SyntheticLengths(n_documents), folder / "pack", seq_len=SEQ_LEN, mode="bfd")
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     minutes = (time.monotonic() - start) / 60
     spent = os.times()
     cpu_minutes = (sum(spent[:4]) - sum(cpu[:4])) / 60
@@ -101,7 +78,7 @@ def measure(n_documents: int, folder: Path) -> list[str]:
         "| | |",
         "|---|---|",
         f"| wall time | {minutes:.1f} minutes ({cpu_minutes:.1f} of CPU) |",
-        f"| peak memory (PSS) | {watch.peak_bytes / 2**30:.1f} GiB |",
+        f"| peak resident memory | {peak_bytes / 2**30:.1f} GiB |",
         f"| pack | {index.n_rows:,} rows, {n_bytes / 1e9:.1f} GB ({n_bytes / n_documents:.1f} bytes a document) |",
         f"| fill | {fill_of(index):.5%} |",
         f"| check of its fingerprint | {(time.monotonic() - begun) / 60:.1f} minutes |",

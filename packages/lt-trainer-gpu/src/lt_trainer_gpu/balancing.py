@@ -194,8 +194,8 @@ def move_selection_biases(stages: Sequence[DecoderStage], load_LE: Tensor, rate:
 
     As in DeepSeek-V3 (arXiv:2412.19437), which moves by 0.001 for batches of millions of tokens. Alone, in 300 steps of
     1,024 tokens, that leaves busiest over mean expert of 50 steps together at 1.84 in the worst of four layers, 0.01 at
-    1.07; moves in proportion to the lack (rates 0.003, 0.01) at 1.26 and 1.08. Of a single step it is 1.4 in all, by
-    the text of its rows. In a step that is skipped, as `finite` says on the device, nothing moves.
+    1.07; moves in proportion to the lack (rates 0.003, 0.01) at 1.26 and 1.08. Of a single step it is 1.3 to 1.4,
+    probably by the text of its rows. In a step that is skipped, as `finite` says on the device, nothing moves.
     """
     for index, router in ((index, router) for stage in stages for index, router in stage_routers(stage).items()):
         bias_E, counts_E = router.e_score_correction_bias, load_LE[index, :-1]

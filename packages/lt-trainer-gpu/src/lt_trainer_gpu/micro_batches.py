@@ -111,7 +111,8 @@ class ModelRunner:
             parts = self._model(ids, positions, boundaries, labels, z_loss)
             if self._model.fsdp_sync is not None:
                 self._model.fsdp_sync.on_backward_begin(is_last=index == len(micros) - 1)
-            parts.total.backward(share)
+            total = parts.total * share if share.is_cpu else parts.total
+            total.backward(None if share.is_cpu else share)  # which with a gradient imports sympy
             losses.append(parts.cross_entropy)
         return losses
 
