@@ -37,13 +37,8 @@ def measure_first_step(quickstart: Path) -> dict[str, tuple[float, float]]:
     """Return median wall and CPU seconds of `import torch` and of a training command of one step, alternating."""
     times: dict[str, list[tuple[float, float]]] = {"import torch": [], "lt train run, one step": []}
     for i in range(REPEATS):
-        options = {
-            "run.dir": quickstart / f"bench-{i}",
-            "schedule.max_steps": 1,
-            "schedule.warmup_steps": 1,
-            "data.validation": "",
-        }
-        sets = [word for name, value in options.items() for word in ("--set", f"{name}={value}")]
+        options = (f"run.dir={quickstart / f'bench-{i}'}", "schedule.max_steps=1", "schedule.warmup_steps=1")
+        sets = [word for one in (*options, "data.validation=") for word in ("--set", one)]
         train = [sys.executable, "-m", "lt_trainer", "run", str(quickstart / "run.toml"), *sets]
         for rows, command in zip(times.values(), ([sys.executable, "-c", "import torch"], train), strict=True):
             rows.append(time_command(command))
