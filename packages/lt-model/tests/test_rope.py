@@ -4,6 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from lt_model.config import Rope  # noqa: E402
 from lt_model.rope import apply_rope, inverse_frequencies, rope_tables  # noqa: E402
 
 
@@ -27,3 +28,13 @@ def test_pairs_lie_half_a_head_apart_and_turn_by_their_angle(gqa_config):
     turned = apply_rope(x, rope_tables(gqa_config.rope(0), positions, torch.float64))[0, :, 0]
     torch.testing.assert_close(turned[:, :half], angles.cos(), rtol=1e-14, atol=1e-14)
     torch.testing.assert_close(turned[:, half:], angles.sin(), rtol=1e-14, atol=1e-14)
+
+
+def test_tables_without_memory_leave_none_behind():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    rope = Rope(theta=1234.5, width=8, scaling=None)
+    with FakeTensorMode():
+        rope_tables(rope, torch.arange(3), torch.float32)
+    cos, _ = rope_tables(rope, torch.arange(3), torch.float32)
+    assert cos.flatten()[0].item() == 1

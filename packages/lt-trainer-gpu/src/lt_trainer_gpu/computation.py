@@ -93,10 +93,10 @@ def choose_computation(recipe: Recipe, config: ModelConfig, world: World) -> Com
             f"bfloat16 peak{eager}"
         )
     torch.set_float32_matmul_precision(options.float32_matmul_precision)
-    if options.deterministic and compile:
+    if options.deterministic and (compile or device.type != "cpu"):
         torch.use_deterministic_algorithms(True)
     elif options.deterministic:
-        torch.set_deterministic_debug_mode("error")  # the same for kernels, without importing the compiler
+        torch.set_deterministic_debug_mode("error")  # the same, without importing the compiler
     return Computation(
         options=options,
         device=device,
