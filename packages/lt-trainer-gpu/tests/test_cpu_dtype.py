@@ -21,7 +21,7 @@ def test_a_cpu_is_known_by_its_flags(tmp_path: Path, flags: str, has: bool) -> N
     assert not cpu_multiplies_bfloat16(tmp_path / "absent")
 
 
-def started(folder: str, fast: tuple[bool, ...], stop_after_step: int, dtype: str, *model: str) -> int:
+def started(folder: str, fast: tuple[bool, ...], stop_after_step: int, dtype: str) -> int:
     """In a rank: one start of a run, on a CPU that has bfloat16 products or not."""
     import torch.distributed as dist
 
@@ -35,19 +35,13 @@ def started(folder: str, fast: tuple[bool, ...], stop_after_step: int, dtype: st
         "checkpoint": {"interval": 2},
         "engine": {"gpu": {"device": "cpu", "dtype": dtype}},
     }
-    return run(load(base=base, overrides=["model.n_layers=2", *model]), stop_after_step=stop_after_step)
+    return run(load(base=base, overrides=["model.n_layers=2"]), stop_after_step=stop_after_step)
 
 
 def told(folder: Path) -> list[str]:
     """Dtypes that the starts of a run have recorded."""
     events = read_jsonl(folder / "events.jsonl")
     return [one["resolved"]["engine.gpu.dtype"] for one in events if one["event"] == "start"]
-
-
-def test_experts_are_computed_in_float32(ranks, tmp_path: Path) -> None:
-    model = "model.preset=tiny-30m-a9m"
-    assert ranks.run(started, str(tmp_path / "run"), (True,), 0, "auto", model, ranks=1) == [0]
-    assert told(tmp_path / "run") == ["float32"]
 
 
 @pytest.mark.parametrize("ranks_have", [(True,), (False,), (True, True), (False, True), (True, False)])

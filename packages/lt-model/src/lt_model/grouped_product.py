@@ -2,7 +2,8 @@
 
 Two operators of torch, so that a compiled block is one graph and recomputation can save their outputs: `product` and
 the gradient of the weights. Both run torch's grouped kernel where it takes the tensors (fp32, bf16 and fp16, strides of
-16 bytes, from torch 2.10 on), else a loop over the groups, which waits for the host.
+16 bytes, from torch 2.10 on), else a loop over the groups, which waits for the host. A CPU takes the loop in bf16: it
+compiles such a product for each new number of rows, so that groups are filled up with zero rows to a few numbers.
 
 Cost: 2 * R * D * F FLOPs forward, and twice as many backward.
 
@@ -22,6 +23,10 @@ _DEFINITIONS.define("grouped_product(Tensor x, Tensor weights, Tensor ends) -> T
 _DEFINITIONS.define("grouped_outer_product(Tensor upstream, Tensor x, Tensor ends) -> Tensor")
 
 
+FILLED_ROWS = 64
+"""A CPU multiplies bf16 groups of multiples of this many rows."""
+
+
 def grouped_product(x_RD: Tensor, weights_EFD: Tensor, ends_E: Tensor) -> Tensor:
     """Return x @ weights[e]^T [R, F], e the group of each row; the rows of group e end before `ends_E[e]` (int32)."""
     return _GroupedProduct.apply(x_RD, weights_EFD, ends_E)
@@ -30,7 +35,15 @@ def grouped_product(x_RD: Tensor, weights_EFD: Tensor, ends_E: Tensor) -> Tensor
 def has_grouped_kernel(*tensors: Tensor) -> bool:
     """Return whether torch's grouped product takes these tensors."""
     narrow = min(size * x.element_size() % 16 == 0 for x in tensors for size in x.shape[-2:])
-    return hasattr(F, "grouped_mm") and tensors[0].dtype != torch.float64 and narrow
+    return hasattr(F, "grouped_mm") and tensors[0].dtype != torch.float64 and narrow and not _is_filled(tensors[0])
+
+
+def _is_filled(x: Tensor) -> bool:
+    return x.is_cpu and x.dtype == torch.bfloat16
+
+
+def _fill(rows: Tensor) -> Tensor:
+    return F.pad(rows, (0, 0, 0, -len(rows) % FILLED_ROWS)) if _is_filled(rows) else rows
 
 
 class _GroupedProduct(torch.autograd.Function):
@@ -50,14 +63,15 @@ class _GroupedProduct(torch.autograd.Function):
 def _product(x_RD: Tensor, weights_EFD: Tensor, ends_E: Tensor) -> Tensor:
     if has_grouped_kernel(weights_EFD):
         return F.grouped_mm(x_RD, weights_EFD.transpose(1, 2), offs=ends_E)
-    return torch.cat([rows @ w.T for rows, w in zip(_split(x_RD, ends_E), weights_EFD.unbind(), strict=True)])
+    groups = zip(_split(x_RD, ends_E), weights_EFD.unbind(), strict=True)
+    return torch.cat([(_fill(rows) @ weight_FD.T)[: len(rows)] for rows, weight_FD in groups])
 
 
 def _outer_product(upstream_RF: Tensor, x_RD: Tensor, ends_E: Tensor) -> Tensor:
     if has_grouped_kernel(upstream_RF[:0].T @ x_RD[:0]):
         return F.grouped_mm(upstream_RF.T, x_RD, offs=ends_E)
     groups = zip(_split(upstream_RF, ends_E), _split(x_RD, ends_E), strict=True)
-    return torch.stack([upstream.T @ rows for upstream, rows in groups])
+    return torch.stack([_fill(upstream).T @ _fill(rows) for upstream, rows in groups])
 
 
 def _split(x: Tensor, ends_E: Tensor) -> list[Tensor]:

@@ -138,24 +138,19 @@ def _choose_attention(
     return next(name for name in names if unavailable_reason(name, device.type, dtype) is None)
 
 
-def agree_on_cpu_dtype(
-    computation: Computation, recipe: Recipe, world: World, control: Control, *, has_experts: bool
-) -> Computation:
+def agree_on_cpu_dtype(computation: Computation, recipe: Recipe, world: World, control: Control) -> Computation:
     """Return the computation with the dtype that all ranks take where "auto" is for CPUs to decide; collective.
 
     It is that of the run's last start, if there was one, else bfloat16 if the CPUs of all ranks multiply it in
-    hardware and the model has no experts, or if the weights are in bfloat16 and need it.
+    hardware, or if the weights are in bfloat16 and need it.
     """
     if computation.device.type != "cpu" or computation.options.dtype != "auto":
         return computation
     recorded = control.broadcast(recorded_dtype(Path(recipe.run.dir)) if world.rank == 0 else "")
     is_fast = not control.all_reduce_max(not cpu_multiplies_bfloat16())
-    is_narrow = (is_fast and not has_experts) or computation.rounds_stochastically
-    dtype = recorded or ("bfloat16" if is_narrow else "float32")
+    dtype = recorded or ("bfloat16" if is_fast or computation.rounds_stochastically else "float32")
     if recorded:
         reason = "as at the run's last start" + ("" if is_fast or recorded != "bfloat16" else ", which is slow here")
-    elif is_fast and has_experts and not is_narrow:
-        reason = "in which a CPU computes experts faster"
     else:
         reason = f"as {'all' if is_fast else 'not all'} CPUs have products in bfloat16 (AVX512-BF16 or AMX)"
     note = f"{DTYPE_FIELD} = auto: {dtype}, {reason}"

@@ -72,7 +72,7 @@ class GpuEngine:
         with translate_dist_errors():  # a rank that never joins counts as lost
             init_process_group(computation.device, world, timeout_s)
             self.control: Control = GlooControl(timeout_s) if world.size > 1 else Control()
-            computation = agree_on_cpu_dtype(computation, recipe, world, self.control, has_experts=config.has_experts)
+            computation = agree_on_cpu_dtype(computation, recipe, world, self.control)
             self._graphs = StepGraphs(computation.device, recipe) if computation.options.cuda_graphs else None
             self._stages = open_stages(config, recipe.moe, computation, layout, timeout_s)
             self._runner: PassRunner = (
