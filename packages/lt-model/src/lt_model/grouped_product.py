@@ -74,9 +74,8 @@ def _outer_product(upstream_RF: Tensor, x_RD: Tensor, ends_E: Tensor) -> Tensor:
     return torch.stack([_fill(upstream).T @ _fill(rows) for upstream, rows in groups])
 
 
-def _split(x: Tensor, ends_E: Tensor) -> list[Tensor]:
-    ends = ends_E.tolist()
-    return [x[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+def _split(x: Tensor, ends_E: Tensor) -> tuple[Tensor, ...]:
+    return x.tensor_split(ends_E[:-1].tolist())
 
 
 _DEFINITIONS.impl("grouped_product", _product, "CompositeExplicitAutograd")
