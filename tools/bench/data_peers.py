@@ -1,6 +1,6 @@
 """Packing and loading beside the libraries that people use for them, on the same documents.
 
-    uv run python tools/bench/data_peers.py [--folder F] [--python PEERS] [--out docs/benchmarks/data.md]
+    uv run python tools/bench/data_peers.py [--folder F]
 
 Documents have lengths distributed as in text and random 2-byte ids. Every case is a process of its own; the cases take
 turns, and medians of the rounds are shown.
@@ -12,7 +12,7 @@ turns, and medians of the rounds are shown.
 
 Memory is the largest resident set of the process, imports included.
 
-Peers run in an environment of their own, which is made once (`--python` uses another).
+Peers run in a temporary environment.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from results import describe_machine, format_table, run_child
 
 SEQ_LEN, BATCH, BATCHES, ROUNDS = 2048, 256, 40, 5
 N_TOKENS = 100_000_000
@@ -176,7 +177,7 @@ CASES: dict[str, Callable[[Path], Callable[[], Any]]] = {
 }
 
 
-def run_child(name: str, folder: Path) -> None:
+def run_case(name: str, folder: Path) -> None:
     """Print one measurement of a case; the files of a loader are written by a run before."""
     run = CASES[name](folder)
     begin, cpu = time.perf_counter(), time.process_time()
@@ -203,50 +204,30 @@ def measure(folder: Path, peers: str) -> dict[str, dict[str, float]]:
     for turn in range(ROUNDS + 1):
         for name in CASES:
             python = sys.executable if name.endswith("lt") else peers
-            command = [python, __file__, "--child", name, "--folder", str(folder)]
-            done = subprocess.run(command, check=True, capture_output=True, text=True)
+            one = run_child([python, __file__, "--child", name, "--folder", folder])
             if turn:
-                rounds[name].append(json.loads(done.stdout.splitlines()[-1]))
+                rounds[name].append(one)
     return {
         name: {key: statistics.median(one[key] for one in found) for key in found[0]} for name, found in rounds.items()
     }
 
 
-def render(found: dict[str, dict[str, float]], n_tokens: int) -> list[str]:
-    """Return the lines of the page."""
-    from results import describe_machine, format_table
-
-    packed = [(label, found[f"pack {name}"]) for name, label in PACKERS.items()]
-    loaded = [(label, found[f"load {name}"]) for name, label in LOADERS.items()]
-    return [
-        describe_machine("numpy")[:-1] + f". Peers: {', '.join(PEERS)}.",
-        "",
-        f"Packing {n_tokens / 1e6:.0f} million tokens into rows of {SEQ_LEN}:",
-        "",
-        *format_table(
-            ["packer", "CPU s", "memory MiB", "fill", "tokens in no row"],
-            [
-                [
-                    label,
-                    f"{row['cpu_s']:.2f}",
-                    f"{row['peak_bytes'] / 2**20:.0f}",
-                    f"{row['fill']:.3%}",
-                    f"{n_tokens - row['tokens']:,.0f}",
-                ]
-                for label, row in packed
-            ],
-        ),
-        "",
-        f"Shuffled batches of {BATCH} rows:",
-        "",
-        *format_table(
-            ["loader", "rows per CPU s", "first batch, ms", "memory MiB"],
-            [
-                [label, f"{row['rows_per_cpu_s']:,.0f}", f"{row['start_ms']:.0f}", f"{row['peak_bytes'] / 2**20:.0f}"]
-                for label, row in loaded
-            ],
-        ),
-    ]
+def print_tables(found: dict[str, dict[str, float]], n_tokens: int) -> None:
+    """Print the tables of packers and of loaders."""
+    packed, loaded = [], []
+    for name, label in PACKERS.items():
+        row = found[f"pack {name}"]
+        memory, fill = f"{row['peak_bytes'] / 2**20:.0f}", f"{row['fill']:.3%}"
+        packed.append([label, f"{row['cpu_s']:.2f}", memory, fill, f"{n_tokens - row['tokens']:,.0f}"])
+    for name, label in LOADERS.items():
+        row = found[f"load {name}"]
+        memory, start = f"{row['peak_bytes'] / 2**20:.0f}", f"{row['start_ms']:.0f}"
+        loaded.append([label, f"{row['rows_per_cpu_s']:,.0f}", start, memory])
+    print(describe_machine("numpy")[:-1] + f". Peers: {', '.join(PEERS)}.")
+    print(f"\nPacking {n_tokens / 1e6:.0f} million tokens into rows of {SEQ_LEN}:\n")
+    print(*format_table(["packer", "CPU s", "memory MiB", "fill", "tokens in no row"], packed), sep="\n")
+    print(f"\nShuffled batches of {BATCH} rows:\n")
+    print(*format_table(["loader", "rows per CPU s", "first batch, ms", "memory MiB"], loaded), sep="\n")
 
 
 def make_peers(folder: Path) -> str:
@@ -260,14 +241,11 @@ def make_peers(folder: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path)
-    parser.add_argument("--python", help="interpreter of an environment with the peers")
-    parser.add_argument("--out", type=Path, help="page whose part is replaced")
     parser.add_argument("--child", choices=CASES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        run_child(options.child, options.folder)
+        run_case(options.child, options.folder)
         return
-    from results import replace_part
     from stream import lognormal_lengths, make_reader, make_store
 
     with tempfile.TemporaryDirectory(dir=options.folder) as made:
@@ -277,10 +255,7 @@ def main() -> None:
         make_reader(store, "concat", SEQ_LEN)
         np.save(folder / "lengths.npy", lengths)
         np.save(folder / "ids.npy", store.read_shard(0))
-        lines = render(measure(folder, options.python or make_peers(folder / "env")), store.n_tokens)
-    print("\n".join(lines))
-    if options.out:
-        replace_part(options.out, "data_peers.py", lines)
+        print_tables(measure(folder, make_peers(folder / "env")), store.n_tokens)
 
 
 if __name__ == "__main__":

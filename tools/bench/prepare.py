@@ -1,6 +1,6 @@
 """Cost of preparing a token store, beside what people would use, relative to the tokenizer alone.
 
-    uv run python tools/bench/prepare.py [--folder F] [--rounds 5] [--processes 1 2] [--out docs/benchmarks/data.md]
+    uv run python tools/bench/prepare.py [--folder F] [--rounds 5] [--processes 1 2]
 
 The text is from a developer's machine: Python sources and documentation (of the interpreter and of its packages),
 manual pages and the files under /usr/share/doc. All files are listed, ordered by the SHA-256 of the path, and read up
@@ -38,6 +38,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from results import describe_machine, format_table, run_child
 
 MB = 10**6
 TEXT_BYTES, TRAIN_BYTES, MAX_FILE_BYTES = 100 * MB, 20 * MB, 4 * MB
@@ -194,18 +196,8 @@ def measure(folder: Path, processes: int, rounds: int) -> list[list[str]]:
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in LABELS}
     for _ in range(rounds):
         for name in random.sample(list(LABELS), len(LABELS)):
-            command = [
-                sys.executable,
-                __file__,
-                "--folder",
-                str(folder),
-                "--processes",
-                str(processes),
-                "--child",
-                name,
-            ]
-            done = subprocess.run(command, capture_output=True, check=True, encoding="utf-8")
-            found[name].append(json.loads(done.stdout.splitlines()[-1]))
+            options = ["--folder", folder, "--processes", str(processes), "--child", name]
+            found[name].append(run_child([sys.executable, __file__, *options]))
             print(processes, name, found[name][-1]["cpu_s"], file=sys.stderr, flush=True)
     ids = {one["ids"] for name in ("hf", "gigatoken") for one in found[name]}
     assert len(ids) == 1, f"the engines give different ids: {ids}"
@@ -227,7 +219,6 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path.home() / ".cache/lt-bench-prepare")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--out", type=Path, help="page whose part is replaced")
     parser.add_argument("--child", choices=["collect", *LABELS], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child == "collect":
@@ -236,24 +227,16 @@ def main() -> None:
     if options.child:
         run_case(options.child, options.folder, options.processes[0])
         return
-    from results import describe_machine, format_table, replace_part
-
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # compile modules once, as for users
     if not (options.folder / "facts.json").exists():  # in a process of its own: a child's peak begins at its parent's
         subprocess.run([sys.executable, __file__, "--folder", str(options.folder), "--child", "collect"], check=True)
     facts = json.loads((options.folder / "facts.json").read_text())
     rows = [row for processes in options.processes for row in measure(options.folder, processes, options.rounds)]
-    lines = [
-        describe_machine("tokenizers", "gigatoken", "numpy", "datasets", "transformers"),
-        "",
-        f"{facts['bytes'] / MB:.1f} MB of text in {facts['documents']} documents, SHA-256 `{facts['sha256'][:16]}`; "
-        f"byte-level BPE of {VOCAB} ids with Llama 3's split. Medians of {options.rounds} rounds.",
-        "",
-        *format_table(["processes", "what", "CPU s", "MB per CPU s", "of raw", "memory MiB"], rows),
-    ]
-    print("\n".join(lines))
-    if options.out:
-        replace_part(options.out, "prepare.py", lines)
+    n_bytes, documents, sha256 = facts["bytes"], facts["documents"], facts["sha256"]
+    print(describe_machine("tokenizers", "gigatoken", "numpy", "datasets", "transformers"))
+    print(f"\n{n_bytes / MB:.1f} MB of text in {documents} documents, SHA-256 `{sha256[:16]}`; byte-level BPE of")
+    print(f"{VOCAB} ids with Llama 3's split. Medians of {options.rounds} rounds.\n")
+    print(*format_table(["processes", "what", "CPU s", "MB per CPU s", "of raw", "memory MiB"], rows), sep="\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Duration of the quickstart by stage, and of a training command up to its first step.
 
-    uv run python tools/bench/quickstart.py [--out docs/benchmarks/quickstart.md] [--steps N]
+    uv run python tools/bench/quickstart.py [--steps N]
 
 Runs one new quickstart in a temporary folder and reads its summary.json. Then, five times and alternating: a process
 that imports torch, and a training process of one step. The difference of the medians is the time of lt.
@@ -17,9 +17,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
-from results import describe_machine
+from results import describe_machine, format_table
 
 REPEATS = 5
 
@@ -46,51 +45,25 @@ def measure_first_step(quickstart: Path) -> dict[str, tuple[float, float]]:
     return {name: (statistics.median(walls[name]), statistics.median(cpus[name])) for name in times}
 
 
-def render_page(facts: str, summary: dict[str, Any], start: dict[str, tuple[float, float]]) -> str:
-    """Return the page as Markdown."""
-    stages = "\n".join(f"| {name} | {value:.1f} |" for name, value in summary["seconds"].items())
-    start_rows = "\n".join(f"| {name} | {wall:.2f} | {cpu:.2f} |" for name, (wall, cpu) in start.items())
-    return f"""# Quickstart
-
-Measured by `uv run python tools/bench/quickstart.py`. Wall seconds, one run; starts: median of {REPEATS}, interleaved.
-
-{facts}
-
-| stage | s |
-|---|---|
-{stages}
-
-Training: {summary["steps"]} steps, {summary["tokens_per_sec"]:.0f} tokens/s at the end; validation loss
-{summary["val_loss"]:.4f} nats per token.
-
-| start | wall s | CPU s |
-|---|---|---|
-{start_rows}
-
-"""
-
-
 def main() -> None:
-    """Measure, print the page and optionally write it."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="also write the page here")
     parser.add_argument("--steps", type=int, default=1000, help="training steps of the quickstart")
     arguments = parser.parse_args()
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # compile modules once, as for users
-    facts = describe_machine("torch", "numpy", "tokenizers", "transformers", "lt-trainer")
+    print(describe_machine("torch", "numpy", "tokenizers", "transformers", "lt-trainer"))
     with tempfile.TemporaryDirectory() as folder:
         quickstart = Path(folder) / "quickstart"
         lt = str(Path(sys.executable).parent / "lt")
-        done = subprocess.run(
-            [lt, "quickstart", "--out", str(quickstart), "--steps", str(arguments.steps)], check=False
-        )
+        subprocess.run([lt, "quickstart", "--out", str(quickstart), "--steps", str(arguments.steps)], check=True)
         summary = json.loads((quickstart / "summary.json").read_text())
         start = measure_first_step(quickstart)
-    page = render_page(facts, summary, start)
-    print(page)
-    if arguments.out:
-        arguments.out.write_text(page)
-    sys.exit(done.returncode)
+    stages = [[name, f"{value:.1f}"] for name, value in summary["seconds"].items()]
+    starts = [[name, f"{wall:.2f}", f"{cpu:.2f}"] for name, (wall, cpu) in start.items()]
+    print("", *format_table(["stage", "s"], stages), "", sep="\n")
+    print(f"Training: {summary['steps']} steps, {summary['tokens_per_sec']:.0f} tokens/s at the end; validation loss")
+    print(f"{summary['val_loss']:.4f} nats per token.")
+    print("", *format_table(["start", "wall s", "CPU s"], starts), sep="\n")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,19 @@
-"""What every page of results says of the machine, and how a script replaces its own part of a page."""
+"""What every benchmark prints of the machine and as a table, and cases in processes of their own.
+
+Scripts print the Markdown lines that stand on the pages of docs/benchmarks.
+"""
 
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import platform
+import subprocess
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 
 def describe_machine(*packages: str) -> str:
@@ -28,9 +35,7 @@ def format_table(head: list[str], rows: list[list[str]]) -> list[str]:
     return [lines[0], "|" + "---|" * len(head), *lines[1:]]
 
 
-def replace_part(page: Path, name: str, lines: list[str]) -> None:
-    """Replace the lines between the marks `name` of a page, or append them with their marks."""
-    begin, end = f"<!-- tools/bench/{name} -->", f"<!-- end of tools/bench/{name} -->"
-    before, _, rest = page.read_text(encoding="utf-8").partition(begin)
-    after = rest.partition(end)[2] or "\n"
-    page.write_text("\n".join([before.rstrip(), "", begin, "", *lines, "", end]) + after, encoding="utf-8")
+def run_child(command: Sequence[str | Path]) -> dict[str, Any]:
+    """Run a command; return the JSON object on the last line of its output."""
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.splitlines()[-1])

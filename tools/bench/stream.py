@@ -1,16 +1,14 @@
 """Cost of opening and reading a token store, each relative to the limit of this machine.
 
-    uv run python tools/bench/stream.py [open gather shards] [--folder F] [--out docs/benchmarks/data.md]
+    uv run python tools/bench/stream.py [open gather shards] [--folder F]
 
     open    a store of 10^10 tokens (sparse files): open it and its pack, and return the batch of step 10^6; in
             subprocesses, wall seconds and memory
-    gather  batches of random rows, against the memcpy of the same rows (one loop in C over precomputed offsets), and,
-            for rows of several spans, against the memcpy of prepared views of the same spans (the join of a bytearray,
-            in C, without lookups); CPU seconds, ratios within a round, medians of rounds, all from the page cache
+    gather  batches of random rows, against the memcpy of the same rows (one loop in C over precomputed offsets), and
+            the batches of a shuffled stream; CPU seconds, ratios within a round, medians of rounds, from the page cache
     shards  the same ids in 1, 300 and 5000 shards, rows of 2048: microseconds of CPU a random row, medians of rounds
 
-The folder takes 1.2 GB and is emptied at the end. Of a page only the parts that were run are replaced, between their
-marks.
+The folder takes 1.2 GB and is emptied at the end.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ import hashlib
 import json
 import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from results import describe_machine, format_table, replace_part
+from results import describe_machine, format_table, run_child
 
-from lt_data import Mixture, RowReader, Stream, TokenStore
+from lt_data import RowReader, Stream, TokenStore
 from lt_data.packing.packs import pack
 from lt_data.store.manifest import DocumentTotals, ShardFile, StoreManifest, StorePart, TokenizerInfo
 from lt_data.store.megatron import encode_index, index_size
@@ -39,8 +36,7 @@ from lt_data.store.megatron import encode_index, index_size
 SEQ_LEN = 4096
 BATCH = 256
 ROUNDS = 9
-MEMCPY_ROWS = "memcpy of the same rows, one loop in C"
-MEMCPY_SPANS = "memcpy of the same spans of bfd rows, prepared"
+OPEN_TOKENS = 10**10
 STORE_TOKENS, SHARD_TOKENS = 200_000_000, 120_000_000
 
 
@@ -118,9 +114,9 @@ stream = Stream(reader, global_batch_size=256, dp_rank=3, dp_size=8, seed=1, sta
 batch = stream.next()
 wall, cpu = time.perf_counter() - begin, time.process_time() - cpu
 after = memory()
-print(json.dumps({"wall": wall, "cpu": cpu, "own": after[0] - before[0], "mapped": after[1] - before[1],
-    "tokens": store.n_tokens, "rows": reader.n_rows,
-    "shape": batch.tokens.input_ids.shape}))
+own, mapped = ((after[i] - before[i]) / 1024 for i in range(2))
+print(json.dumps({"wall_ms": 1000 * wall, "cpu_ms": 1000 * cpu, "own_mib": own, "mapped_mib": mapped,
+    "tokens": store.n_tokens, "rows": reader.n_rows, "shape": batch.tokens.input_ids.shape}))
 """
 
 
@@ -156,46 +152,22 @@ def write_sparse_pack(store: TokenStore, mode: str, documents_per_row: int) -> N
 
 def bench_open(folder: Path) -> list[list[str]]:
     """Open a store of N tokens and start at step 10^6; medians of seven processes."""
-    rows: list[list[str]] = []
-    for tokens in (10**8, 10**10):
-        lengths = np.full(tokens // 512, 512, np.int64)
-        store = make_store(folder / f"sparse-{tokens}", lengths, 2**27, sparse=True)
-        write_sparse_pack(store, "bfd", 8)
-        del lengths
-        found = []
-        for _ in range(7):
-            command = [sys.executable, "-c", OPEN_SCRIPT, str(store.path), "bfd"]
-            found.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
-        assert found[0]["shape"] == [32, SEQ_LEN]
-        medians = {key: statistics.median(result[key] for result in found) for key in ("wall", "cpu", "own", "mapped")}
-        shards = len(store.manifest.shards)
-        rows.append(
-            [
-                f"{found[0]['tokens']:.3g}",
-                str(shards),
-                f"{found[0]['rows']}",
-                f"{1000 * medians['wall']:.1f}",
-                f"{1000 * medians['cpu']:.1f}",
-                f"{medians['own'] / 1024:.1f}",
-                f"{medians['mapped'] / 1024:.1f}",
-            ]
-        )
-    return rows
+    store = make_store(folder / "sparse", np.full(OPEN_TOKENS // 512, 512, np.int64), 2**27, sparse=True)
+    write_sparse_pack(store, "bfd", 8)
+    found = [run_child([sys.executable, "-c", OPEN_SCRIPT, store.path, "bfd"]) for _ in range(7)]
+    assert found[0]["shape"] == [32, SEQ_LEN]
+    size = [f"{found[0]['tokens']:.3g}", str(len(store.manifest.shards)), str(found[0]["rows"])]
+    medians = [statistics.median(one[name] for one in found) for name in ("wall_ms", "cpu_ms", "own_mib", "mapped_mib")]
+    return [[*size, *(f"{value:.1f}" for value in medians)]]
 
 
-def measure_cpu(
-    functions: dict[str, Callable[[Any], Any]],
-    draw_ids: Callable[[], np.ndarray],
-    repeat: int,
-    prepare: dict[str, Callable[[np.ndarray], Any]],
-) -> dict[str, list[float]]:
-    """Return CPU seconds of each function in every round, with new batches, `prepare` not counted."""
-    found: dict[str, list[float]] = {name: [] for name in functions}
+def measure_cpu(functions: dict[str, Callable[[np.ndarray], Any]], n_rows: int, repeat: int) -> dict[str, list[float]]:
+    """Return CPU seconds of `repeat` calls of each function with the numbers of random rows, in every round."""
+    rng, found = np.random.default_rng(2), {name: list[float]() for name in functions}
     for turn in range(ROUNDS):
         names = list(functions)
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            made = prepare.get(name, lambda batch: batch)
-            batches = [made(draw_ids()) for _ in range(repeat)]
+            batches = [rng.integers(0, n_rows, BATCH) for _ in range(repeat)]
             begin = time.process_time()
             for batch in batches:
                 functions[name](batch)
@@ -205,68 +177,31 @@ def measure_cpu(
 
 def bench_gather(folder: Path) -> list[list[str]]:
     """Read random rows; CPU seconds relative to memcpy."""
-    rng = np.random.default_rng(2)
     lengths = lognormal_lengths(STORE_TOKENS // 1000, 490)
     lengths = lengths[: int(np.searchsorted(np.cumsum(lengths), STORE_TOKENS))]
-    whole = make_store(folder / "one", lengths, 2**40)
-    sharded = make_store(folder / "many", lengths, 2**23)
-    concat, best = make_reader(whole, "concat"), make_reader(whole, "bfd")
-    spread, many = make_reader(sharded, "concat"), make_reader(sharded, "bfd")
-    mixture = Mixture({"a": concat, "b": spread}, {"a": 1, "b": 1})
-    n_rows = min(concat.n_rows, best.n_rows) - 1
-    ids = whole.read_shard(0)
+    store = make_store(folder / "one", lengths, 2**40)
+    concat, best = make_reader(store, "concat"), make_reader(store, "bfd")
+    ids = store.read_shard(0)
     ids.sum()  # every page is mapped and in the page cache
-    for number in range(len(sharded.manifest.shards)):
-        sharded.read_shard(number).sum()
     runs = np.ndarray((ids.size - SEQ_LEN + 1,), np.dtype((np.void, 2 * SEQ_LEN)), ids.data, strides=(2,))
-
-    def same_rows(numbers: np.ndarray) -> np.ndarray:
-        return runs[numbers * SEQ_LEN]
-
-    def views(numbers: np.ndarray) -> list[memoryview]:
-        rows = [slice(int(best.pack.row_offsets[n]), int(best.pack.row_offsets[n + 1])) for n in numbers.tolist()]
-        spans = [
-            (begin, begin + length)
-            for row in rows
-            for begin, length in zip(best.pack.start[row].tolist(), best.pack.length[row].tolist(), strict=True)
-        ]
-        return [ids.data[begin:end] for begin, end in spans]
-
-    shards = len(sharded.manifest.shards)
-    functions: dict[str, Callable[[Any], Any]] = {
-        MEMCPY_ROWS: same_rows,
-        MEMCPY_SPANS: lambda spans: bytearray().join(spans),
-        "`tokens`, concat, one shard": concat.read_tokens,
-        f"`tokens`, concat, {shards} shards": spread.read_tokens,
-        "`tokens`, bfd": best.read_tokens,
-        f"`tokens`, bfd, {shards} shards": many.read_tokens,
+    stream = Stream(best, global_batch_size=BATCH)
+    functions: dict[str, Callable[[np.ndarray], Any]] = {
+        "memcpy of the same rows, one loop in C": lambda numbers: runs[numbers * SEQ_LEN],
+        "`read_tokens`, concat": concat.read_tokens,
+        "`read_tokens`, bfd": best.read_tokens,
         "`read_token_rows` (ids and boundaries), concat": concat.read_token_rows,
         "`read_token_rows`, bfd": best.read_token_rows,
-        "`read_token_rows`, mixture of two": mixture.read_token_rows,
         "`read_rows` (four int32 arrays), concat": concat.read_rows,
         "`read_rows`, bfd": best.read_rows,
+        "a stream's batches, bfd, shuffled": lambda _: stream.next(),
     }
     repeat = 16
-    found = measure_cpu(functions, lambda: rng.integers(0, n_rows, BATCH), repeat, {MEMCPY_SPANS: views})
-    row_copy, span_copy = found[MEMCPY_ROWS], found[MEMCPY_SPANS]
-    tokens = repeat * BATCH * SEQ_LEN
-    rows: list[list[str]] = []
+    found = measure_cpu(functions, min(concat.n_rows, best.n_rows) - 1, repeat)
+    base, rows = next(iter(found.values())), []
     for name, seconds in found.items():
-        speed = tokens / statistics.median(seconds) / 1e6
-        ratios = [
-            f"{statistics.median(a / b for a, b in zip(base, seconds, strict=True)):.2f}"
-            for base in (row_copy, span_copy)
-        ]
-        rows.append([name, f"{speed:.0f}", f"{2 * speed / 1000:.1f}", ratios[0], ratios[1] if "bfd" in name else ""])
-    stream = Stream(best, global_batch_size=BATCH)
-    seconds: list[float] = []
-    for _ in range(ROUNDS):
-        begin = time.process_time()
-        for _ in range(4):
-            stream.next()
-        seconds.append(time.process_time() - begin)
-    speed = 4 * BATCH * SEQ_LEN / statistics.median(seconds) / 1e6
-    rows.append(["a stream's batches, bfd, shuffled", f"{speed:.0f}", f"{2 * speed / 1000:.1f}", "", ""])
+        speed = repeat * BATCH * SEQ_LEN / statistics.median(seconds) / 1e6
+        ratio = statistics.median(a / b for a, b in zip(base, seconds, strict=True))
+        rows.append([name, f"{speed:.0f}", f"{2 * speed / 1000:.1f}", f"{ratio:.2f}"])
     return rows
 
 
@@ -275,9 +210,8 @@ def bench_shards(folder: Path) -> list[list[str]]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
     lengths, functions, limits = lognormal_lengths(SHARD_TOKENS // 600, 300), {}, []
     for n_shards in (1, 300, 5000):
-        store = make_store(
-            folder / f"shards-{n_shards}", lengths, int(lengths.sum()) // n_shards + (n_shards > 1) * 500
-        )
+        most = int(lengths.sum()) // n_shards + (n_shards > 1) * 500
+        store = make_store(folder / f"shards-{n_shards}", lengths, most)
         for mode in ("concat", "bfd"):
             reader = make_reader(store, mode, 2048)
             limits.append(reader.n_rows - 2)
@@ -285,11 +219,11 @@ def bench_shards(folder: Path) -> list[list[str]]:
                 functions[f"{what}, {mode}, {len(store.manifest.shards)} shards"] = read
                 for begin in range(0, reader.n_rows - BATCH, BATCH):
                     read(np.arange(begin, begin + BATCH))  # every page is mapped and in the page cache
-    rng = np.random.default_rng(2)
-    found = measure_cpu(functions, lambda: rng.integers(0, min(limits), BATCH), 64, {})
+    found = measure_cpu(functions, min(limits), 64)
     return [[name, f"{1e6 * statistics.median(seconds) / (64 * BATCH):.2f}"] for name, seconds in found.items()]
 
 
+BENCHES = {"open": bench_open, "gather": bench_gather, "shards": bench_shards}
 TITLES = {
     "shards": (
         f"A random row of 2048 2-byte ids of {SHARD_TOKENS // 10**6} million, {BATCH} at a time, by the number of "
@@ -304,37 +238,22 @@ TITLES = {
     "gather": (
         f"Rows of {SEQ_LEN} 2-byte ids at random from {STORE_TOKENS // 10**6} million, {BATCH} at a time, page cache, "
         f"one process; medians of {ROUNDS} rounds.",
-        [
-            "what",
-            "Mtok per CPU-s",
-            "GB per CPU-s",
-            "of memcpy of the rows",
-            "of memcpy of the spans",
-        ],
+        ["what", "Mtok per CPU-s", "GB per CPU-s", "of memcpy"],
     ),
 }
 
 
 def main() -> None:
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="*", choices=[*TITLES, []], default=["open", "gather"])
     parser.add_argument("--folder", type=Path)
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=options.folder) as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         for what in options.what:
             title, head = TITLES[what]
-            where = describe_machine("numpy")
-            rows = {
-                "open": lambda: bench_open(folder),
-                "gather": lambda: bench_gather(folder),
-                "shards": lambda: bench_shards(folder),
-            }[what]()
-            lines = [title, "", where, "", *format_table(head, rows)]
-            print("\n".join(lines), flush=True)
-            if options.out:
-                replace_part(options.out, f"stream.py {what}", lines)
+            lines = [title, "", describe_machine("numpy"), ""]
+            print(*lines, *format_table(head, BENCHES[what](Path(folder))), "", sep="\n", flush=True)
 
 
 if __name__ == "__main__":
