@@ -16,11 +16,9 @@ from typing import Any
 import pytest
 
 from lt_ckpt import Checkpoint, find_latest_valid, list_steps
-from lt_test_helpers.rank_processes import RankProcesses, start_run
-from lt_trainer.run_directory.jsonl import read_jsonl
+from lt_test_helpers.rank_processes import TIMEOUT_S, RankProcesses, start_training
+from lt_test_helpers.run_files import read_events, read_losses
 
-PRELOAD = ("lt_trainer_gpu.engine", "lt_trainer_gpu.parallelize")
-TIMEOUT_S = 240
 BASE_OVERRIDES = ("checkpoint.async_save=true", "checkpoint.interval=4", "checkpoint.keep_last=9", "data.validation=")
 
 
@@ -75,28 +73,18 @@ def rank_1_fails_while_a_save_is_in_flight(rank: int) -> None:
 
 
 def start_ranks(prepared: Path, cwd: Path, *sets: str, fault: str = "", ranks: int = 2) -> RankProcesses:
-    arguments = [text for value in (*BASE_OVERRIDES, *sets) for text in ("--set", value)]
     prepare = f"{__file__}:{fault}" if fault else ""
-    return start_run(["run", prepared / "run.toml", *arguments], ranks=ranks, cwd=cwd, prepare=prepare, preload=PRELOAD)
+    return start_training(prepared / "run.toml", cwd, *BASE_OVERRIDES, *sets, ranks=ranks, prepare=prepare)
 
 
 def run_to_end(prepared: Path, cwd: Path, *sets: str, codes: list[int], fault: str = "") -> list[str]:
     """Run to the end; returns what each rank said, after checking the exit codes."""
     with start_ranks(prepared, cwd, *sets, fault=fault, ranks=len(codes)) as run:
-        found = run.wait(TIMEOUT_S)
-        said = [run.output(rank) for rank in range(len(codes))]
-    assert found == codes, "\n".join(said)
-    return said
+        return run.end(codes)
 
 
-def read_losses(run: Path) -> dict[int, float]:
-    path = run / "metrics.jsonl"
-    return {r["step"]: r["loss"] for r in read_jsonl(path) if "loss" in r} if path.exists() else {}
-
-
-def read_events(run: Path, kind: str) -> list[int]:
-    path = run / "events.jsonl"
-    return [e["step"] for e in read_jsonl(path) if e["event"] == kind] if path.exists() else []
+def event_steps(run: Path, kind: str) -> list[int]:
+    return [event["step"] for event in read_events(run, kind)]
 
 
 def checkpoint_steps(run: Path) -> list[int]:
@@ -142,7 +130,7 @@ def test_the_same_losses_and_the_same_checkpoints(
     run_to_end(prepared, tmp_path, *sets, codes=[0, 0], fault=fault)
     run = tmp_path / "run"
     assert read_losses(run) == read_losses(uninterrupted_run)
-    assert checkpoint_steps(run) == read_events(run, "checkpoint") == checkpoint_steps(uninterrupted_run)
+    assert checkpoint_steps(run) == event_steps(run, "checkpoint") == checkpoint_steps(uninterrupted_run)
     assert unfinished_saves(run) == []
     for _, path in list_steps(run / "checkpoints"):
         check_checkpoint(path, uninterrupted_run)
@@ -159,7 +147,7 @@ def test_a_part_that_fails_ends_both_ranks_with_its_cause(
     assert 20 not in reached
     assert unfinished_saves(run) == []
     run_to_end(prepared, tmp_path, codes=[0, 0])
-    assert read_events(run, "resume") == reached[-1:]
+    assert event_steps(run, "resume") == reached[-1:]
     assert read_losses(run) == read_losses(uninterrupted_run)
 
 
@@ -167,8 +155,8 @@ def test_a_stop_waits_for_the_save_in_flight(prepared: Path, tmp_path: Path, uni
     with start_ranks(prepared, tmp_path, fault="slow_disk") as run:
         wait_for_a_save(run, tmp_path / "run", set())
         run.send_signal(signal.SIGTERM, 1)
-        assert run.wait(TIMEOUT_S) == [75, 75], run.output(0) + run.output(1)
-    stopped = read_events(tmp_path / "run", "stop")
+        run.end([75, 75])
+    stopped = event_steps(tmp_path / "run", "stop")
     assert checkpoint_steps(tmp_path / "run")[-1:] == stopped
     assert 4 in checkpoint_steps(tmp_path / "run")
     assert unfinished_saves(tmp_path / "run") == []
@@ -183,9 +171,9 @@ def test_an_error_on_one_rank_does_not_lose_the_save_in_flight(
     fault = "rank_1_fails_while_a_save_is_in_flight"
     said = run_to_end(prepared, tmp_path, "fault_tolerance.hang_timeout_s=30", codes=[75, 64], fault=fault)
     assert "check the disk" in said[1]
-    assert checkpoint_steps(tmp_path / "run") == read_events(tmp_path / "run", "checkpoint") == [4]
+    assert checkpoint_steps(tmp_path / "run") == event_steps(tmp_path / "run", "checkpoint") == [4]
     run_to_end(prepared, tmp_path, codes=[0, 0])
-    assert read_events(tmp_path / "run", "resume") == [4]
+    assert event_steps(tmp_path / "run", "resume") == [4]
     assert read_losses(tmp_path / "run") == read_losses(uninterrupted_run)
 
 
@@ -225,9 +213,9 @@ def test_kill_9_while_a_save_is_in_flight(prepared: Path, tmp_path: Path, uninte
             continue
         assert found.step >= max(before, default=0)
         check_checkpoint(found.path, uninterrupted_run)
-    resumes = len(read_events(run, "resume"))
+    resumes = len(event_steps(run, "resume"))
     newest, _ = find_latest_valid(run / "checkpoints")
     run_to_end(prepared, tmp_path, codes=[0, 0])
-    assert read_events(run, "resume")[resumes:] == ([newest.step] if newest else [])
+    assert event_steps(run, "resume")[resumes:] == ([newest.step] if newest else [])
     assert read_losses(run) == read_losses(uninterrupted_run)
     check_checkpoint(run / "checkpoints" / "step-00000020", uninterrupted_run)

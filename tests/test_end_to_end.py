@@ -12,22 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lt_ckpt import Checkpoint, find_latest_valid
+from lt_ckpt import Checkpoint
 from lt_data import RowReader, Stream, TokenStore, open_pack
-from lt_trainer.run_directory.jsonl import read_jsonl
+from lt_test_helpers.run_files import latest_checkpoint, read_losses
 
 RUN = ("-m", "lt_trainer", "run")
-
-
-def read_losses(run: Path) -> dict[int, float]:
-    return {r["step"]: r["loss"] for r in read_jsonl(run / "metrics.jsonl") if "loss" in r}
-
-
-def latest_checkpoint(run: Path) -> Checkpoint:
-    found, rejected = find_latest_valid(run / "checkpoints")
-    assert found is not None
-    assert not rejected
-    return found
 
 
 def read_tensors(checkpoint: Checkpoint) -> dict[tuple[str, str], np.ndarray]:
@@ -77,9 +66,8 @@ def test_stop_and_resume_are_bit_equal(uninterrupted_run: Path, prepared: Path, 
 def test_a_real_sigterm_saves_and_exits_75(uninterrupted_run: Path, prepared: Path, lt, tmp_path: Path) -> None:
     command = [sys.executable, *RUN, str(prepared / "run.toml"), "--set", "schedule.max_steps=2000"]
     with subprocess.Popen(command, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}) as process:
-        metrics = tmp_path / "run" / "metrics.jsonl"
         deadline = time.monotonic() + 120
-        while not (metrics.exists() and len(read_losses(tmp_path / "run")) >= 3):
+        while len(read_losses(tmp_path / "run")) < 3:
             assert process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -118,9 +106,7 @@ def test_two_ranks_train_as_one_and_go_on_as_one(prepared: Path, lt, torchrun, t
     one, other = read_tensors(latest_checkpoint(tmp_path / "one")), read_tensors(latest_checkpoint(tmp_path / "two"))
     for key, tensor in one.items():
         assert np.abs(other[key] - tensor).max() <= 1e-9 * np.abs(tensor).max(), key
-    validation = [
-        r["val_loss"] for run in ("one", "two") for r in read_jsonl(tmp_path / run / "metrics.jsonl") if "val_loss" in r
-    ]
+    validation = [read_losses(tmp_path / run, "val_loss") for run in ("one", "two")]
     assert validation[1] == pytest.approx(validation[0], rel=1e-9)
 
 

@@ -14,11 +14,11 @@ import torch
 from lt_data import TokenStore, pack
 from lt_model import n_parameters
 from lt_test_helpers.pool import RankPool
+from lt_test_helpers.run_files import read_losses
 from lt_test_helpers.runs import run
 from lt_trainer.config.recipe import load
 from lt_trainer.planning.devices import DEVICES
 from lt_trainer.planning.plan import make_plan
-from lt_trainer.run_directory.jsonl import read_jsonl
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SEQ_LEN = 64
@@ -107,10 +107,6 @@ def train_on_rank(example: str, sets: tuple[str, ...]) -> int:
     return run(load(EXAMPLES / example, overrides=list(sets)))
 
 
-def read_losses(out: Path) -> list[float]:
-    return [record["loss"] for record in read_jsonl(out / "metrics.jsonl") if "loss" in record]
-
-
 def test_the_examples_are_all_here() -> None:
     found = {str(path.relative_to(EXAMPLES)) for path in (*EXAMPLES.glob("*.toml"), *EXAMPLES.glob("bench-7b/*.toml"))}
     assert found == {*LAYOUTS, *FINE_TUNING_EXAMPLES}
@@ -149,7 +145,7 @@ def test_a_shrunk_example_trains(example: str, ranks: RankPool, tmp_path: Path) 
     _, _, n_ranks, layout = LAYOUTS[example]
     sets = (*SHRUNK_OVERRIDES, *SMALL_MODEL_OVERRIDES, *layout, f"run.dir={tmp_path / 'run'}")
     assert ranks.run(train_on_rank, example, sets, ranks=n_ranks) == [0] * n_ranks
-    found = read_losses(tmp_path / "run")
+    found = read_losses(tmp_path / "run").values()
     assert len(found) == 2
     assert all(4 < loss < 6 for loss in found)  # random ids of 128: ln 128 = 4.85
 

@@ -12,52 +12,21 @@ from pathlib import Path
 
 import pytest
 
-from lt_ckpt import find_latest_valid
-from lt_test_helpers.rank_processes import RankProcesses, start_run
-from lt_trainer.run_directory.jsonl import read_jsonl
+from lt_test_helpers.rank_processes import TIMEOUT_S, RankProcesses, start_training
+from lt_test_helpers.run_files import latest_checkpoint, read_events, read_losses
 
-PRELOAD = ("lt_trainer_gpu.engine", "lt_trainer_gpu.parallelize")
 FAULTS_FILE = Path(__file__).with_name("faults.py")
-TIMEOUT_S = 240
 
 
-def start_ranks(prepared: Path, cwd: Path, *sets: str, ranks: int = 2, fault: str = "", **env: str) -> RankProcesses:
-    arguments = [text for value in sets for text in ("--set", value)]
+def start_ranks(prepared: Path, cwd: Path, *sets: str, ranks: int = 2, fault: str = "") -> RankProcesses:
     prepare = f"{FAULTS_FILE}:{fault}" if fault else ""
-    recipe = prepared / "run.toml"
-    return start_run(["run", recipe, *arguments], ranks=ranks, cwd=cwd, prepare=prepare, preload=PRELOAD, env=env)
+    return start_training(prepared / "run.toml", cwd, *sets, ranks=ranks, prepare=prepare)
 
 
-def run_to_end(prepared: Path, cwd: Path, *sets: str, codes: list[int], fault: str = "", **env: str) -> list[str]:
+def run_to_end(prepared: Path, cwd: Path, *sets: str, codes: list[int], fault: str = "") -> list[str]:
     """Run to the end; returns what each rank said, after checking the exit codes."""
-    with start_ranks(prepared, cwd, *sets, ranks=len(codes), fault=fault, **env) as run:
-        found = run.wait(TIMEOUT_S)
-        said = [run.output(rank) for rank in range(len(codes))]
-    assert found == codes, "\n".join(said)
-    return said
-
-
-def read_losses(run: Path) -> dict[int, float]:
-    path = run / "metrics.jsonl"
-    return {r["step"]: r["loss"] for r in read_jsonl(path) if "loss" in r} if path.exists() else {}
-
-
-def read_events(run: Path, kind: str) -> list[dict]:
-    return [e for e in read_jsonl(run / "events.jsonl") if e["event"] == kind]
-
-
-def newest_step(run: Path) -> int:
-    found, _ = find_latest_valid(run / "checkpoints")
-    assert found is not None
-    return found.step
-
-
-def wait_for_step(run: RankProcesses, folder: Path, step: int) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while max(read_losses(folder), default=0) < step:
-        assert run.alive_ranks, run.output(0)
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    with start_ranks(prepared, cwd, *sets, ranks=len(codes), fault=fault) as run:
+        return run.end(codes)
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +86,7 @@ def test_a_rank_that_hangs_is_named_on_other_meshes(prepared: Path, tmp_path: Pa
 def test_a_rank_that_is_frozen_is_named_and_the_others_end(prepared: Path, tmp_path: Path) -> None:
     sets = ("fault_tolerance.hang_timeout_s=4", "schedule.max_steps=100000", "checkpoint.interval=8")
     with start_ranks(prepared, tmp_path, *sets) as run:
-        wait_for_step(run, tmp_path / "run", 10)
+        run.wait_for_step(tmp_path / "run", 10)
         os.kill(run.pids[1], signal.SIGSTOP)
         deadline = time.monotonic() + TIMEOUT_S
         while 0 in run.alive_ranks:
@@ -127,10 +96,10 @@ def test_a_rank_that_is_frozen_is_named_and_the_others_end(prepared: Path, tmp_p
         run.kill(1)
         assert run.wait(TIMEOUT_S) == [75, -signal.SIGKILL], said
     assert "rank 1" in said
-    reached = newest_step(tmp_path / "run")
+    reached = latest_checkpoint(tmp_path / "run").step
     assert reached >= 8
     with start_ranks(prepared, tmp_path, *sets) as run:  # and the run goes on
-        wait_for_step(run, tmp_path / "run", reached + 2)
+        run.wait_for_step(tmp_path / "run", reached + 2)
 
 
 def test_an_error_on_one_rank_is_told_by_all(prepared: Path, tmp_path: Path) -> None:
@@ -163,10 +132,10 @@ def test_a_changed_store_is_refused_with_what_changed(prepared: Path, lt, tmp_pa
 def test_a_clock_that_jumps_by_years_changes_nothing(prepared: Path, tmp_path: Path, uninterrupted_losses) -> None:
     sets = ("checkpoint.interval=3", "checkpoint.keep_last=2")
     with start_ranks(prepared, tmp_path, *sets, ranks=1, fault="wall_clock_jumps") as run:
-        wait_for_step(run, tmp_path / "run", 8)
+        run.wait_for_step(tmp_path / "run", 8)
         run.send_signal(signal.SIGTERM)
-        assert run.wait(TIMEOUT_S) == [75], run.output()
-    stopped = newest_step(tmp_path / "run")
+        run.end([75])
+    stopped = latest_checkpoint(tmp_path / "run").step
     for number, path in enumerate((tmp_path / "run" / "checkpoints").iterdir()):
         os.utime(path, (4e9 * (number % 2), 4e9 * (number % 2)))
     run_to_end(prepared, tmp_path, *sets, codes=[0], fault="wall_clock_jumps")
@@ -248,7 +217,7 @@ def test_a_disk_that_fills_up_ends_the_run_and_loses_nothing(
     said = run_to_end(prepared, cwd, "run.dir=disk/run", codes=[64], fault="disk_fills_up_after_step_10")
     assert "No space left on device" in said[0]
     assert "free" in said[0]
-    assert newest_step(small_disk / "run") == 8
+    assert latest_checkpoint(small_disk / "run").step == 8
     (small_disk / "of-somebody-else").unlink()
     run_to_end(prepared, cwd, "run.dir=disk/run", codes=[0])
     found = read_losses(small_disk / "run")
@@ -262,7 +231,7 @@ def test_checkpoints_that_turn_read_only_end_the_run_and_nothing_is_lost(
     fault = "checkpoints_become_read_only_after_step_10"
     said = run_to_end(prepared, cwd, "run.dir=disk/run", codes=[64], fault=fault)
     assert "Read-only file system" in said[0]
-    assert newest_step(small_disk / "run") == 8
+    assert latest_checkpoint(small_disk / "run").step == 8
     said = run_to_end(prepared, cwd, "run.dir=disk/run", codes=[64])  # and is found at once when it is started again
     assert "Read-only file system" in said[0]
     subprocess.run(["umount", str(checkpoints)], check=True)

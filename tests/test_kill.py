@@ -23,10 +23,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lt_ckpt import Checkpoint, find_latest_valid, list_steps
+from lt_ckpt import find_latest_valid, list_steps
 from lt_data import RowReader, Stream, TokenStore, open_pack
 from lt_test_helpers.meshes import LATENTS
-from lt_test_helpers.rank_processes import RankProcesses, start_run
+from lt_test_helpers.rank_processes import RankProcesses, start_training
+from lt_test_helpers.run_files import assert_bit_equal, latest_checkpoint, read_events, read_step_metrics
 from lt_trainer.data.training_data import parse_stream_state
 from lt_trainer.run_directory.jsonl import read_jsonl
 
@@ -53,7 +54,7 @@ EXIT_LOST_PEER = 75
 DEADLINE_S = 180.0
 
 
-def run_arguments(prepared: Path, *sets: str) -> list[str]:
+def start_ranks(prepared: Path, cwd: Path, ranks: int, sets: tuple[str, ...] = (), **more: Any) -> RankProcesses:
     fixed = (
         "engine.gpu.dtype=float64",
         f"checkpoint.interval={INTERVAL}",
@@ -61,39 +62,7 @@ def run_arguments(prepared: Path, *sets: str) -> list[str]:
         "data.validation=",
         "fault_tolerance.hang_timeout_s=30",  # also sets how long a rank looks for the cause when it has lost another
     )
-    return ["run", str(prepared / "run.toml"), *(a for s in (*fixed, *sets) for a in ("--set", s))]
-
-
-def start_ranks(prepared: Path, cwd: Path, ranks: int, sets: tuple[str, ...] = (), **more: Any) -> RankProcesses:
-    return start_run(run_arguments(prepared, *sets), ranks=ranks, cwd=cwd, preload=("lt_trainer_gpu.engine",), **more)
-
-
-def read_step_metrics(run: Path) -> dict[int, list[tuple[float, float, int]]]:
-    """All that metrics.jsonl says of each step, as often as it was run."""
-    found: dict[int, list[tuple[float, float, int]]] = {}
-    for record in read_jsonl(run / "metrics.jsonl") if (run / "metrics.jsonl").exists() else ():
-        found.setdefault(record["step"], []).append((record["loss"], record["grad_norm"], record["valid_tokens"]))
-    return found
-
-
-def checkpoint_hashes(checkpoint: Checkpoint) -> dict[str, list[str]]:
-    return {
-        f"{group}/{name}": [piece.xxh3_128 for piece in record.slices]
-        for group, tensors in checkpoint.manifest.tensors.items()
-        for name, record in tensors.items()
-    }
-
-
-def latest_checkpoint(run: Path) -> Checkpoint:
-    found, rejected = find_latest_valid(run / "checkpoints")
-    assert found is not None
-    assert not rejected
-    return found
-
-
-def read_events(run: Path, kind: str) -> list[dict[str, Any]]:
-    path = run / "events.jsonl"
-    return [event for event in read_jsonl(path) if event["event"] == kind] if path.exists() else []
+    return start_training(prepared / "run.toml", cwd, *fixed, *sets, ranks=ranks, **more)
 
 
 def list_names(folder: Path) -> list[str]:
@@ -112,7 +81,7 @@ def reference(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Calla
         if (ranks, sets) not in done:
             cwd = tmp_path_factory.mktemp(f"reference-{ranks}")
             with start_ranks(prepared, cwd, ranks, sets) as run:
-                assert run.wait(DEADLINE_S) == [0] * ranks, run.output()
+                run.end([0] * ranks)
             assert sorted(read_step_metrics(cwd / "run")) == list(range(1, STEPS + 1))
             assert latest_checkpoint(cwd / "run").step == STEPS
             done[ranks, sets] = cwd / "run"
@@ -263,12 +232,6 @@ class KillTrials:
             return fallback.step
         return step
 
-    def check_final_state(self, run: Path, reference: Path) -> None:
-        """Every step's numbers, each time it was run, and the last state: the same bits as without interruption."""
-        wanted = {step: set(found) for step, found in read_step_metrics(reference).items()}
-        assert {step: set(found) for step, found in read_step_metrics(run).items()} == wanted
-        assert checkpoint_hashes(latest_checkpoint(run)) == checkpoint_hashes(latest_checkpoint(reference))
-
     def summary(self) -> str:
         return (
             f"{self.kills} kills in {self.runs} runs, {self.single_rank_kills} of them of one rank among several: "
@@ -301,7 +264,7 @@ def test_killed_runs_end_with_the_same_bits(trials, reference, ranks: int, sets,
     while sample.kills < kills or not sample.kills_during_save:
         assert sample.kills < 10 * kills, "the kills must hit saves"
         run = sample.run_with_kills(ranks, max(kills, sample.kills + 2), sets)
-        sample.check_final_state(run, reference(ranks, sets))
+        assert_bit_equal(run, reference(ranks, sets))
 
 
 @pytest.mark.slow
@@ -314,7 +277,7 @@ def test_a_hundred_kills(trials, reference, capfd: pytest.CaptureFixture[str]) -
     start_s = time.monotonic()
     while many.kills < KILLS:
         ranks, sets = MESHES[many.runs % len(MESHES)]
-        many.check_final_state(many.run_with_kills(ranks, KILLS, sets), reference(ranks, sets))
+        assert_bit_equal(many.run_with_kills(ranks, KILLS, sets), reference(ranks, sets))
     say(f"{many.summary()}; {time.monotonic() - start_s:.0f} s")
     assert many.kills_during_save >= KILLS // 10, "the kills must hit saves"
 
@@ -356,7 +319,7 @@ def test_goes_on_with_other_ranks(prepared: Path, reference, tmp_path: Path, bef
     saved = latest_checkpoint(run)
     assert (saved.step, saved.manifest.layout["world"]) == (8, before)
     with start_ranks(prepared, tmp_path, after, prepare=f"{__file__}:record_rows") as processes:
-        assert processes.wait(DEADLINE_S) == [0] * after, processes.output()
+        processes.end([0] * after)
 
     store = TokenStore(prepared / "train")
     reader = RowReader(store, open_pack(store, seq_len=64))

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from lt_test_helpers.rank_processes import start_run
-from lt_trainer.run_directory.jsonl import read_jsonl
+from lt_test_helpers.rank_processes import start_training
+from lt_test_helpers.run_files import read_losses
 
 
 @pytest.fixture
@@ -21,16 +21,12 @@ def recipe(prepared: Path, tmp_path: Path) -> Path:
     return tmp_path / "run.toml"
 
 
-def read_losses(run: Path) -> dict[int, float]:
-    return {row["step"]: row["loss"] for row in read_jsonl(run / "metrics.jsonl") if "loss" in row}
-
-
 def test_a_killed_rank_is_named_and_the_run_ends_with_the_losses_of_a_quiet_one(recipe: Path, tmp_path: Path) -> None:
     quiet, disturbed = tmp_path / "quiet", tmp_path / "disturbed"
     for folder in (quiet, disturbed):
         folder.mkdir()
-    with start_run(["run", recipe], ranks=2, cwd=quiet) as run:
-        assert run.wait(300) == [0, 0], run.output()
+    with start_training(recipe, quiet) as run:
+        run.end([0, 0])
     command = [sys.executable, "-m", "lt_launch", "launch"]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "LT_LAUNCH_HOME": str(tmp_path)}
     out, launch = disturbed / "run", disturbed / "run" / "launch"

@@ -14,11 +14,11 @@ import pytest
 
 from lt_data import RowReader, TokenStore, open_pack
 from lt_data.streaming.rows import IGNORE_INDEX
+from lt_test_helpers.run_files import read_losses
 from lt_test_helpers.runs import run
 from lt_test_helpers.stores import make_stores
 from lt_trainer.config.recipe import load, model_config
 from lt_trainer.observability.inspection import inspect_step
-from lt_trainer.run_directory.jsonl import read_jsonl
 from lt_trainer_neuron.compile_key import check_compiled
 from lt_trainer_neuron.environment import neuron_env
 
@@ -66,10 +66,6 @@ def make_model(folder: Path, vocab_size: int) -> None:
     model.save_pretrained(folder)
 
 
-def losses(folder: Path) -> list[float]:
-    return [row["loss"] for row in read_jsonl(folder / "metrics.jsonl") if "loss" in row]
-
-
 def first_loss(model: Path, run_dir: Path) -> float:
     """Return the loss of a Hugging Face model on the first batch of a run, by transformers."""
     import torch
@@ -115,14 +111,14 @@ def test_from_weights_to_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert found == "", "the key that the run asks for"
 
     lt("train", "torchrun", "run-cpu.toml", "--nproc-per-node", "4")
-    trained = losses(tmp_path / "runs/llama2-7b-tp8")
+    trained = list(read_losses(tmp_path / "runs/llama2-7b-tp8").values())
     assert len(trained) == 4
     assert trained[0] == pytest.approx(
         first_loss(tmp_path / "Llama-2-7b-hf", tmp_path / "runs/llama2-7b-tp8"), rel=1e-6
     )
     alone = ["parallel.tp=1", "parallel.sequence_parallel=false", "engine.neuron.num_neuroncores=1", "run.dir=alone"]
     assert run(load("run-cpu.toml", overrides=[*alone, "model.init_from=Llama-2-7b-hf"])) == 0
-    assert trained == pytest.approx(losses(tmp_path / "alone"), rel=1e-9)
+    assert trained == pytest.approx(list(read_losses(tmp_path / "alone").values()), rel=1e-9)
 
     lt("ckpt", "export", "runs/llama2-7b-tp8", "--out", "llama2-7b-papers")
     after = first_loss(tmp_path / "llama2-7b-papers", tmp_path / "runs/llama2-7b-tp8")

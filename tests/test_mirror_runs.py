@@ -13,13 +13,11 @@ import pytest
 
 from lt_ckpt import Checkpoint, list_steps
 from lt_test_helpers.pool import RankPool
-from lt_test_helpers.rank_processes import RankProcesses, start_run
+from lt_test_helpers.rank_processes import GPU_ENGINE, TIMEOUT_S, RankProcesses, start_training
+from lt_test_helpers.run_files import read_events, read_losses
 from lt_test_helpers.s3_server import MotoServer, run_s3_server
 from lt_trainer.errors import PeerError
-from lt_trainer.run_directory.jsonl import read_jsonl
 
-PRELOAD = ("lt_trainer_gpu.engine", "lt_trainer_gpu.parallelize")
-TIMEOUT_S = 240
 BASE_OVERRIDES = ("checkpoint.async_save=true", "checkpoint.interval=4", "checkpoint.keep_last=9", "data.validation=")
 
 
@@ -39,24 +37,12 @@ def url(bucket: MotoServer) -> Iterator[str]:
 def start_ranks(prepared: Path, cwd: Path, bucket: MotoServer, url: str, *sets: str) -> RankProcesses:
     cwd.mkdir(exist_ok=True)
     values = (*BASE_OVERRIDES, f"checkpoint.mirror_url={url}", *sets)
-    arguments = [text for value in values for text in ("--set", value)]
-    return start_run(["run", prepared / "run.toml", *arguments], ranks=2, cwd=cwd, env=bucket.environ, preload=PRELOAD)
+    return start_training(prepared / "run.toml", cwd, *values, env=bucket.environ)
 
 
 def run_to_end(prepared: Path, cwd: Path, bucket: MotoServer, url: str, *sets: str, codes: list[int]) -> list[str]:
     with start_ranks(prepared, cwd, bucket, url, *sets) as run:
-        found = run.wait(TIMEOUT_S)
-        said = [run.output(rank) for rank in range(2)]
-    assert found == codes, "\n".join(said)
-    return said
-
-
-def read_losses(run: Path) -> dict[int, float]:
-    return {r["step"]: r["loss"] for r in read_jsonl(run / "metrics.jsonl") if "loss" in r}
-
-
-def read_events(run: Path, kind: str) -> list[dict]:
-    return [event for event in read_jsonl(run / "events.jsonl") if event["event"] == kind]
+        return run.end(codes)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +61,7 @@ def test_kill_9_while_something_is_sent_and_an_empty_machine(
     with start_ranks(prepared, tmp_path / "first", bucket, url) as run:
         assert bucket.relay.wait_held(TIMEOUT_S), run.output(0)
         run.kill()
-        assert run.wait(TIMEOUT_S) == [-signal.SIGKILL] * 2
+        run.end([-signal.SIGKILL] * 2)
     bucket.relay.down()  # what was held dies with its connection, as the process has
     bucket.relay.release()
     bucket.relay.up()
@@ -111,8 +97,7 @@ def test_a_stop_while_something_is_sent(
             assert time.monotonic() < deadline
             time.sleep(0.05)
         bucket.relay.release()
-        assert run.wait(TIMEOUT_S) == [75, 75], run.output(0)
-        said = run.output(0)
+        said = run.end([75, 75])[0]
     (missing,) = read_events(tmp_path / "run", "mirror_incomplete")
     assert missing["names"] == [path.name for _, path in reversed(list_steps(tmp_path / "run" / "checkpoints"))]
     assert f"warning: not in the mirror {url}: step-00000004" in said
@@ -145,7 +130,7 @@ def act_slowly_on_rank_0(patient: bool) -> list[str]:
 
 
 def test_ranks_wait_longer_than_a_collective_may() -> None:
-    pool = RankPool(2, preload=PRELOAD)
+    pool = RankPool(2, preload=GPU_ENGINE)
     assert pool.run(act_slowly_on_rank_0, True) == [["done", "waited"]] * 2
     with pytest.raises(PeerError):
         pool.run(act_slowly_on_rank_0, False)

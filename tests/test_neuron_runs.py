@@ -11,22 +11,28 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from lt_ckpt import Checkpoint, find_latest_valid
-from lt_test_helpers.rank_processes import RankProcesses, start_run
-from lt_trainer.run_directory.jsonl import read_jsonl
+from lt_ckpt import find_latest_valid, list_steps
+from lt_test_helpers.rank_processes import TIMEOUT_S, RankProcesses, start_training
+from lt_test_helpers.run_files import (
+    assert_bit_equal,
+    latest_checkpoint,
+    read_events,
+    read_losses,
+    read_step_metrics,
+)
 
-STEPS, INTERVAL, TIMEOUT_S = 12, 3, 240
+STEPS, INTERVAL = 12, 3
 KILLS = int(os.environ.get("LT_KILLS", "30"))
 """Of the full count, which only `pytest -m slow` runs."""
-LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "tp2": (2, ("parallel.tp=2", "parallel.sequence_parallel=true")),
-    "pp2-bf16": (2, ("parallel.pp=2", "engine.neuron.cpu_dtype=bfloat16")),
-    "dp2": (2, ()),
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    "tp2": ("parallel.tp=2", "parallel.sequence_parallel=true"),
+    "pp2-bf16": ("parallel.pp=2", "engine.neuron.cpu_dtype=bfloat16"),
+    "dp2": (),
 }
+"""Of two ranks."""
 
 
 @pytest.fixture(scope="module")
@@ -38,66 +44,22 @@ def recipe(prepared: Path) -> Path:
     return path
 
 
-def start_ranks(recipe: Path, cwd: Path, layout: str, *more: str, ranks: int = 0) -> RankProcesses:
-    n, sets = LAYOUTS[layout]
+def start_ranks(recipe: Path, cwd: Path, layout: str, ranks: int = 2) -> RankProcesses:
     fixed = (
         "run.engine=neuron",
-        f"engine.neuron.num_neuroncores={ranks or n}",
+        f"engine.neuron.num_neuroncores={ranks}",
         f"checkpoint.interval={INTERVAL}",
         "checkpoint.keep_last=9",
         f"schedule.max_steps={STEPS}",
         "fault_tolerance.hang_timeout_s=30",
     )
-    arguments = [text for value in (*fixed, *sets, *more) for text in ("--set", value)]
     preload = ("lt_trainer_neuron.engine", "lt_trainer_neuron.nxd.backend")
-    return start_run(["run", recipe, *arguments], ranks=ranks or n, cwd=cwd, preload=preload)
+    return start_training(recipe, cwd, *fixed, *LAYOUTS[layout], ranks=ranks, preload=preload)
 
 
-def run_to_end(recipe: Path, cwd: Path, layout: str, *more: str, ranks: int = 0) -> None:
-    with start_ranks(recipe, cwd, layout, *more, ranks=ranks) as run:
-        assert set(run.wait(TIMEOUT_S)) == {0}, run.output()
-
-
-def read_step_metrics(run: Path) -> dict[int, set[tuple[float, float, int]]]:
-    """What metrics.jsonl says of each step, all times that it was run."""
-    found: dict[int, set[tuple[float, float, int]]] = {}
-    for record in read_jsonl(run / "metrics.jsonl") if (run / "metrics.jsonl").exists() else ():
-        if "grad_norm" in record:
-            told = (record["loss"], record["grad_norm"], record["valid_tokens"])
-            found.setdefault(record["step"], set()).add(told)
-    return found
-
-
-def read_validation_losses(run: Path) -> list[float]:
-    return [record["val_loss"] for record in read_jsonl(run / "metrics.jsonl") if "val_loss" in record]
-
-
-def read_events(run: Path, kind: str) -> list[dict[str, Any]]:
-    path = run / "events.jsonl"
-    return [event for event in read_jsonl(path) if event["event"] == kind] if path.exists() else []
-
-
-def latest_checkpoint(run: Path) -> Checkpoint:
-    found, rejected = find_latest_valid(run / "checkpoints")
-    assert found is not None
-    assert not rejected
-    return found
-
-
-def checkpoint_hashes(checkpoint: Checkpoint) -> dict[str, list[str]]:
-    return {
-        f"{group}/{name}": [piece.xxh3_128 for piece in record.slices]
-        for group, tensors in checkpoint.manifest.tensors.items()
-        for name, record in tensors.items()
-    }
-
-
-def wait_for_step(run: RankProcesses, folder: Path, step: int) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while max(read_step_metrics(folder), default=0) < step:
-        assert len(run.alive_ranks) == len(run.pids), run.output()
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+def run_to_end(recipe: Path, cwd: Path, layout: str, ranks: int = 2) -> None:
+    with start_ranks(recipe, cwd, layout, ranks=ranks) as run:
+        run.end([0] * ranks)
 
 
 @pytest.fixture(scope="module")
@@ -117,12 +79,6 @@ def uninterrupted_run(recipe: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return of
 
 
-def assert_bit_equal(run: Path, reference: Path) -> None:
-    assert read_step_metrics(run) == read_step_metrics(reference)
-    assert all(len(told) == 1 for told in read_step_metrics(run).values())
-    assert checkpoint_hashes(latest_checkpoint(run)) == checkpoint_hashes(latest_checkpoint(reference))
-
-
 @pytest.mark.parametrize("layout", ["tp2", "pp2-bf16"])
 def test_a_stopped_run_goes_on_bit_equal(
     recipe: Path, tmp_path: Path, uninterrupted_run: Callable[[str], Path], layout: str
@@ -130,9 +86,9 @@ def test_a_stopped_run_goes_on_bit_equal(
     """The signal reaches one rank of two; both save at the same step."""
     reference, run = uninterrupted_run(layout), tmp_path / "run"
     with start_ranks(recipe, tmp_path, layout) as ranks:
-        wait_for_step(ranks, run, 4)
+        ranks.wait_for_step(run, 4)
         ranks.send_signal(signal.SIGTERM, 1)
-        assert ranks.wait(TIMEOUT_S) == [75, 75], ranks.output()
+        ranks.end([75, 75])
     (stop,) = read_events(run, "stop")
     assert stop["step"] == latest_checkpoint(run).step == max(read_step_metrics(run)) < STEPS
     run_to_end(recipe, tmp_path, layout)
@@ -140,20 +96,21 @@ def test_a_stopped_run_goes_on_bit_equal(
     assert_bit_equal(run, reference)
 
 
+def count_steps(run: Path) -> int:
+    return sum(map(len, read_step_metrics(run).values()))
+
+
 def kill_and_resume(recipe: Path, cwd: Path, layout: str, rng: random.Random, kills: int) -> int:
     """Kill a run at random steps until it has ended or `kills` are reached, then let it end; returns the kills."""
     run, struck = cwd / "run", 0
     while struck < kills:
-        floor = max((step for step, _ in _checkpoints(run)), default=0)
+        floor = max((step for step, _ in list_steps(run / "checkpoints")), default=0)
         with start_ranks(recipe, cwd, layout) as ranks:
             wanted = min(STEPS, floor + rng.randint(1, 2 * INTERVAL))
             deadline = time.monotonic() + TIMEOUT_S
-            # Lines of metrics of before the kill are there already: it is the lines that are counted.
-            before = sum(1 for _ in read_jsonl(run / "metrics.jsonl")) if (run / "metrics.jsonl").exists() else 0
-            while len(ranks.alive_ranks) == len(ranks.pids):
-                lines = len(read_jsonl(run / "metrics.jsonl")) if (run / "metrics.jsonl").exists() else 0
-                if lines >= before + wanted - floor:
-                    break
+            # Steps of before the kill are run again: it is how often steps were run that counts.
+            before = count_steps(run)
+            while len(ranks.alive_ranks) == len(ranks.pids) and count_steps(run) < before + wanted - floor:
                 assert time.monotonic() < deadline, ranks.output()
                 time.sleep(0.001)
             time.sleep(rng.uniform(0, 0.02))
@@ -171,12 +128,6 @@ def kill_and_resume(recipe: Path, cwd: Path, layout: str, rng: random.Random, ki
         assert not rejected
     run_to_end(recipe, cwd, layout)
     return struck
-
-
-def _checkpoints(run: Path) -> list[tuple[int, Path]]:
-    from lt_ckpt import list_steps
-
-    return list(list_steps(run / "checkpoints")) if (run / "checkpoints").exists() else []
 
 
 @pytest.mark.parametrize(
@@ -203,9 +154,9 @@ def test_a_run_goes_on_with_another_number_of_data_parallel_ranks(
     """Stopped on two data-parallel ranks, which share the optimizer's state, and ended by one."""
     reference, run = uninterrupted_run("dp2"), tmp_path / "run"
     with start_ranks(recipe, tmp_path, "dp2") as ranks:
-        wait_for_step(ranks, run, 4)
+        ranks.wait_for_step(run, 4)
         ranks.send_signal(signal.SIGTERM)
-        assert ranks.wait(TIMEOUT_S) == [75, 75], ranks.output()
+        ranks.end([75, 75])
     stopped = latest_checkpoint(run).step
     run_to_end(recipe, tmp_path, "dp2", ranks=1)
     assert [event["step"] for event in read_events(run, "resume")] == [stopped]
@@ -215,4 +166,4 @@ def test_a_run_goes_on_with_another_number_of_data_parallel_ranks(
         ((loss, norm, tokens),), ((loss_2, norm_2, tokens_2),) = ours[step], theirs[step]
         assert (loss, norm) == pytest.approx((loss_2, norm_2), rel=1e-4)
         assert tokens == tokens_2
-    assert read_validation_losses(run) == pytest.approx(read_validation_losses(reference), rel=1e-4)
+    assert read_losses(run, "val_loss") == pytest.approx(read_losses(reference, "val_loss"), rel=1e-4)

@@ -6,11 +6,10 @@ from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lt_test_helpers.rank_processes import start_run
+from lt_test_helpers.rank_processes import GPU_ENGINE, start_run
 from lt_trainer.run_directory.jsonl import read_jsonl
 from lt_trainer.run_directory.records import drop_superseded_records
 
-PRELOAD = ("lt_trainer_gpu.engine", "lt_trainer_gpu.parallelize")
 OBSERVABILITY_OVERRIDES = (
     "metrics.sinks=tensorboard",
     "metrics.log_interval=2",
@@ -26,8 +25,8 @@ def test_two_ranks_that_are_stopped_and_go_on(prepared: Path, tmp_path: Path) ->
     sets = [text for value in OBSERVABILITY_OVERRIDES for text in ("--set", value)]
     for stop, codes in ((["--stop-after-step", "9"], [75, 75]), ([], [0, 0])):
         arguments = ["run", prepared / "run.toml", *stop, *sets]
-        with start_run(arguments, ranks=2, cwd=tmp_path, preload=PRELOAD) as started:
-            assert started.wait(240) == codes, started.output(0) + started.output(1)
+        with start_run(arguments, ranks=2, cwd=tmp_path, preload=GPU_ENGINE) as started:
+            started.end(codes)
     run = tmp_path / "run"
 
     (trace,) = (run / "profile").iterdir()

@@ -9,13 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from lt_test_helpers.run_files import read_losses
 from lt_trainer.run_directory.jsonl import read_jsonl
 
 STEPS = 60
-
-
-def read_losses(run: Path) -> dict[int, float]:
-    return {r["step"]: r["loss"] for r in read_jsonl(run / "metrics.jsonl") if "loss" in r}
 
 
 @pytest.fixture(scope="module")

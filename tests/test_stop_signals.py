@@ -7,32 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from lt_ckpt import find_latest_valid
-from lt_test_helpers.rank_processes import RankProcesses, start_run
+from lt_test_helpers.rank_processes import TIMEOUT_S, start_training
+from lt_test_helpers.run_files import latest_checkpoint, read_events, read_losses
 from lt_trainer.resilience.stop_signals import STOP_SIGNALS
-from lt_trainer.run_directory.jsonl import read_jsonl
 
 MESHES = ((), ("parallel.pp=2",), ("parallel.cp=2",))
-PRELOAD = ("lt_trainer_gpu.engine", "lt_trainer_gpu.parallelize")
-TIMEOUT_S = 240
-
-
-def start_training(prepared: Path, cwd: Path, *sets: str) -> RankProcesses:
-    arguments = [text for value in sets for text in ("--set", value)]
-    return start_run(["run", prepared / "run.toml", *arguments], ranks=2, cwd=cwd, preload=PRELOAD)
-
-
-def read_losses(run: Path) -> dict[int, float]:
-    path = run / "metrics.jsonl"
-    return {r["step"]: r["loss"] for r in read_jsonl(path) if "loss" in r} if path.exists() else {}
-
-
-def wait_for_step(run: RankProcesses, folder: Path, step: int) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while max(read_losses(folder), default=0) < step:
-        assert run.alive_ranks == [0, 1], run.output(0) + run.output(1)
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +24,8 @@ def uninterrupted_losses(
     def of(mesh: tuple[str, ...]) -> dict[int, float]:
         if mesh not in done:
             cwd = tmp_path_factory.mktemp("whole")
-            with start_training(prepared, cwd, *mesh) as run:
-                assert run.wait(TIMEOUT_S) == [0, 0], run.output(0) + run.output(1)
+            with start_training(prepared / "run.toml", cwd, *mesh) as run:
+                run.end([0, 0])
             done[mesh] = read_losses(cwd / "run")
         return done[mesh]
 
@@ -69,46 +48,40 @@ def test_all_ranks_stop_at_the_same_step_and_go_on_bit_equal(
     mesh: tuple[str, ...],
 ) -> None:
     """Signals to all and to one in turn; and a second one to all of them a moment later."""
-    with start_training(prepared, tmp_path, *mesh) as run:
-        wait_for_step(run, tmp_path / "run", 3)
+    with start_training(prepared / "run.toml", tmp_path, *mesh) as run:
+        run.wait_for_step(tmp_path / "run", 3)
         run.send_signal(number, to)
         time.sleep(0.003)
         run.send_signal(signal.SIGTERM)
-        assert run.wait(TIMEOUT_S) == [75, 75], run.output(0) + run.output(1)
-    stops = [e for e in read_jsonl(tmp_path / "run" / "events.jsonl") if e["event"] == "stop"]
-    found, rejected = find_latest_valid(tmp_path / "run" / "checkpoints")
-    assert not rejected
-    assert found is not None
-    assert [e["step"] for e in stops] == [found.step] == [max(read_losses(tmp_path / "run"))]
+        run.end([75, 75])
+    (stop,), found = read_events(tmp_path / "run", "stop"), latest_checkpoint(tmp_path / "run")
+    assert stop["step"] == found.step == max(read_losses(tmp_path / "run"))
     assert not list((tmp_path / "run" / "checkpoints").glob(".tmp-*"))
-    with start_training(prepared, tmp_path, *mesh) as run:
-        assert run.wait(TIMEOUT_S) == [0, 0], run.output(0) + run.output(1)
+    with start_training(prepared / "run.toml", tmp_path, *mesh) as run:
+        run.end([0, 0])
     assert read_losses(tmp_path / "run") == uninterrupted_losses(mesh)
 
 
 def test_a_stop_while_everything_is_loaded_takes_no_step(prepared: Path, tmp_path: Path) -> None:
     """The signal comes when the run directory is there, long before the first step can be."""
-    with start_training(prepared, tmp_path) as run:
+    with start_training(prepared / "run.toml", tmp_path) as run:
         deadline = time.monotonic() + TIMEOUT_S
         while not (tmp_path / "run" / ".lt-run.lock").exists():
             assert run.alive_ranks == [0, 1], run.output(0) + run.output(1)
             assert time.monotonic() < deadline
             time.sleep(0.001)
         run.send_signal(signal.SIGUSR1, 0)
-        assert run.wait(TIMEOUT_S) == [75, 75], run.output(0) + run.output(1)
-    (stop,) = [e for e in read_jsonl(tmp_path / "run" / "events.jsonl") if e["event"] == "stop"]
+        run.end([75, 75])
+    (stop,) = read_events(tmp_path / "run", "stop")
     assert stop["step"] == len(read_losses(tmp_path / "run")) <= 1
     assert not list((tmp_path / "run" / "alive").glob("trouble-*")), "both have left in peace"
 
 
 def test_ten_signals_to_each_rank_are_one_stop(prepared: Path, tmp_path: Path) -> None:
-    with start_training(prepared, tmp_path) as run:
-        wait_for_step(run, tmp_path / "run", 2)
+    with start_training(prepared / "run.toml", tmp_path) as run:
+        run.wait_for_step(tmp_path / "run", 2)
         for number in (*STOP_SIGNALS, *STOP_SIGNALS):
             run.send_signal(number)
             time.sleep(0.001)
-        assert run.wait(TIMEOUT_S) == [75, 75], run.output(0) + run.output(1)
-    found, rejected = find_latest_valid(tmp_path / "run" / "checkpoints")
-    assert found is not None
-    assert not rejected
-    assert found.step == max(read_losses(tmp_path / "run"))
+        run.end([75, 75])
+    assert latest_checkpoint(tmp_path / "run").step == max(read_losses(tmp_path / "run"))

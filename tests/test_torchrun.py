@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lt_ckpt import find_latest_valid
-from lt_trainer.run_directory.jsonl import read_jsonl
+from lt_test_helpers.run_files import latest_checkpoint, read_events, read_losses
 
 LONG_RUN_ARGS = ("--set", "schedule.max_steps=100000", "--set", "checkpoint.interval=1000")
 
@@ -34,17 +33,11 @@ def start_torchrun(recipe: Path, cwd: Path, *arguments: str, ranks: int = 2) -> 
 
 
 def wait_until_training(process: subprocess.Popen, cwd: Path) -> None:
-    metrics = cwd / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 240
-    while not (metrics.exists() and len(read_jsonl(metrics)) >= 2):
+    while len(read_losses(cwd / "run")) < 2:
         assert process.poll() is None, (cwd / "out.txt").read_text(encoding="utf-8")
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-def metrics_by_step(run_dir: Path, field: str = "loss") -> dict[int, float]:
-    """Metrics by step; of a step that was run again the last one."""
-    return {r["step"]: r[field] for r in read_jsonl(run_dir / "metrics.jsonl") if field in r}
 
 
 def rank_pids(cwd: Path) -> dict[int, int]:
@@ -74,11 +67,8 @@ def test_a_signal_to_the_launcher_is_a_saved_stop_with_exit_code_75(prepared: Pa
         process.send_signal(signal.SIGTERM)  # a second one changes nothing
         assert process.wait(timeout=180) == 75, (tmp_path / "out.txt").read_text(encoding="utf-8")
     assert "Traceback" not in (tmp_path / "out.txt").read_text(encoding="utf-8")
-    found, rejected = find_latest_valid(tmp_path / "run" / "checkpoints")
-    assert not rejected
-    assert found is not None
-    events = read_jsonl(tmp_path / "run" / "events.jsonl")
-    assert [(e["step"], e["signal"]) for e in events if e["event"] == "stop"] == [(found.step, number.name)]
+    (stop,), found = read_events(tmp_path / "run", "stop"), latest_checkpoint(tmp_path / "run")
+    assert (stop["step"], stop["signal"]) == (found.step, number.name)
 
 
 def test_a_rank_that_cannot_stop_is_killed_after_the_grace_time_of_the_recipe(prepared: Path, tmp_path: Path) -> None:
@@ -149,10 +139,7 @@ def test_ranks_whose_launcher_is_killed_save_and_end(prepared: Path, tmp_path: P
         while any(parent_of(pid) for pid in (*ranks, agent)):
             assert time.monotonic() < deadline, (tmp_path / "out.txt").read_text(encoding="utf-8")
             time.sleep(0.1)
-    found, rejected = find_latest_valid(tmp_path / "run" / "checkpoints")
-    assert not rejected
-    assert found is not None
-    assert found.step == max(metrics_by_step(tmp_path / "run"))
+    assert latest_checkpoint(tmp_path / "run").step == max(read_losses(tmp_path / "run"))
 
 
 @pytest.mark.slow
@@ -162,11 +149,11 @@ def test_a_context_parallel_run_killed_and_stopped_goes_on_as_one_that_never_was
     on_two = (*sets, "parallel.cp=2", "schedule.max_steps=100000")
     arguments = [word for value in on_two for word in ("--set", value)]
     for number in (signal.SIGKILL, signal.SIGTERM):
-        done = metrics_by_step(tmp_path / "run") if (tmp_path / "run").exists() else {}
+        done = read_losses(tmp_path / "run")
         with start_torchrun(prepared / "run.toml", tmp_path, *arguments) as process:
             wait_until_training(process, tmp_path)
             deadline = time.monotonic() + 240
-            while max(metrics_by_step(tmp_path / "run"), default=0) < max(done, default=0) + 10:
+            while max(read_losses(tmp_path / "run"), default=0) < max(done, default=0) + 10:
                 assert process.poll() is None, (tmp_path / "out.txt").read_text(encoding="utf-8")
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
@@ -175,18 +162,17 @@ def test_a_context_parallel_run_killed_and_stopped_goes_on_as_one_that_never_was
             else:
                 process.send_signal(number)
             assert process.wait(timeout=180) == 75, (tmp_path / "out.txt").read_text(encoding="utf-8")
-    steps = max(metrics_by_step(tmp_path / "run")) + 2
+    steps = max(read_losses(tmp_path / "run")) + 2
     last = [word for value in (*on_two, f"schedule.max_steps={steps}") for word in ("--set", value)]
     with start_torchrun(prepared / "run.toml", tmp_path, *last) as process:
         assert process.wait(timeout=240) == 0, (tmp_path / "out.txt").read_text(encoding="utf-8")
     alone = [word for value in (*sets, f"schedule.max_steps={steps}", "run.dir=alone") for word in ("--set", value)]
     lt("train", "run", prepared / "run.toml", *alone, cwd=tmp_path)
     for field in ("loss", "valid_tokens", "val_loss"):
-        found, wanted = (metrics_by_step(tmp_path / name, field) for name in ("run", "alone"))
+        found, wanted = (read_losses(tmp_path / name, field) for name in ("run", "alone"))
         assert wanted
         assert found == {step: pytest.approx(value, rel=1e-7) for step, value in wanted.items()}
-    events = [e["event"] for e in read_jsonl(tmp_path / "run" / "events.jsonl")]
-    assert events.count("resume") == 2
+    assert len(read_events(tmp_path / "run", "resume")) == 2
 
 
 def test_a_mistake_in_the_recipe_is_told_once(prepared: Path, tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -24,9 +23,10 @@ from hub_server import hub  # noqa: E402, F401 - a fixture
 from lt_ckpt import Checkpoint, list_steps  # noqa: E402
 from lt_ckpt.formats import ConvertOptions, convert_checkpoint, open_source  # noqa: E402
 from lt_model import Decoder, ModelError, config_from_hf  # noqa: E402
+from lt_test_helpers.family_runs import family_recipe, first_loss  # noqa: E402
+from lt_test_helpers.run_files import read_losses  # noqa: E402
 from lt_test_helpers.runs import run  # noqa: E402
 from lt_trainer.config.recipe import load  # noqa: E402
-from lt_trainer.data.synthetic import SyntheticRows  # noqa: E402
 from lt_trainer.errors import RecipeError  # noqa: E402
 from lt_trainer.run_directory.jsonl import read_jsonl  # noqa: E402
 
@@ -46,17 +46,7 @@ RUNS = {case: (case, ()) for case, (family, _) in CASES.items() if family != "gp
 
 
 def base(folder: Path, out: Path, field: str = "init_from") -> dict[str, Any]:
-    return {
-        "run": {"dir": str(out)},
-        "model": {field: str(folder)},
-        "data": {"synthetic": True, "seq_len": SEQ_LEN, "document_mask": False},
-        "batch": {"global_batch_size": 2, "micro_batch_size": 1},
-        "schedule": {"max_steps": 3, "warmup_steps": 0},
-        "optimizer": {"lr": 1e-2},
-        "checkpoint": {"interval": 1},
-        "metrics": {"log_interval": 1},
-        "engine": {"gpu": {"device": "cpu", "dtype": "float64"}},
-    }
+    return family_recipe({field: str(folder)}, out, SEQ_LEN, gpu={"device": "cpu", "dtype": "float64"})
 
 
 LAYOUTS = {
@@ -78,10 +68,6 @@ def start(recipe: dict[str, Any], sets: tuple[str, ...]) -> int:
     return run(load(base=recipe, overrides=sets))
 
 
-def losses_of(folder: Path) -> list[float]:
-    return [one["loss"] for one in read_jsonl(folder / "metrics.jsonl") if "loss" in one]
-
-
 @pytest.mark.parametrize(("name", "layout"), CASES_OF_RUNS)
 def test_a_family_is_trained_resumed_and_exported(ranks, name: str, layout: str, tmp_path: Path) -> None:
     (case, sets), folder = RUNS[name], tmp_path
@@ -93,10 +79,10 @@ def test_a_family_is_trained_resumed_and_exported(ranks, name: str, layout: str,
     alone = (*sets, *(("batch.micro_batch_size=2",) if layout in ("fsdp", "hsdp", "ep") else ()))
     run(load(base=recipe, overrides=alone), environ={}, stop_after_step=1)
     if not sets:  # the run's rows by transformers
-        assert losses_of(folder / "run")[0] == pytest.approx(first_loss(theirs), rel=1e-10)
+        assert read_losses(folder / "run")[1] == pytest.approx(first_loss(theirs, SEQ_LEN), rel=1e-10)
     assert ranks.run(start, recipe, (*sets, *LAYOUTS[layout]), ranks=2) == [0, 0]
     assert run(load(base=recipe, overrides=[*alone, f"run.dir={folder / 'alone'}"]), environ={}) == 0
-    assert losses_of(folder / "run") == pytest.approx(losses_of(folder / "alone"), rel=1e-10)
+    assert read_losses(folder / "run") == pytest.approx(read_losses(folder / "alone"), rel=1e-10)
     (_, newest), *_ = list_steps(folder / "run" / "checkpoints")
     convert_checkpoint(open_source(newest), folder / "exported", ConvertOptions(format="hf"))
     with NoFloat32():
@@ -114,17 +100,7 @@ def test_a_family_is_trained_resumed_and_exported(ranks, name: str, layout: str,
     assert config.family == exported.config.model_type == CASES[case][0]
     again = base(folder / "exported", folder / "again")
     assert run(load(base=again, overrides=["schedule.max_steps=1"]), environ={}) == 0
-    assert losses_of(folder / "again")[0] == pytest.approx(first_loss(exported), rel=1e-10)
-
-
-@torch.no_grad()
-def first_loss(theirs: torch.nn.Module) -> float:
-    rows = SyntheticRows(vocab_size=SHAPE["vocab_size"], seq_len=SEQ_LEN, seed=0).read_token_rows(np.arange(2))
-    ids = torch.from_numpy(rows.input_ids.astype(np.int64))
-    labels = torch.cat((ids[:, 1:], torch.from_numpy(rows.next_ids.astype(np.int64))[:, None]), dim=1)
-    with NoFloat32():
-        logits = theirs(input_ids=ids).logits
-    return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+    assert read_losses(folder / "again")[1] == pytest.approx(first_loss(exported, SEQ_LEN), rel=1e-10)
 
 
 def test_a_config_json_gives_the_shape_with_random_weights(tmp_path: Path) -> None:

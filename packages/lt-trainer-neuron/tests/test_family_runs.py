@@ -7,7 +7,6 @@ import datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -15,9 +14,9 @@ from family_models import CASES, NoFloat32, make_config, make_model
 
 from lt_ckpt import list_steps
 from lt_ckpt.formats import ConvertOptions, convert_checkpoint, open_source
+from lt_test_helpers.family_runs import family_recipe, first_loss
 from lt_test_helpers.runs import losses, run
 from lt_trainer.config.recipe import load
-from lt_trainer.data.synthetic import SyntheticRows
 
 SEQ_LEN, VOCAB, TODAY = 64, 102, datetime.date.today().toordinal()
 LAYOUTS = (("parallel.tp=2", "parallel.sequence_parallel=true"), ("parallel.pp=2",))
@@ -29,27 +28,7 @@ def start(recipe: dict[str, Any], ranks: int, last: int, *sets: str) -> int:
 
 
 def recipe_of(model: Path, out: Path) -> dict[str, Any]:
-    return {
-        "run": {"dir": str(out), "engine": "neuron"},
-        "model": {"init_from": str(model)},
-        "data": {"synthetic": True, "seq_len": SEQ_LEN, "document_mask": False},
-        "batch": {"global_batch_size": 2, "micro_batch_size": 1},
-        "schedule": {"max_steps": 3, "warmup_steps": 0},
-        "optimizer": {"lr": 1e-2},
-        "checkpoint": {"interval": 1},
-        "metrics": {"log_interval": 1},
-        "engine": {"neuron": {"backend": "cpu", "cpu_dtype": "float64"}},
-    }
-
-
-@torch.no_grad()
-def first_loss(theirs: torch.nn.Module) -> float:
-    """Transformers' loss of a run's first rows."""
-    rows = SyntheticRows(vocab_size=VOCAB, seq_len=SEQ_LEN, seed=0).read_token_rows(np.arange(2))
-    ids, last = (torch.from_numpy(part.astype(np.int64)) for part in (rows.input_ids, rows.next_ids))
-    with NoFloat32():
-        logits = theirs(input_ids=ids).logits.flatten(0, 1)
-    return torch.nn.functional.cross_entropy(logits, torch.cat((ids[:, 1:], last[:, None]), dim=1).flatten()).item()
+    return family_recipe({"init_from": str(model)}, out, SEQ_LEN, neuron={"backend": "cpu", "cpu_dtype": "float64"})
 
 
 @pytest.mark.parametrize(
@@ -62,7 +41,7 @@ def test_a_family_is_trained_resumed_and_exported(ranks, name: str, tmp_path: Pa
     recipe = recipe_of(tmp_path / "theirs", tmp_path / "run")
     ranks.run(start, recipe, 1, 1, ranks=1)
     loss, *_ = losses(recipe).values()
-    assert loss == pytest.approx(first_loss(theirs), rel=1e-10)
+    assert loss == pytest.approx(first_loss(theirs, SEQ_LEN), rel=1e-10)
     assert ranks.run(start, recipe, 2, 0, *LAYOUTS[TODAY % 2], ranks=2) == [0, 0]
     (_, newest), *_ = list_steps(tmp_path / "run" / "checkpoints")
     convert_checkpoint(open_source(newest), tmp_path / "exported", ConvertOptions(format="hf"))
@@ -72,5 +51,5 @@ def test_a_family_is_trained_resumed_and_exported(ranks, name: str, tmp_path: Pa
         ).eval()
     again = recipe_of(tmp_path / "exported", tmp_path / "again")
     ranks.run(start, again, 1, 1, ranks=1)
-    assert losses(again)[1] == pytest.approx(first_loss(exported), rel=1e-10)
+    assert losses(again)[1] == pytest.approx(first_loss(exported, SEQ_LEN), rel=1e-10)
     assert losses(again)[1] != pytest.approx(loss, rel=1e-2)

@@ -5,15 +5,13 @@ in the set of graph extraction. Graphs between ranks (ZeRO-1's collectives, pipe
 move between host and device without a graph, also with ZeRO-1's padding.
 """
 
-import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from lt_test_helpers.xla_processes import run_worker
 
 pytestmark = pytest.mark.skipif(find_spec("torch_xla") is None, reason="torch-xla is not installed (extra xla-cpu)")
 
@@ -30,12 +28,7 @@ NAMES = [recipe["name"] for recipe in RECIPES]
 @pytest.fixture(scope="module")
 def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Exit code and compiled graphs of each part, by recipe."""
-    folder = tmp_path_factory.mktemp("graphs")
-    environment = {**os.environ, "PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(WORKER), str(folder), json.dumps(RECIPES)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return {name: json.loads((folder / f"{name}.json").read_text()) for name in NAMES}
+    return run_worker(WORKER, tmp_path_factory.mktemp("graphs"), RECIPES)
 
 
 @pytest.mark.parametrize("name", NAMES)

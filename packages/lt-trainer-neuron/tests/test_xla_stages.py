@@ -7,13 +7,12 @@ nothing is fetched.
 """
 
 import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
+
+from lt_test_helpers.xla_processes import run_on_xla
 
 pytestmark = pytest.mark.skipif(find_spec("torch_xla") is None, reason="torch-xla is not installed (extra xla-cpu)")
 
@@ -107,11 +106,7 @@ print("RESULT" + json.dumps(out))
 
 def run() -> list[dict[str, Any]]:
     """What the script counted for each of the stages with 4 micro-batches, then for the middle one with 6."""
-    environment = {**os.environ, "PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", SCRIPT]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
+    (line,) = [line for line in run_on_xla("-c", SCRIPT).splitlines() if line.startswith("RESULT")]
     return json.loads(line.removeprefix("RESULT"))
 
 

@@ -10,16 +10,14 @@ is run with the environment that ranks get; only rounding by chance is the devic
 Each run is a process of its own: torch-xla's counters and its device are a process's (`xla_step/worker.py`).
 """
 
-import json
-import os
 import struct
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from lt_test_helpers.xla_processes import run_worker
 
 pytestmark = pytest.mark.skipif(find_spec("torch_xla") is None, reason="torch-xla is not installed (extra xla-cpu)")
 
@@ -53,12 +51,7 @@ RUNS = [
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What each run saw, by name."""
-    folder = tmp_path_factory.mktemp("xla")
-    environment = {**os.environ, "PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(WORKER), str(folder), json.dumps(RUNS)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return {run["name"]: json.loads((folder / f"{run['name']}.json").read_text()) for run in RUNS}
+    return run_worker(WORKER, tmp_path_factory.mktemp("xla"), RUNS)
 
 
 def assert_alike(found: Any, wanted: Any) -> None:

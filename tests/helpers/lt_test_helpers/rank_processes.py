@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from lt_test_helpers.forkserver import (
     PortClaim,
@@ -22,6 +22,11 @@ from lt_test_helpers.forkserver import (
     load_function,
     rank_environment,
 )
+from lt_test_helpers.run_files import read_losses
+
+GPU_ENGINE = ("lt_trainer_gpu.engine", "lt_trainer_gpu.parallelize")
+TIMEOUT_S = 240.0
+"""Seconds after which a wait is a failure."""
 
 
 class RankProcesses:
@@ -73,6 +78,21 @@ class RankProcesses:
             outputs = "".join(f"\n--- rank {rank}:\n{self.output(rank)[-4000:]}" for rank in late)
             raise RankError(f"rank {', '.join(map(str, late))} did not exit within {timeout_s:g} s{outputs}")
         return [process.exitcode or 0 for process in self._processes]
+
+    def end(self, codes: list[int], timeout_s: float = TIMEOUT_S) -> list[str]:
+        """Wait until all ranks have exited, with these codes; return what each has printed."""
+        found = self.wait(timeout_s)
+        said = [self.output(rank) for rank in range(len(found))]
+        assert found == codes, "\n".join(said)
+        return said
+
+    def wait_for_step(self, run: Path, step: int) -> None:
+        """Wait until a run directory has the loss of a step, while all ranks run."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while max(read_losses(run), default=0) < step:
+            assert len(self.alive_ranks) == len(self.pids), self.output()
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
 
     def output(self, rank: int = 0) -> str:
         """Return the standard output and standard error of a rank so far."""
@@ -128,6 +148,14 @@ def start_run(
         run.close()
         raise
     return run
+
+
+def start_training(
+    recipe: Path, cwd: Path, *sets: str, ranks: int = 2, preload: Sequence[str] = GPU_ENGINE, **options: Any
+) -> RankProcesses:
+    """Start `lt-train run` of a recipe with overrides; `options` are those of `start_run`."""
+    arguments = [word for value in sets for word in ("--set", value)]
+    return start_run(["run", recipe, *arguments], ranks=ranks, cwd=cwd, preload=preload, **options)
 
 
 def _new_folder(parent: Path) -> Path:

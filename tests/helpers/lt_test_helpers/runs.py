@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lt_test_helpers.run_files import read_events, read_losses
 from lt_trainer.config.recipe import ResolvedRecipe, load
 from lt_trainer.engine import World
 from lt_trainer.resilience.stop_signals import StopSignals
-from lt_trainer.run_directory.jsonl import read_jsonl
 from lt_trainer.training.check import check_run
 from lt_trainer.training.loop import train
 from lt_trainer.training.run import open_run
@@ -38,9 +38,9 @@ def start(base: Mapping[str, Any], *overrides: str, **options: Any) -> int:
 
 def losses(base: Mapping[str, Any]) -> dict[int, float]:
     """Return the losses of a recipe's run by step."""
-    return {r["step"]: r["loss"] for r in read_jsonl(Path(base["run"]["dir"]) / "metrics.jsonl") if "loss" in r}
+    return read_losses(Path(base["run"]["dir"]))
 
 
 def events(base: Mapping[str, Any], *kinds: str) -> list[dict[str, Any]]:
     """Return the events of these kinds of a recipe's run."""
-    return [one for one in read_jsonl(Path(base["run"]["dir"]) / "events.jsonl") if one["event"] in kinds]
+    return read_events(Path(base["run"]["dir"]), *kinds)

@@ -35,6 +35,6 @@ def make_stores(root: Path, documents: Mapping[str, int], *, seq_len: int = 64) 
 
 
 def _run_lt_data(root: Path, *args: str) -> None:
-    command = [str(Path(sys.executable).with_name("lt-data")), *args]
+    command = [sys.executable, "-m", "lt_data", *args]
     result = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     assert result.returncode == 0, f"{command}: {result.stderr}"

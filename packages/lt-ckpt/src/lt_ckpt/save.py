@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Protocol
@@ -158,10 +159,10 @@ def _write_safetensors(
         path = folder / f"{group}-{rank:05d}.safetensors"
         metadata = {"format": "lt", "group": group, "rank": str(rank), "step": str(step)}
         specs = {key: TensorSpec(shard.dtype, shard.shape) for key, shard in members.items()}
-        header, hashes = write_safetensors(path, specs, metadata, lambda key, held=members: held[key].bytes())
+        header, placed, hashes = write_safetensors(path, specs, metadata, lambda key, held=members: held[key].bytes())
         slices: dict[str, list[StoredSlice]] = {}
         wholes: dict[str, TensorSpec] = {}
-        for key, stored in header.tensors.items():
+        for key, stored in placed.items():
             shard = members[key]
             whole = TensorSpec(shard.dtype, shard.global_shape)
             assert wholes.setdefault(shard.name, whole) == whole, f"two shards of {group}/{shard.name} differ"
@@ -174,9 +175,8 @@ def _write_safetensors(
                 xxh3_128=hashes[key],
             )
             slices.setdefault(shard.name, []).append(piece)
-        written[path.name] = FileRecord(
-            n_bytes=header.n_bytes, hashed_bytes=header.header_bytes, xxh3_128=header.header_hash
-        )
+        n_bytes = len(header) + sum(spec.n_bytes for spec in specs.values())
+        written[path.name] = replace(_record_of_bytes(header), n_bytes=n_bytes)
         tensors[group] = {
             name: TensorRecord(dtype=spec.dtype, shape=spec.shape, slices=tuple(slices[name]))
             for name, spec in wholes.items()
@@ -235,23 +235,15 @@ def read_rank_manifests(folder: Path, marker: SaveMarker) -> tuple[list[RankMani
     return manifests, own_files
 
 
-def _write_subfolder(folder: Path, subfolder: str, contents: Mapping[str, bytes]) -> FileRecords:
-    if not contents:
-        return {}
-    for name in sorted(contents):
-        path = folder / subfolder / name
-        files.make_folders(path.parent)
-        files.write_file(path, contents[name])
-    return {f"{subfolder}/{name}": _record_of_bytes(data) for name, data in sorted(contents.items())}
-
-
-def _write_nxd_markers(folder: Path, records: FileRecords) -> FileRecords:
-    """Write the markers of NxD's loader if there are NxD files; before our own COMMIT."""
-    if not any(name.startswith(("model/", "optim/")) for name in records):
-        return {}
-    for name in (NXD_BEGIN_MARKER, NXD_DONE_MARKER):
-        files.write_file(folder / name, b"1")
-    return {name: _record_of_bytes(b"1") for name in (NXD_BEGIN_MARKER, NXD_DONE_MARKER)}
+def _write_small_files(folder: Path, metadata: CheckpointMetadata, *, is_nxd: bool) -> FileRecords:
+    """Write the files of tokenizer and model, then the markers of NxD's loader; all before our own COMMIT."""
+    contents = {f"{TOKENIZER}/{name}": data for name, data in sorted(metadata.tokenizer_files.items())}
+    contents |= {f"{HF}/{name}": data for name, data in sorted(metadata.hf_files.items())}
+    contents |= dict.fromkeys((NXD_BEGIN_MARKER, NXD_DONE_MARKER), b"1") if is_nxd else {}
+    for name, data in contents.items():
+        files.make_folders((folder / name).parent)
+        files.write_file(folder / name, data)
+    return {name: _record_of_bytes(data) for name, data in contents.items()}
 
 
 def commit_save(
@@ -301,13 +293,8 @@ def commit_save(
             }
             check_specs(expected_specs, specs, str(folder))
         saved = {name: value for name, value in vars(metadata).items() if name not in ("tokenizer_files", "hf_files")}
-        all_files = {
-            **written,
-            **own_files,
-            **_write_subfolder(folder, TOKENIZER, metadata.tokenizer_files),
-            **_write_subfolder(folder, HF, metadata.hf_files),
-            **_write_nxd_markers(folder, written),
-        }
+        is_nxd = any(name.startswith(("model/", "optim/")) for name in written)
+        all_files = {**written, **own_files, **_write_small_files(folder, metadata, is_nxd=is_nxd)}
         manifest = CheckpointManifest(**saved, world_size=world_size, files=all_files, tensors=tensors).to_bytes()
         aside = target.with_name(f"{target.name}.aside-{marker.save_id}") if os.path.lexists(target) else None
         if aside is not None and not overwrite and verify(target).is_loadable:

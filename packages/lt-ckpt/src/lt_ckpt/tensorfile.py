@@ -70,23 +70,6 @@ class StoredArray:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class SafetensorsHeader:
-    """Header of a safetensors file.
-
-    Attributes:
-        n_bytes: Size of the file.
-        header_bytes: Bytes before the first tensor (the length field and the padded header).
-        header_hash: xxh3_128 of those bytes, as hex.
-        tensors: Name → type, shape, position; in file order.
-    """
-
-    n_bytes: int
-    header_bytes: int
-    header_hash: str
-    tensors: dict[str, StoredArray]
-
-
 def file_order(entries: Mapping[str, TensorSpec]) -> tuple[str, ...]:
     """Return the names in file order: wide elements first, else as given."""
     return tuple(sorted(entries, key=lambda name: -item_bytes(entries[name].dtype)))
@@ -118,7 +101,7 @@ def make_header(entries: Mapping[str, TensorSpec], metadata: Mapping[str, str]) 
 
 def write_safetensors(
     path: Path, entries: Mapping[str, TensorSpec], metadata: Mapping[str, str], read: Callable[[str], np.ndarray]
-) -> tuple[SafetensorsHeader, dict[str, str]]:
+) -> tuple[bytes, dict[str, StoredArray], dict[str, str]]:
     """Write a new file and flush it to the disk; an exception leaves it unfinished.
 
     Args:
@@ -128,7 +111,7 @@ def write_safetensors(
         read: Returns a tensor's bytes, one-dimensional uint8; called for each in `file_order`, when it is written.
 
     Returns:
-        The header, and each tensor's xxh3_128 as hex.
+        The bytes before the first tensor; the position of each tensor, in file order; and its xxh3_128 as hex.
     """
     raw, placed = make_header(entries, metadata)
     hashes: dict[str, str] = {}
@@ -152,17 +135,11 @@ def write_safetensors(
         files.start_writeback(descriptor)
     finally:
         os.close(descriptor)
-    header = SafetensorsHeader(
-        n_bytes=len(raw) + sum(spec.n_bytes for spec in entries.values()),
-        header_bytes=len(raw),
-        header_hash=xxhash.xxh3_128_hexdigest(raw),
-        tensors=placed,
-    )
-    return header, hashes
+    return raw, placed, hashes
 
 
-def read_header(path: Path) -> SafetensorsHeader:
-    """Read and check the header of a safetensors file.
+def read_header(path: Path) -> dict[str, StoredArray]:
+    """Return the position of each tensor of a safetensors file, in file order.
 
     Raises:
         CheckpointError: The file cannot be read, or violates the format.
@@ -173,16 +150,10 @@ def read_header(path: Path) -> SafetensorsHeader:
         header_bytes = 8 + int.from_bytes(prefix, "little")
         if n_bytes < 10 or header_bytes > min(n_bytes, MAX_HEADER_BYTES + 8):
             raise CheckpointError(f"{path}: is no safetensors file, or is truncated: its header exceeds the file")
-        raw = prefix + file.read(header_bytes - 8)
-    header = json_objects.loads(raw[8:], str(path))
+        header = json_objects.loads(file.read(header_bytes - 8), str(path))
     with json_objects.translate_format_errors(str(path)):
         header.pop("__metadata__", None)
-        return SafetensorsHeader(
-            n_bytes=n_bytes,
-            header_bytes=header_bytes,
-            header_hash=xxhash.xxh3_128_hexdigest(raw),
-            tensors=_parse_entries(header, header_bytes, n_bytes, str(path)),
-        )
+        return _parse_entries(header, header_bytes, n_bytes, str(path))
 
 
 def _parse_entries(header: dict[str, Any], header_bytes: int, n_bytes: int, source: str) -> dict[str, StoredArray]:

@@ -25,11 +25,9 @@ from collections.abc import Mapping
 from typing import Literal
 
 from lt_model.config import ModelConfig
-from lt_model.errors import ModelError
 from lt_model.params import NORM_NAMES, param_specs
 
 CheckpointingMode = Literal["none", "full", "selective"]
-CHECKPOINTING_MODES: tuple[CheckpointingMode, ...] = ("none", "full", "selective")
 
 _FP32_BYTES = 4  # of the numbers that are fp32 in any compute dtype
 
@@ -50,16 +48,7 @@ def activation_bytes_per_token(
         element_bytes: bytes of a number in the compute dtype (bf16: 2).
         tp: tensor parallel degree.
         sequence_parallel: whether the residual stream is sharded along the sequence as well.
-
-    Raises:
-        ModelError: an unknown `activation_checkpointing`, or numbers below 1.
     """
-    if activation_checkpointing not in CHECKPOINTING_MODES:
-        raise ModelError(
-            f"activation_checkpointing = {activation_checkpointing!r}: not one of {', '.join(CHECKPOINTING_MODES)}"
-        )
-    if element_bytes < 1 or tp < 1:
-        raise ModelError(f"element_bytes = {element_bytes} and tp = {tp}: must both be at least 1")
     width, inner = config.hidden_size * element_bytes, _inner_size(config) * element_bytes / tp
     heads = config.n_heads * config.head_width * element_bytes / tp
     kv = config.n_kv_heads * config.head_width * element_bytes / tp
@@ -162,9 +151,6 @@ def block_backward_bytes_per_token(
         element_bytes: see there.
         tp: see there.
         sequence_parallel: see there.
-
-    Raises:
-        ModelError: see there.
     """
     options = {"element_bytes": element_bytes, "tp": tp, "sequence_parallel": sequence_parallel}
     n_inner = 1 if not config.gated else 3 if config.activation == "silu" else 2

@@ -13,7 +13,7 @@ import reprlib
 import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from lt_model.errors import ModelError
 from lt_model.families import FAMILIES
@@ -66,11 +66,9 @@ class RopeScaling:
                 object.__setattr__(self, field.name, check(f"rope_scaling.{field.name}", getattr(self, field.name)))
         check_size("rope_scaling.original_max_position_embeddings", self.original_max_position_embeddings)
         for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
-            if getattr(self, high) <= getattr(self, low):
-                raise ModelError(
-                    f"rope_scaling.{high} = {getattr(self, high)} must be greater than "
-                    f"rope_scaling.{low} = {getattr(self, low)}"
-                )
+            least, found = getattr(self, low), getattr(self, high)
+            if found <= least:
+                raise ModelError(f"rope_scaling.{high} = {found} must be greater than rope_scaling.{low} = {least}")
         for field in fields(self):  # what the kind does not read has one value, so that equal models are equal
             if field.name not in ("kind", "factor", *SCALING_FIELDS[self.kind]):
                 object.__setattr__(self, field.name, field.default)
@@ -259,13 +257,10 @@ class ModelConfig:
     def _check_latent(self) -> None:
         widths = ("nope_width", "rope_width", "value_width")
         if self.kv_rank and self.n_kv_heads != self.n_heads:
-            raise ModelError(
-                f"n_kv_heads = {self.n_kv_heads}: latent attention has as many as n_heads = {self.n_heads}"
-            )
+            self._refuse("n_kv_heads", f"latent attention has as many as n_heads = {self.n_heads}")
         for name in widths if self.kv_rank else (*widths, "q_rank"):
             if (getattr(self, name) > 0) != (self.kv_rank > 0):
-                wanted = "at least 1" if self.kv_rank else "0"
-                raise ModelError(f"{name} = {getattr(self, name)}: must be {wanted} for kv_rank = {self.kv_rank}")
+                self._refuse(name, f"must be {'at least 1' if self.kv_rank else '0'} for kv_rank = {self.kv_rank}")
 
     def _check_heads(self) -> None:
         is_whole = self.head_dim == 0 and not self.kv_rank
@@ -279,9 +274,7 @@ class ModelConfig:
         elif self.head_dim * self.n_heads == self.hidden_size:
             object.__setattr__(self, "head_dim", 0)
         elif self.head_dim and "head_dim" not in FAMILIES[self.family].keys:
-            raise ModelError(
-                f"head_dim = {self.head_dim}: family = {self.family!r} has hidden_size / n_heads; leave it out"
-            )
+            self._refuse("head_dim", f"family = {self.family!r} has hidden_size / n_heads; leave it out")
         if self.attention_scale == self.head_width**-0.5:
             object.__setattr__(self, "attention_scale", 0.0)
         if self.head_width % 2 and not self.kv_rank:
@@ -291,11 +284,9 @@ class ModelConfig:
                 "so the head width must be even"
             )
         if self.rotary_width % 2 or not 0 < self.rotary_width <= self.head_width:
+            share = f"{self.rotary_width} of a head's {self.head_width} numbers would be rotated"
             name = "rope_width" if self.kv_rank else "rotary_fraction"
-            raise ModelError(
-                f"{name} = {getattr(self, name)}: {self.rotary_width} of a head's {self.head_width} numbers "
-                "would be rotated; it must be an even number of them"
-            )
+            self._refuse(name, f"{share}; it must be an even number of them")
         if self.n_heads % self.n_kv_heads:
             raise ModelError(
                 f"n_heads = {self.n_heads} is not a multiple of n_kv_heads = {self.n_kv_heads}: "
@@ -305,11 +296,11 @@ class ModelConfig:
     def _check_layers(self) -> None:
         layers = tuple(self.layers) if isinstance(self.layers, tuple | list) else ()
         if not layers or not all(isinstance(kind, LayerKind) for kind in layers):
-            raise ModelError(f"layers = {self.layers!r}: must be LayerKinds, at least one")
+            self._refuse("layers", "must be LayerKinds, at least one")
         kinds = [layers[index % len(layers)] for index in range(self.n_layers)]
         if not any(kind.sliding for kind in kinds) and (self.sliding_window or self.sliding_rope_theta):
             name = "sliding_window" if self.sliding_window else "sliding_rope_theta"
-            raise ModelError(f"{name} = {getattr(self, name)}: no layer of this model has a window; leave it out")
+            self._refuse(name, "no layer of this model has a window; leave it out")
         if not self.sliding_window and not self.sliding_rope_theta:
             kinds = [replace(kind, sliding=False) for kind in kinds]
         period = next(n for n in range(1, self.n_layers + 1) if all(a == b for a, b in zip(kinds, kinds[n:])))  # noqa: B905
@@ -318,75 +309,69 @@ class ModelConfig:
     def _check_experts(self) -> None:
         if self.has_experts != any(kind.experts for kind in self.layers):
             has = "no layer" if self.has_experts else "a layer"
-            raise ModelError(f"n_experts = {self.n_experts}: {has} of this model has experts; change layers")
+            self._refuse("n_experts", f"{has} of this model has experts; change layers")
         for name in ("experts_per_token", "expert_size"):
             if (getattr(self, name) > 0) != self.has_experts:
                 wanted = "at least 1" if self.has_experts else "0"
-                raise ModelError(f"{name} = {getattr(self, name)}: must be {wanted} for n_experts = {self.n_experts}")
+                self._refuse(name, f"must be {wanted} for n_experts = {self.n_experts}")
         if self.experts_per_token > self.n_experts:
-            raise ModelError(f"experts_per_token = {self.experts_per_token}: there are n_experts = {self.n_experts}")
+            self._refuse("experts_per_token", f"there are n_experts = {self.n_experts}")
         if self.shared_expert_gate and not self.shared_expert_size:
-            raise ModelError("shared_expert_gate = True: there is no shared expert; set shared_expert_size")
+            self._refuse("shared_expert_gate", "there is no shared expert; set shared_expert_size")
         n_experts, n_groups, top_groups = max(1, self.n_experts), self.n_groups, self.top_groups
         if n_groups < 1 or n_experts % n_groups or (n_groups > 1 and n_experts // n_groups < 2):
-            raise ModelError(f"n_groups = {n_groups}: n_experts = {self.n_experts} must be equal groups of at least 2")
+            self._refuse("n_groups", f"n_experts = {self.n_experts} must be equal groups of at least 2")
         if not 1 <= top_groups <= n_groups or top_groups * (n_experts // n_groups) < self.experts_per_token:
-            raise ModelError(
-                f"top_groups = {top_groups}: must be at most n_groups = {n_groups}, and have experts_per_token = "
-                f"{self.experts_per_token}"
-            )
+            needed = f"experts_per_token = {self.experts_per_token}"
+            self._refuse("top_groups", f"must be at most n_groups = {n_groups}, and have {needed}")
         is_counted = FAMILIES[self.family].keys.get("shared_expert_size") == "n_shared_experts"
         size, shared = self.expert_size, self.shared_expert_size
         if is_counted and self.has_experts and (not shared or shared % size):
-            raise ModelError(f"shared_expert_size = {shared}: must be a multiple of expert_size = {size}")
+            self._refuse("shared_expert_size", f"must be a multiple of expert_size = {size}")
 
     def _check_family(self) -> None:
         row = FAMILIES[self.family]
         for field in fields(self):
-            value = getattr(self, field.name)
             if field.name in row.fixed:
                 wanted = row.fixed[field.name]
             elif field.default is MISSING or field.name in (*_ANY_FAMILY, *row.keys, *row.other_fields):
                 continue
             else:
                 wanted = field.default
-            if value != wanted:
-                raise ModelError(
-                    f"{field.name} = {value!r}: a model of family = {self.family!r} has {wanted!r}; change one of them"
-                )
+            if getattr(self, field.name) != wanted:
+                self._refuse(field.name, f"a model of family = {self.family!r} has {wanted!r}; change one of them")
         for key in set(row.keys.values()):
             names = [name for name, other in row.keys.items() if other == key]
             if len({getattr(self, name) for name in names}) > 1:
                 raise ModelError(f"{' and '.join(names)} differ: family = {self.family!r} has one setting for them")
         if "n_kv_heads" not in row.keys and self.n_kv_heads != self.n_heads:
-            raise ModelError(f"n_kv_heads = {self.n_kv_heads}: family = {self.family!r} has as many as n_heads")
+            self._refuse("n_kv_heads", f"family = {self.family!r} has as many as n_heads")
         scale, has_number = self.attention_scale, row.keys.get("attention_scale") == "query_pre_attn_scalar"
         if has_number and scale and (scale < 1e-9 or max(1, round(scale**-2)) ** -0.5 != scale):
-            raise ModelError(f"attention_scale = {scale}: family = {self.family!r} has 1 / sqrt of a whole number")
+            self._refuse("attention_scale", f"family = {self.family!r} has 1 / sqrt of a whole number")
 
     def _check_kinds(self) -> None:
         """Check that the family can say which layers slide and which are rotated."""
         row, slides = FAMILIES[self.family], {kind.sliding for kind in self.layers}
         has_experts = [self.layer(index).experts for index in range(self.n_layers)]
         if "glu_limit" in row.keys and not self.glu_limit:
-            raise ModelError(f"glu_limit = 0: family = {self.family!r} clamps its experts; take a number above 0")
+            self._refuse("glu_limit", f"family = {self.family!r} clamps its experts; take a number above 0")
         if row.dense_layers == "first" and has_experts != sorted(has_experts):
-            raise ModelError(
-                f"layers = {self.layers!r}: those without experts are the first of family = {self.family!r}"
-            )
+            self._refuse("layers", f"those without experts are the first of family = {self.family!r}")
         kinds = {replace(kind, experts=kind.experts and not row.dense_layers) for kind in self.layers}
         n_kinds = len(kinds) if row.sliding in ("", "all") else len({kind.experts for kind in kinds})
         if n_kinds > 1:
-            raise ModelError(f"layers = {self.layers!r}: the layers of family = {self.family!r} are all alike")
+            self._refuse("layers", f"the layers of family = {self.family!r} are all alike")
         if row.sliding != "nope" and not all(kind.rope for kind in self.layers):
-            raise ModelError(f"layers = {self.layers!r}: all layers of family = {self.family!r} have rotary positions")
+            self._refuse("layers", f"all layers of family = {self.family!r} have rotary positions")
         if row.sliding == "pattern" and True in slides and not self.sliding_window:
-            raise ModelError(f"sliding_window = 0: family = {self.family!r} cannot do without its window")
+            self._refuse("sliding_window", f"family = {self.family!r} cannot do without its window")
         if (self.sliding_rope_theta > 0) != (row.has_two_ropes and True in slides):
-            raise ModelError(
-                f"sliding_rope_theta = {self.sliding_rope_theta}: family = {self.family!r} needs "
-                f"{'a number above 0' if row.has_two_ropes else '0'}"
-            )
+            wanted = "a number above 0" if row.has_two_ropes else "0"
+            self._refuse("sliding_rope_theta", f"family = {self.family!r} needs {wanted}")
+
+    def _refuse(self, name: str, problem: str) -> NoReturn:
+        raise ModelError(f"{name} = {getattr(self, name)!r}: {problem}")
 
     @property
     def has_experts(self) -> bool:

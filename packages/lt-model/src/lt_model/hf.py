@@ -313,17 +313,15 @@ def _read_rope(values: Mapping[str, Any], row: Family, where: str, max_positions
 
 
 def _write_rope(config: ModelConfig, row: Family) -> dict[str, Any]:
-    scaling, partial = None, {}
+    scaling = None
     if config.rope_scaling is not None:
         names = ("factor", *SCALING_FIELDS[config.rope_scaling.kind])
         fields = {SCALING_KEYS.get(name, name): getattr(config.rope_scaling, name) for name in names}
         scaling = {"rope_type": config.rope_scaling.kind, **{k: v for k, v in fields.items() if v or k == "truncate"}}
-    if row.partial_key:
-        partial = {"partial_rotary_factor": config.rotary_fraction}
-    new = {**(scaling or {"rope_type": "default"}), "rope_theta": config.rope_theta, **partial}
+    new = {**(scaling or {"rope_type": "default"}), "rope_theta": config.rope_theta}
     old = {row.theta_key: config.rope_theta, "rope_scaling": scaling}
     if row.partial_key:
-        old[row.partial_key] = config.rotary_fraction
+        new["partial_rotary_factor"] = old[row.partial_key] = config.rotary_fraction
     if not row.has_two_ropes:
         return {**old, "rope_parameters": new}
     local = config.sliding_rope_theta or config.rope_theta

@@ -97,8 +97,7 @@ def make_sdpa_attention(*kernels: str) -> Callable[[Tensor, Tensor, Tensor, Tens
 def _causal_bias(q_BTHK: Tensor, k_BSGK: Tensor) -> Tensor:
     """Return the [T, S] bias of T queries that are the last T of S tokens."""
     n_tokens, n_keys = q_BTHK.shape[1], k_BSGK.shape[1]
-    seen = torch.ones(n_tokens, n_keys, dtype=torch.bool, device=q_BTHK.device).tril_(n_keys - n_tokens)
-    return _mask_to_bias(seen, q_BTHK.dtype)
+    return window_bias(n_tokens, n_keys, n_keys, q_BTHK.device, q_BTHK.dtype)
 
 
 def _mask_to_bias(seen: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,14 +1,11 @@
 """Counts the graphs that torch-xla compiles for `lt train precompile`, and after it for runs of the same recipe.
 
-Arguments: folder; JSON list of recipes {"name", "sets"}. A recipe is a fork of one process, made before torch-xla has a
-device; what it counts goes to NAME.json. In a process a graph is compiled once: what a later part compiles is new.
+A recipe has "sets". In a process a graph is compiled once: what a later part compiles is new.
 """
 
-import json
-import os
 import sys
-import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,6 +16,7 @@ from lt_data import Tokenizer, TokenStore, pack, prepare
 from lt_data.sources.reader import read_documents
 from lt_test_helpers.harness_tasks import write_task
 from lt_test_helpers.runs import run
+from lt_test_helpers.xla_processes import run_forks
 from lt_trainer.config.recipe import load
 from lt_trainer.training.benchmark import resolve_bench_recipe
 from lt_trainer_neuron.graph_extraction import extract_graphs
@@ -71,7 +69,7 @@ def make_store(folder: Path) -> None:
     write_task(folder / "tasks", "recall", [{"context": "the loss falls when", "target": " data"}] * 9)
 
 
-def count(name: str, sets: list[str], folder: Path) -> dict[str, list[int]]:
+def count(folder: Path, name: str, sets: list[str]) -> dict[str, list[int]]:
     """Return exit code and compiled graphs of each part."""
     path, counted = folder / f"{name}.toml", {}
     path.write_text(RECIPE.format(folder=folder, name=name))
@@ -101,27 +99,7 @@ def move_padded_rows() -> int:
     return 0 if torch.equal(rows.to_host(), given) and not padded[4].any() else 1
 
 
-def forked(folder: Path, name: str, sets: list[str]) -> int:
-    """Return the process id of a new fork."""
-    child = os.fork()
-    if child:
-        return child
-    code = 1
-    try:
-        (folder / f"{name}.json").write_text(json.dumps(count(name, sets, folder)))
-        code = 0
-    except BaseException as error:  # noqa: BLE001 - a fork must not go on as if it were the program
-        error.add_note(f"in {name}")
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    folder = Path(sys.argv[1])
-    make_store(folder)
-    running = [forked(folder, **given) for given in json.loads(sys.argv[2])]
-    codes = [os.waitpid(child, 0)[1] for child in running]
-    sys.exit(any(codes))
+    make_store(Path(sys.argv[1]))
+    run_forks(partial(count, Path(sys.argv[1])))

@@ -1,15 +1,10 @@
 """Runs of a few steps on torch-xla (PJRT on the CPU) or on the cpu backend, each in a process of its own.
 
-Arguments: folder for the results; JSON list of runs {"name", "sets", "broken", "seq_len", "told"}. The runs are forks
-of one process, made when all is imported and before torch-xla has a device: importing it takes far more CPU time than
-what is computed here. A run that is `told` gets the environment of a rank, as `lt train run` sets it.
+Runs have "sets", "broken", "seq_len", "told". One that is `told` gets the environment of a rank, as `lt train run` sets
+it.
 """
 
-import json
 import os
-import sys
-import traceback
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +15,7 @@ import torch_xla.debug.metrics as met
 from lt_model import ModelConfig
 from lt_model.rope import rope_tables
 from lt_test_helpers.layouts import step_batch
+from lt_test_helpers.xla_processes import run_forks
 from lt_trainer.config.recipe import load
 from lt_trainer.engine import StepBatch, World
 from lt_trainer_neuron.engine import NeuronEngine
@@ -121,27 +117,7 @@ def turned(stage: NxdPipelineStage, config: ModelConfig) -> float:
     return max(float((a - b.cpu().double()).abs().max()) for a, b in zip(exact, made, strict=True))
 
 
-def forked(folder: Path, name: str, **given: Any) -> int:
-    """The process id of a new run."""
-    child = os.fork()
-    if child:
-        return child
-    code = 1
-    try:
-        (folder / f"{name}.json").write_text(json.dumps(run(**given)))
-        code = 0
-    except BaseException as error:  # noqa: BLE001 - a fork must not go on as if it were the program
-        error.add_note(f"in the run {name}")
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
     assert torch_xla.__version__
-    folder = Path(sys.argv[1])
-    running = [forked(folder, **given) for given in json.loads(sys.argv[2])]
-    codes = [os.waitpid(child, 0)[1] for child in running]  # all are waited for
-    sys.exit(any(codes))
+    run_forks(lambda name, **given: run(**given))

@@ -158,8 +158,7 @@ def open_dcp(path: str | os.PathLike[str], *, config: Mapping[str, Any]) -> Sour
     table, shapes = _find_tensors(model, dialect, prefix, wholes, str(folder))
     keys = {"weights": {key: prefix + key for key in table}, **_find_moments(wholes, dialect, model, table)}
     used = {wholes[key] for names in keys.values() for key in names.values()}
-    chunks = _ChunkReader(folder, metadata)
-    stored = split_group(model, group_of({key: chunks.locate(key, tensors[key]) for key in used}))
+    stored = split_group(model, _locate_chunks(folder, metadata, used))
     groups: dict[str, TensorGroup] = {}
     for kind, names in keys.items():
         own = {key: table[key] for key in names}
@@ -219,36 +218,30 @@ def _find_moments(
     return found
 
 
-class _ChunkReader:
-    """Locations of chunks in a checkpoint's files."""
-
-    def __init__(self, folder: Path, metadata: dcp.Metadata) -> None:
-        self._folder, self._files = folder, TensorFiles()
-        storage = metadata.storage_data or {}
-        self._storage: dict[tuple[str, tuple[int, ...]], Any] = {
-            (index.fqn, tuple(index.offset or ())): info for index, info in storage.items()
-        }
-
-    def locate(self, key: str, stored: dcp.TensorStorageMetadata) -> tuple[TensorSpec, tuple[StoredSlice, ...]]:
-        """Return the spec of a tensor, and its chunks as slices of it."""
-        where, dtype, shape = f"{self._folder}: {key}", CODES.get(stored.properties.dtype), tuple(stored.size)
+def _locate_chunks(folder: Path, metadata: dcp.Metadata, keys: Collection[str]) -> TensorGroup:
+    """Return the specs of tensors, and their chunks as slices of them."""
+    storage = {(index.fqn, tuple(index.offset or ())): info for index, info in (metadata.storage_data or {}).items()}
+    found: dict[str, tuple[TensorSpec, tuple[StoredSlice, ...]]] = {}
+    tensor_files = TensorFiles()
+    for key in keys:
+        stored: Any = metadata.state_dict_metadata[key]
+        where, dtype, shape = f"{folder}: {key}", CODES.get(stored.properties.dtype), tuple(stored.size)
         if dtype is None:
             raise CheckpointError(f"{where}: is of {stored.properties.dtype}, which cannot be read")
         slices: list[StoredSlice] = []
         for chunk in stored.chunks:
             offset, size = tuple(chunk.offsets), tuple(chunk.sizes)
-            info = self._storage.get((key, offset))
+            info = storage.get((key, offset))
             if info is None or not is_inside((offset, size), shape):
                 raise CheckpointError(f"{where}: {METADATA} does not say where its chunk at {list(offset)} is")
-            file = check_name(info.relative_path, self._folder / METADATA)
-            array = self._files.locate(self._folder / file, key, info.offset, info.length)
+            file = check_name(info.relative_path, folder / METADATA)
+            array = tensor_files.locate(folder / file, key, info.offset, info.length)
             if array.spec != TensorSpec(dtype, size):
-                raise CheckpointError(
-                    f"{self._folder / file}: {key}: holds {array.spec.dtype} {list(array.spec.shape)}, {METADATA} says "
-                    f"{dtype} {list(size)}"
-                )
+                told = f"{array.spec.dtype} {list(array.spec.shape)}, {METADATA} says {dtype} {list(size)}"
+                raise CheckpointError(f"{folder / file}: {key}: holds {told}")
             slices.append(array.stored_slice(file, offset))
-        return TensorSpec(dtype, shape), tuple(slices)
+        found[key] = TensorSpec(dtype, shape), tuple(slices)
+    return group_of(found)
 
 
 class _ReadingPlanner(DefaultSavePlanner):
@@ -311,10 +304,8 @@ def dcp_target(source: Source, *, dtype: str | None = None) -> Target:
     stored = stored_specs(layout.values(), joined)
 
     def fill(folder: Path, read: ReadBlock, count_bytes: CountBytes, settle: Settle) -> None:
-        tensors = {
-            key: torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device="meta") for key, spec in stored.items()
-        }
         dtypes = {key: spec.dtype for key, spec in stored.items()}
+        tensors = {key: torch.empty(s.shape, dtype=DTYPES[s.dtype], device="meta") for key, s in stored.items()}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that no process group is there
             try:
@@ -330,8 +321,4 @@ def dcp_target(source: Source, *, dtype: str | None = None) -> Target:
                     raise error from exc
                 raise CheckpointError(f"{folder}: torch cannot write it: {error}") from exc
 
-    return Target(
-        specs=specs,
-        fill=fill,
-        aux_files=model_files(source, specs),
-    )
+    return Target(specs=specs, fill=fill, aux_files=model_files(source, specs))

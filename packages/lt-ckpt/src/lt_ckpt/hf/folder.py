@@ -103,7 +103,7 @@ def read_tensor_file(folder: Path, file: str) -> dict[str, StoredArray]:
     """Read the header of a tensor file of a folder: tensor → its array."""
     path = resolve_confined(folder, file)
     if file.endswith(".safetensors"):
-        return read_header(path).tensors
+        return read_header(path)
     from lt_ckpt.torchfile.file import read_state_dict  # needs torch
 
     return read_state_dict(path)

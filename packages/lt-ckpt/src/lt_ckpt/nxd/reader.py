@@ -96,11 +96,7 @@ def read_rank_file(root: Path, file: str, tensor_files: TensorFiles, *, locate_t
             specs[key], locations[key] = array.spec, (array.stored_slice(path),)
         else:
             specs[key] = saved.tensor_spec(leaf, key)
-    return RankFile(
-        file=file,
-        group=TensorGroup(specs=specs, locations=locations),
-        is_xser=is_xser,
-    )
+    return RankFile(file=file, group=TensorGroup(specs=specs, locations=locations), is_xser=is_xser)
 
 
 @dataclass(frozen=True, kw_only=True)
