@@ -32,14 +32,33 @@ if TYPE_CHECKING:
 KEYS_FOLDER = "lt-compile-keys"
 KEY_PACKAGES = ("libneuronxla", "lt-model", "lt-trainer-neuron", "neuronx-cc", "neuronx-distributed", "torch-neuronx")
 KEY_OPTIONS = (
-    *("qkv_linear", "kv_size_multiplier", "fuse_qkv", "zero1", "precision", "nxd_grad_norm"),
-    *("selective_checkpointing", "flash_attention", "graph_scope"),
+    "qkv_linear",
+    "kv_size_multiplier",
+    "fuse_qkv",
+    "zero1",
+    "precision",
+    "nxd_grad_norm",
+    "selective_checkpointing",
+    "flash_attention",
+    "graph_scope",
 )
 KEY_OPTIMIZER_FIELDS = (
-    *("name", "weight_decay", "beta1", "beta2", "eps", "grad_clip", "decay_embeddings", "moments_dtype", "z_loss"),
+    "name",
+    "weight_decay",
+    "beta1",
+    "beta2",
+    "eps",
+    "grad_clip",
+    "decay_embeddings",
+    "moments_dtype",
+    "z_loss",
 )
 KEY_VARIABLES = (
-    *("NEURON_CC_FLAGS", "NEURON_FUSE_SOFTMAX", "XLA_DISABLE_FUNCTIONALIZATION", "XLA_DOWNCAST_BF16", "XLA_USE_BF16"),
+    "NEURON_CC_FLAGS",
+    "NEURON_FUSE_SOFTMAX",
+    "XLA_DISABLE_FUNCTIONALIZATION",
+    "XLA_DOWNCAST_BF16",
+    "XLA_USE_BF16",
 )
 
 

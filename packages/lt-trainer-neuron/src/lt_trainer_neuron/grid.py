@@ -62,7 +62,7 @@ class Grid:
     @property
     def rank(self) -> int:
         """Global rank."""
-        return self.rank_at(tp_rank=self.tp_rank, dp_rank=self.dp_rank, pp_rank=self.pp_rank)
+        return (self.pp_rank * self.dp + self.dp_rank) * self.tp + self.tp_rank
 
     @property
     def is_first_stage(self) -> bool:
@@ -79,10 +79,6 @@ class Grid:
         """Topology for the data loader."""
         return Topology(rank=self.rank, world_size=self.world_size, dp_rank=self.dp_rank, dp_size=self.dp)
 
-    def rank_at(self, *, tp_rank: int, dp_rank: int, pp_rank: int) -> int:
-        """Return the global rank at the given coordinates."""
-        return (pp_rank * self.dp + dp_rank) * self.tp + tp_rank
-
     def groups(self, axis: Axis) -> list[list[int]]:
         """Return the groups of ranks that differ only in `axis`; each rank is in exactly one."""
         stride = {"tp": 1, "dp": self.tp, "pp": self.tp * self.dp}[axis]
@@ -95,7 +91,6 @@ def build_nxd_options(recipe: Recipe) -> NxdOptions:
     """Return NxD's sharding options of this recipe.
 
     They apply to the model files of its NxD checkpoints and to the weights that its ranks hold.
-
 
     Raises:
         CheckpointError: NxD checkpoints do not support these options.

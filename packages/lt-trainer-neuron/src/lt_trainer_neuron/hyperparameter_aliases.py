@@ -9,8 +9,7 @@ flags are added here (`min_lr`, `beta1`). TOTAL_STEPS may be given in epochs and
 Cost: one lookup per name.
 """
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Mapping
 from typing import Any
 
 from lt_trainer.config.hyperparameters import hyperparameter_fields
@@ -18,75 +17,47 @@ from lt_trainer.config.section import extra_of, leaves
 from lt_trainer.errors import RecipeError
 from lt_trainer_neuron.options import SECTION, NeuronOptions
 
-AliasResolver = Callable[[str, str], dict[str, Any]]
-"""Maps a name and its value as text to recipe fields with their values as text."""
-
-
-def _field_alias(dotted: str) -> AliasResolver:
-    return lambda name, value: {dotted: value}
-
-
-def _switch_alias(fields_if_on: Mapping[str, str], fields_if_off: Mapping[str, str]) -> AliasResolver:
-    """Return the resolver of a 0/1 flag that sets other fields."""
-
-    def meaning(name: str, value: str) -> dict[str, Any]:
-        if value not in ("0", "1"):
-            raise RecipeError("must be 0 or 1", values={name: value}, remedy="write 1 or 0")
-        return dict(fields_if_on if value == "1" else fields_if_off)
-
-    return meaning
-
-
-def _resolve_kept_checkpoints(name: str, value: str) -> dict[str, Any]:
-    """Return the checkpoint retention fields; -1 keeps all, as in NxD."""
-    return {"checkpoint.keep_every": "1"} if value == "-1" else {"checkpoint.keep_last": value}
-
-
-def _resolve_loading_step(name: str, value: str) -> dict[str, Any]:
-    known = {"latest_if_exists": "true", "latest": "true", "-1": "false"}
-    if value not in known:
-        raise RecipeError(
-            "a run resumes from its latest checkpoint or not at all",
-            values={name: value},
-            remedy="write latest_if_exists or -1; to start from another checkpoint set model.init_from",
-        )
-    return {"checkpoint.resume": known[value]}
-
-
-_PRECISION = f"{SECTION}.precision"
-_SCRIPT_ALIASES: dict[str, AliasResolver] = {
-    "TP_DEGREE": _field_alias("parallel.tp"),
-    "TENSOR_PARALLEL_SIZE": _field_alias("parallel.tp"),
-    "PP_DEGREE": _field_alias("parallel.pp"),
-    "PIPELINE_PARALLEL_SIZE": _field_alias("parallel.pp"),
-    "SEQUENCE_PARALLEL_ENABLED": _field_alias("parallel.sequence_parallel"),
-    "USE_SEQUENCE_PARALLEL": _field_alias("parallel.sequence_parallel"),
-    "SELECTIVE_CHECKPOINT_ENABLED": _field_alias(f"{SECTION}.selective_checkpointing"),
-    "USE_ZERO1_OPTIMIZER": _field_alias(f"{SECTION}.zero1"),
-    "GBS": _field_alias("batch.global_batch_size"),
-    "MBS": _field_alias("batch.micro_batch_size"),
-    "TOTAL_STEPS": _field_alias("schedule.max_steps"),
-    "LR": _field_alias("optimizer.lr"),
-    "LR_SCHEDULER": _field_alias("schedule.kind"),
-    "LOGGING_INTERVAL": _field_alias("metrics.log_interval"),
-    "CHECKPOINT_FREQ": _field_alias("checkpoint.interval"),
-    "NUM_KEPT_CHECKPOINT": _resolve_kept_checkpoints,
-    "LOADING_STEP": _resolve_loading_step,
-    "PRETRAINED_WEIGHT_DIR": _field_alias("model.init_from"),
-    "PRETRAINED_CHECKPOINT_DIR": _field_alias("model.init_from"),
-    "KV_SIZE_MULTIPLIER": _field_alias(f"{SECTION}.kv_size_multiplier"),
-    "USE_MIX_PRECISION": _switch_alias({_PRECISION: "downcast"}, {_PRECISION: "bf16_sr"}),
-    "USE_GPU_COMPATIBLE_PRECISION": _switch_alias({_PRECISION: "fp32_master_weights"}, {}),
+_PRECISION, _RESUME = f"{SECTION}.precision", "checkpoint.resume"
+_FIELDS: Mapping[str, str] = {
+    "TP_DEGREE": "parallel.tp",
+    "TENSOR_PARALLEL_SIZE": "parallel.tp",
+    "PP_DEGREE": "parallel.pp",
+    "PIPELINE_PARALLEL_SIZE": "parallel.pp",
+    "SEQUENCE_PARALLEL_ENABLED": "parallel.sequence_parallel",
+    "USE_SEQUENCE_PARALLEL": "parallel.sequence_parallel",
+    "SELECTIVE_CHECKPOINT_ENABLED": f"{SECTION}.selective_checkpointing",
+    "USE_ZERO1_OPTIMIZER": f"{SECTION}.zero1",
+    "GBS": "batch.global_batch_size",
+    "MBS": "batch.micro_batch_size",
+    "TOTAL_STEPS": "schedule.max_steps",
+    "LR": "optimizer.lr",
+    "LR_SCHEDULER": "schedule.kind",
+    "LOGGING_INTERVAL": "metrics.log_interval",
+    "CHECKPOINT_FREQ": "checkpoint.interval",
+    "NUM_KEPT_CHECKPOINT": "checkpoint.keep_last",
+    "PRETRAINED_WEIGHT_DIR": "model.init_from",
+    "PRETRAINED_CHECKPOINT_DIR": "model.init_from",
+    "KV_SIZE_MULTIPLIER": f"{SECTION}.kv_size_multiplier",
+    **{
+        name: dotted
+        for dotted, field in leaves(NeuronOptions, f"{SECTION}.").items()
+        if (name := extra_of(field, "hyperparameter"))
+    },
 }
-_OPTION_ALIASES = {
-    name: _field_alias(dotted)
-    for dotted, field in leaves(NeuronOptions, f"{SECTION}.").items()
-    if (name := extra_of(field, "hyperparameter"))
+"""Upper-case name → the field of the same value."""
+_SWITCH = "must be 0 or 1", "write 1 or 0"
+_VALUES: Mapping[str, tuple[str, str, Mapping[str, Mapping[str, str]]]] = {
+    "USE_MIX_PRECISION": (*_SWITCH, {"0": {_PRECISION: "bf16_sr"}, "1": {_PRECISION: "downcast"}}),
+    "USE_GPU_COMPATIBLE_PRECISION": (*_SWITCH, {"0": {}, "1": {_PRECISION: "fp32_master_weights"}}),
+    "LOADING_STEP": (
+        "a run resumes from its latest checkpoint or not at all",
+        "write latest_if_exists or -1; to start from another checkpoint set model.init_from",
+        {"latest_if_exists": {_RESUME: "true"}, "latest": {_RESUME: "true"}, "-1": {_RESUME: "false"}},
+    ),
 }
+"""Upper-case name → what is wrong with any other value, the remedy, and the fields that each value sets."""
 _SCRIPT_FLAGS = frozenset(("seq_len", "max_steps", "warmup_steps", "min_lr", "beta1", "beta2", "weight_decay"))
 """Script flags whose upper-case names are hyperparameters of lt."""
-ALIASES: Mapping[str, AliasResolver] = MappingProxyType(_SCRIPT_ALIASES | _OPTION_ALIASES)
-"""Resolvers by upper-case name."""
 
 
 def resolve_alias(name: str, value: Any) -> Mapping[str, Any] | None:
@@ -99,7 +70,14 @@ def resolve_alias(name: str, value: Any) -> Mapping[str, Any] | None:
     Raises:
         RecipeError: the hyperparameter does not accept the value.
     """
-    meaning = ALIASES.get(name.upper())
-    if meaning is not None:
-        return meaning(name, str(value))
-    return {hyperparameter_fields()[name.upper()]: str(value)} if name in _SCRIPT_FLAGS else None
+    key, text = name.upper(), str(value)
+    if (key, text) == ("NUM_KEPT_CHECKPOINT", "-1"):  # all, as in NxD
+        return {"checkpoint.keep_every": "1"}
+    if key in _FIELDS:
+        return {_FIELDS[key]: text}
+    if key in _VALUES:
+        problem, remedy, meanings = _VALUES[key]
+        if text not in meanings:
+            raise RecipeError(problem, values={name: text}, remedy=remedy)
+        return meanings[text]
+    return {hyperparameter_fields()[key]: text} if name in _SCRIPT_FLAGS else None

@@ -11,12 +11,15 @@ Cost: one small object per tensor and rank of the whole run (256 ranks of a 70B 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import TYPE_CHECKING
 
 from lt_ckpt.llama_tensors import EMBED, HEAD
 from lt_ckpt.nxd.layout import nxd_layout
+from lt_ckpt.shards import Ints
 
 if TYPE_CHECKING:
+    from lt_ckpt.layout import TensorRegion
     from lt_ckpt.nxd.options import NxdOptions
     from lt_model import ModelConfig
     from lt_trainer_neuron.grid import Grid
@@ -59,35 +62,25 @@ def build_tensor_slices(config: ModelConfig, nxd_options: NxdOptions, grid: Grid
         CheckpointError: the model cannot be sharded with these options.
     """
     layout = nxd_layout(config, nxd_options)
-    tied = config.tie_word_embeddings
-    coordinates_by_file: list[RankCoordinates] = [
-        (stage, rank) for stage in range(nxd_options.pp) for rank in range(nxd_options.tp)
-    ]
-    replicas: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[RankCoordinates]] = {}
-    slices_by_key: dict[str, list[TensorSlice]] = {}
-    for coordinates, file in zip(coordinates_by_file, layout, strict=True):
+    ranks: list[RankCoordinates] = list(product(range(nxd_options.pp), range(nxd_options.tp)))
+
+    def box_of(region: TensorRegion) -> tuple[str, Ints, Ints]:
+        is_tied_head = config.tie_word_embeddings and region.name == HEAD
+        return EMBED if is_tied_head else region.name, region.offset, region.shape
+
+    replicas: dict[tuple[str, Ints, Ints], dict[RankCoordinates, None]] = {}
+    for coordinates, file in zip(ranks, layout, strict=True):
         for tensor in file.tensors:
             for region in tensor.regions:
-                name = EMBED if tied and region.name == HEAD else region.name
-                holders = replicas.setdefault((name, region.offset, region.shape), [])
-                if coordinates not in holders:
-                    holders.append(coordinates)
-                if coordinates == (grid.pp_rank, grid.tp_rank):
-                    local_slice = TensorSlice(
-                        name=name,
-                        offset=region.offset,
-                        shape=region.shape,
-                        start_row=region.stored_offset[0],
-                        replicas=(),
-                    )
-                    slices_by_key.setdefault(tensor.key, []).append(local_slice)
-    return {
-        key: tuple(
-            replace(tensor_slice, replicas=tuple(replicas[tensor_slice.name, tensor_slice.offset, tensor_slice.shape]))
-            for tensor_slice in slices
-        )
-        for key, slices in slices_by_key.items()
-    }
+                replicas.setdefault(box_of(region), {})[coordinates] = None
+
+    def slice_of(region: TensorRegion) -> TensorSlice:
+        name, offset, shape = box = box_of(region)
+        row = region.stored_offset[0]
+        return TensorSlice(name=name, offset=offset, shape=shape, start_row=row, replicas=tuple(replicas[box]))
+
+    own_file = layout[ranks.index((grid.pp_rank, grid.tp_rank))]
+    return {tensor.key: tuple(map(slice_of, tensor.regions)) for tensor in own_file.tensors}
 
 
 def intersect_rows(tensor_slice: TensorSlice, start_row: int, n_rows: int) -> TensorSlice | None:
@@ -101,10 +94,8 @@ def intersect_rows(tensor_slice: TensorSlice, start_row: int, n_rows: int) -> Te
     Returns:
         The part of the slice, with `start_row` relative to the range; None if they do not overlap.
     """
-    begin, end = (
-        max(start_row, tensor_slice.start_row),
-        min(start_row + n_rows, tensor_slice.start_row + tensor_slice.shape[0]),
-    )
+    begin = max(start_row, tensor_slice.start_row)
+    end = min(start_row + n_rows, tensor_slice.start_row + tensor_slice.shape[0])
     if begin >= end:
         return None
     offset = (tensor_slice.offset[0] + begin - tensor_slice.start_row, *tensor_slice.offset[1:])

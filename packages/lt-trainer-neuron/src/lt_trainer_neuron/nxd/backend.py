@@ -97,21 +97,17 @@ class NxdBackend:
         self.grid = Grid.from_options(recipe.parallel, world.rank, world.size)
         device, collectives, p2p, layers = _open_runtime(recipe, config, options, self.grid, dtype_policy)
         self.tensor_device, self._collectives, nxd_options = device, collectives, build_nxd_options(recipe)
-        self.control: Control = (
-            GlooControl(recipe.fault_tolerance.collective_timeout_s) if world.size > 1 else Control()
-        )
+        timeout_s = recipe.fault_tolerance.collective_timeout_s
+        self.control: Control = GlooControl(timeout_s) if world.size > 1 else Control()
         self._config, self._nxd_options = config, nxd_options
-        layer_indices = sorted(
-            {index for index in map(_layer_index, _nxd_keys(config, nxd_options, self.grid)) if index is not None}
-        )
+        indices = map(_layer_index, _nxd_keys(config, nxd_options, self.grid))
+        eager = eager_attention(dtype_policy.upcast_dtype, config.attention_softcap)
         stage = NxdPipelineStage(
             config,
             nxd_options,
             layers,
-            flash_attention()
-            if options.flash_attention
-            else eager_attention(dtype_policy.upcast_dtype, config.attention_softcap),
-            layer_indices=layer_indices,
+            flash_attention() if options.flash_attention else eager,
+            layer_indices=sorted({index for index in indices if index is not None}),
             is_first=self.grid.is_first_stage,
             is_last=self.grid.is_last_stage,
             recompute=device.recompute_in_backward if options.selective_checkpointing else None,

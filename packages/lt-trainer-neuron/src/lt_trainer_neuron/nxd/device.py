@@ -30,23 +30,29 @@ class TensorDevice:
     name: str = "cpu"
 
     def to_device(self, array: np.ndarray) -> Tensor:
-        """Return a tensor that shares the array's memory."""
-        return torch.from_numpy(array)
+        """Return a copy on the device; on the host a tensor that shares the array's memory."""
+        return torch.from_numpy(array).to(self.torch_device)
 
     def scalar_tensor(self, value: float, dtype: torch.dtype) -> Tensor:
-        """Return a zero-dimensional tensor."""
-        return torch.tensor(value, dtype=dtype)
+        """Return a scalar tensor, on a lazy device as data of the graph.
+
+        A one-element tensor is copied to the device and reshaped to zero dimensions there.
+        """
+        return torch.tensor([value], dtype=dtype).to(self.torch_device).reshape(())
 
     def mark_step(self) -> None:
         """Do nothing: there is no graph."""
 
     def fetch_scalars(self, values: Sequence[Tensor]) -> list[float]:
-        """Return scalars as floats."""
-        return [float(value) for value in values]
+        """Return scalars as floats.
+
+        Results of a finished graph are only copied; nothing is compiled.
+        """
+        return [float(value.detach().cpu()) for value in values]
 
     def fetch_array(self, values: Tensor) -> np.ndarray:
-        """Return a tensor as a float64 array."""
-        return values.detach().to(torch.float64).numpy()
+        """Return a tensor of a finished graph as a float64 array; it is converted on the host."""
+        return values.detach().cpu().to(torch.float64).numpy()
 
     def recompute_in_backward(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         """Call the function with torch's activation checkpointing."""
@@ -78,31 +84,9 @@ class XlaDevice(TensorDevice):
         self.kind = hardware.lower()
         self.name = f"torch-xla on {hardware}"
 
-    def to_device(self, array: np.ndarray) -> Tensor:
-        """Return a copy on the device; the array may be modified afterwards."""
-        return torch.from_numpy(array).to(self.torch_device)
-
-    def scalar_tensor(self, value: float, dtype: torch.dtype) -> Tensor:
-        """Return a scalar tensor as data of the graph.
-
-        A one-element tensor is copied to the device and reshaped to zero dimensions there.
-        """
-        return torch.tensor([value], dtype=dtype).to(self.torch_device).reshape(())
-
     def mark_step(self) -> None:
         """End the graph and launch it without waiting."""
         self._xla.sync()
-
-    def fetch_scalars(self, values: Sequence[Tensor]) -> list[float]:
-        """Return scalars as floats.
-
-        Results of a finished graph are only copied; nothing is compiled.
-        """
-        return [float(value.detach().cpu()) for value in values]
-
-    def fetch_array(self, values: Tensor) -> np.ndarray:
-        """Return a tensor of a finished graph as a float64 array; it is converted on the host."""
-        return values.detach().cpu().to(torch.float64).numpy()
 
     def recompute_in_backward(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         """Call the function with torch-xla's activation checkpointing.
