@@ -349,7 +349,7 @@ def test_what_is_not_supported_is_named_with_its_family(case, changes, message):
             DEEPSEEK | {"router_score": "softmax"},
             "router_score = 'softmax': a model of family = 'deepseek_v3' has 'sig",
         ),
-        (GPT_OSS | {"glu_limit": 0.0}, "glu_limit = 0: family = 'gpt_oss' clamps its experts"),
+        (GPT_OSS | {"glu_limit": 0.0}, "glu_limit = 0.0: family = 'gpt_oss' clamps its experts"),
         (GPT_OSS | {"layers": (LayerKind(sliding=True, experts=True), LayerKind())}, "'gpt_oss' are all alike"),
         (GPT_OSS | {"expert_bias": False}, "expert_bias = False: a model of family = 'gpt_oss' has True"),
         ({"sinks": True}, "sinks = True: a model of family = 'llama' has False"),
