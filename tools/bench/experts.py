@@ -33,7 +33,6 @@ from lt_model.feed_forward import MoE
 from lt_model.hf import config_to_hf
 
 LAYER = {"hidden_size": 512, "n_experts": 32, "experts_per_token": 4, "expert_size": 512}
-TITAN_REQUIREMENTS = ("torchtitan==0.3.0", "spmd_types==0.2.3", "tyro", "docstring_parser", "typeguard")
 TOKENS = 1024
 
 
@@ -116,9 +115,9 @@ def main() -> None:
     """Measure and print the rows of a table, each dtype in a process of its own in an environment with the peers."""
     dtypes = sys.argv[1:]
     if not dtypes:
-        print(describe_machine("torch", "transformers"), TITAN_REQUIREMENTS[0], flush=True)
+        print(describe_machine("torch", "transformers"), train.TITAN_REQUIREMENTS.split()[0], flush=True)
         with tempfile.TemporaryDirectory(prefix="lt-bench-env-") as folder:
-            python = train.create_environment(Path(folder) / "env", TITAN_REQUIREMENTS)
+            python = train.create_environment(Path(folder) / "env", train.TITAN_REQUIREMENTS)
             for dtype in ("bfloat16", "float32"):
                 subprocess.run([python, "-W", "ignore", __file__, dtype], check=True)
     for dtype in dtypes:

@@ -1,7 +1,6 @@
 """What a step asks of a GPU, in lt and in torchtitan, counted without one on the null CUDA device of lt's tests.
 
-    uv venv -p 3.11 PEER; uv pip install -p PEER/bin/python torchtitan==0.3.0 torch==2.15.0     # torch as here
-    uv run python tools/bench/launches.py PEER/bin/python       # the table of docs/benchmarks/launches.txt; minutes
+    uv run python tools/bench/launches.py       # the table of docs/benchmarks/launches.txt; minutes
 
 Both run their own code on a library that takes CUDA's place, computes nothing and writes down what it is asked for
 (packages/lt-trainer-gpu/tests/nullcuda). The counts are exact and repeat; the host's time is that of Python and torch.
@@ -29,6 +28,7 @@ from null_device.build import build  # pyright: ignore[reportMissingImports]
 from null_device.ranks import Job  # pyright: ignore[reportMissingImports]
 from null_device.server import NullDeviceServer  # pyright: ignore[reportMissingImports]
 from null_device.trace import Part, read_log  # pyright: ignore[reportMissingImports]
+from train import TITAN_REQUIREMENTS, create_environment
 
 from lt_model.presets import preset
 
@@ -104,14 +104,13 @@ def describe(step: Part, peak_bytes: int, seconds: float) -> str:
 
 
 def main() -> None:
-    """Count, and print the table's rows; further arguments choose cases by their beginning."""
-    python, *only = sys.argv[1:]
+    """Count, and print the table's rows; arguments choose cases by their beginning."""
     with tempfile.TemporaryDirectory(prefix="lt-launches-") as name:
-        device = build(Path(name))
+        device, python = build(Path(name)), create_environment(Path(name, "env"), TITAN_REQUIREMENTS)
         os.environ["PYTHONPATH"] = HELPERS  # for the server's ranks
         server, folders = NullDeviceServer(device), iter(lambda: Path(tempfile.mkdtemp(dir=name)), None)
         for case, (ranks, fields) in CASES.items():
-            if only and not case.startswith(tuple(only)):
+            if not case.startswith(tuple(sys.argv[1:] or CASES)):
                 continue
             print(f"| {case} | lt | {run_lt(server, next(folders), ranks, fields)} |", flush=True)
             peers = {"torchtitan": {}, "the same, loss in one piece": {"whole_loss": True}}

@@ -28,7 +28,6 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,7 +47,8 @@ LABELS = {
     "litgpt": "litgpt + compile",
     "transformers": "transformers + compile",
 }
-PEER_REQUIREMENTS = ("litgpt==0.5.13", "lightning==2.6.6", "lightning-utilities", "torchmetrics", "jsonargparse")
+TITAN_REQUIREMENTS = "torchtitan==0.3.0 spmd_types==0.2.3 tyro docstring_parser typeguard torchdata torch_checkpointing"
+PEER_REQUIREMENTS = "litgpt==0.5.13 lightning==2.6.6 lightning-utilities torchmetrics jsonargparse"
 
 
 # --- A trainer, in a process of its own -----------------------------------------------------------------------------
@@ -229,16 +229,16 @@ def run_child(name: str, seq_len: int) -> None:
 # --- The comparison -------------------------------------------------------------------------------------------------
 
 
-def create_environment(folder: Path, requirements: Sequence[str] = PEER_REQUIREMENTS) -> str:
+def create_environment(folder: Path, requirements: str = PEER_REQUIREMENTS) -> str:
     """Create an environment with the peers' packages and with torch and the rest of this one; return its python."""
     subprocess.run(["uv", "venv", "-q", "--python", sys.executable, str(folder)], check=True)
-    python = folder / "bin" / "python"
-    own = sysconfig.get_path("purelib")
+    python, own = folder / "bin" / "python", sysconfig.get_path("purelib")
     command = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
     site_packages = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     Path(site_packages, "parent.pth").write_text(f"import site; site.addsitedir({own!r})\n", encoding="utf-8")
     # --no-deps: their pins conflict with each other, and torch is large
-    subprocess.run(["uv", "pip", "install", "-q", "--python", str(python), "--no-deps", *requirements], check=True)
+    command = ["uv", "pip", "install", "-q", "--no-deps", "--python", str(python)]
+    subprocess.run(command + requirements.split(), check=True)
     return str(python)
 
 
@@ -336,7 +336,7 @@ def main() -> int:
         run_child(options.child, seq_lens[0])
         return 0
     names = options.only.split(",")
-    print(describe_machine("torch", "transformers"), PEER_REQUIREMENTS[0])
+    print(describe_machine("torch", "transformers"), PEER_REQUIREMENTS.split()[0])
     with tempfile.TemporaryDirectory(prefix="lt-bench-env-") as folder:
         python = options.python or (create_environment(Path(folder) / "env") if "litgpt" in names else "")
         for seq_len in seq_lens:

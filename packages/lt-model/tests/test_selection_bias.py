@@ -49,7 +49,7 @@ def test_the_bias_chooses_and_weights_nothing():
     router = Router(CONFIG).double()
     router.e_score_correction_bias.copy_(torch.linspace(-0.6, 0.6, 8)[torch.randperm(8)])
     x = torch.randn(50, 32, dtype=torch.float64) * 3
-    weights, experts, _ = router(x)
+    weights, experts, *_ = router(x)
     assert len(set(map(frozenset, experts.tolist()))) > 1
     for token in range(50):
         scores = torch.sigmoid(router.weight @ x[token])

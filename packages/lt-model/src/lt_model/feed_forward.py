@@ -80,28 +80,25 @@ class Router(nn.Linear):
         bias = torch.zeros(config.n_experts, dtype=torch.float32) if config.selection_bias else None
         self.register_buffer("e_score_correction_bias", bias)
 
-    def forward(self, x_ND: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return weights [N, K], experts [N, K] and logits [N, E], in fp32 or wider."""
+    def forward(self, x_ND: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return weights [N, K], experts [N, K], scores and logits [N, E], in fp32 or wider."""
         return self.choose(x_ND, self.weight)
 
-    def choose(self, x_ND: Tensor, weight_ED: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def choose(self, x_ND: Tensor, weight_ED: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return what `forward` does, with the weight given."""
         wide = torch.promote_types(x_ND.dtype, torch.float32)
         bias = None if self.bias is None else self.bias.to(wide)
         logits_NE = F.linear(x_ND.to(wide), weight_ED.to(wide), bias)
-        scores_NE = self.scores(logits_NE)
+        scores_NE = logits_NE.softmax(dim=-1) if self.is_softmax else logits_NE.sigmoid()
         if self.e_score_correction_bias is None and self.n_groups == 1:
             weights_NK, experts_NK = scores_NE.topk(self.top_k, dim=-1)
         else:
             experts_NK = self._select(scores_NE.detach())
             weights_NK = scores_NE.gather(1, experts_NK)
         if self.normalize:
-            weights_NK = weights_NK / (weights_NK.sum(dim=-1, keepdim=True) + 1e-20)  # sigmoids may all be 0
-        return weights_NK if self.scale == 1 else weights_NK * self.scale, experts_NK, logits_NE
-
-    def scores(self, logits_NE: Tensor) -> Tensor:
-        """Return the scores of the experts, [N, E]."""
-        return logits_NE.softmax(dim=-1) if self.is_softmax else logits_NE.sigmoid()
+            sums_N1 = weights_NK.sum(dim=-1, keepdim=True)
+            weights_NK = weights_NK / (sums_N1 if self.is_softmax else sums_N1 + 1e-20)  # sigmoids may all be 0
+        return weights_NK if self.scale == 1 else weights_NK * self.scale, experts_NK, scores_NE, logits_NE
 
     def _select(self, scores_NE: Tensor) -> Tensor:
         """Return the experts [N, K] with the largest scores, their bias added, of the best groups."""
@@ -166,7 +163,7 @@ class MoE(nn.Module):
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Return the outputs of each token's experts, weighted and summed, [B, T, D]."""
         x_ND = x_BTD.flatten(0, -2)
-        weights_NK, experts_NK, _ = self.gate(x_ND)
+        weights_NK, experts_NK, *_ = self.gate(x_ND)
         n_copies = experts_NK.shape[1]
         # A radix sort passes once over each byte of a number.
         sorted_R, order_R = experts_NK.flatten().to(torch.int16).sort(stable=True)

@@ -236,7 +236,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             own_N = (labels_N >= vocab_start_index) & (labels_N < vocab_start_index + vocab_size)
             own_N1, columns_N = own_N.to(wide)[:, None], labels_N - vocab_start_index
         # A label outside an unsharded vocabulary makes `gather` raise.
-        targets_N1, minus_own_N1 = torch.where(own_N, columns_N, 0)[:, None], -own_N1
+        targets_N1, minus_own_N1 = (columns_N * own_N)[:, None], own_N1 if compile else -own_N1
         terms = [(counted_N1[:0],) * 3]  # largest logit, sum, label's logit of each part; empty without tokens
         rows, width = weight_VD.shape[0], -(-weight_VD.shape[0] // pad_to_multiple_of) * pad_to_multiple_of
         weight_WD = F.pad(weight_VD, (0, 0, 0, width - rows)) if width > rows else weight_VD
@@ -292,12 +292,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
             buffer.untyped_storage().resize_(0)
         if grad_weight_WD is not None:
             ctx.save_for_backward(grad_hidden_ND, grad_weight_WD[:rows].to(weight_VD.dtype))
-        top_N1, sum_N1, at_target_N1 = map(torch.cat, zip(*terms, strict=True))
+        columns = terms[1] if len(terms) == 2 else map(torch.cat, zip(*terms, strict=True))
+        top_N1, sum_N1, at_target_N1 = columns
         log_sum_N1 = sum_N1.log_().add_(top_N1)
         cross_entropy = ((log_sum_N1 - at_target_N1) * counted_N1).sum()
         z_part = (log_sum_N1.square_() * counted_N1).sum() * z_loss if z_loss else torch.zeros_like(cross_entropy)
         ctx.mark_non_differentiable(cross_entropy, z_part)
-        return cross_entropy + z_part, cross_entropy, z_part
+        return cross_entropy + z_part if z_loss else cross_entropy.detach(), cross_entropy, z_part
 
     @staticmethod
     @once_differentiable

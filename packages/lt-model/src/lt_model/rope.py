@@ -78,7 +78,7 @@ def rope_tables(rope: Rope, position_ids: Tensor, dtype: torch.dtype) -> tuple[T
     """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     find = _frequencies_on if type(position_ids) is Tensor else _frequencies_on.__wrapped__  # no fake ones are kept
-    angles = (position_ids.to(wide)[..., None] * find(rope, wide, position_ids.device))[..., None, :]
+    angles = (position_ids[..., None] * find(rope, wide, position_ids.device))[..., None, :]
     cos, sin = angles.cos(), angles.sin()
     if rope.scaling is not None and rope.scaling.amplitude != 1:
         cos, sin = cos * rope.scaling.amplitude, sin * rope.scaling.amplitude

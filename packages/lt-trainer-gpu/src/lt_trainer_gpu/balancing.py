@@ -14,8 +14,8 @@ smaller shape the worst layer had 1.64 with 0.01, 1.46 with 0.03, 1.38 with 0.1.
 passed through 3 to 4 while the learning rate rose. With four micro-batches instead of one, f of the micro-batches of a
 step so far balanced as f of each (1.41, 1.42): it is not offered, as recomputation would count twice.
 
-Both enter at the weights of the choice (`_AddLoss`, as in Megatron-LM): stages, recomputation and the loss know nothing
-of it. The load goes the same way, as the gradient of a tensor of its own: autograd adds it up over micro-batches, and
+All enter at the weights of the choice (`_AddLosses`, as in Megatron-LM): stages, recomputation and loss know nothing of
+it. The load goes the same way, as the gradient of a tensor of its own: autograd adds it up over micro-batches, and
 neither a second forward pass nor validation counts.
 
 Cost: one all-reduce of E numbers per layer and micro-batch, one of all layers' per step; with cp the sequence-wise loss
@@ -38,7 +38,6 @@ from lt_model.feed_forward import MoE, Router
 from lt_model.loss import IGNORE_INDEX
 from lt_trainer.config.sections import MoeOptions
 from lt_trainer_gpu.computation import Computation
-from lt_trainer_gpu.devices import accumulation_dtype
 from lt_trainer_gpu.model import DecoderStage
 from lt_trainer_gpu.tensor_parallel import PartialGradRouter
 
@@ -57,8 +56,9 @@ class Balance:
         tp: ranks that compute the same losses.
         sp: parts of a row's positions, of which tensor-parallel ranks route one each.
         sp_rank: this rank's part.
-        counted_BT: whether a token of the pass that this rank routes has a label.
-        share: 1 / micro-batches of the step.
+        dtype: of router logits.
+        counted_BT1: 1 where a token of the pass that this rank routes has a label, else 0.
+        shares_BT1: the same over the micro-batches of the step.
     """
 
     options: MoeOptions
@@ -68,22 +68,23 @@ class Balance:
     tp: int = 1
     sp: int = 1
     sp_rank: int = 0
-    counted_BT: Tensor | None = None
-    share: Tensor | None = None
+    dtype: torch.dtype = torch.float32
+    counted_BT1: Tensor | None = None
+    shares_BT1: Tensor | None = None
 
     def begin_pass(self, labels_BT: Tensor, n_micro_batches: int) -> None:
         """Take the micro-batch that the next forward or backward pass is of."""
-        self.counted_BT = labels_BT.chunk(self.sp, dim=1)[self.sp_rank] != IGNORE_INDEX
-        device = labels_BT.device
-        self.share = torch.full((), 1 / n_micro_batches, dtype=accumulation_dtype(device), device=device)
+        counted_BT = labels_BT.chunk(self.sp, dim=1)[self.sp_rank] != IGNORE_INDEX
+        self.counted_BT1 = counted_BT[..., None].to(self.dtype)
+        self.shares_BT1 = self.counted_BT1 / n_micro_batches
 
     def allocate_loads(self, stage: DecoderStage, computation: Computation) -> None:
         """Make the tensors that collect the load, in the dtype of router logits."""
+        self.dtype = torch.promote_types(computation.dtype, torch.float32)
         for router in stage_routers(stage).values():
             assert isinstance(router, BalancedRouter)
-            wide = torch.promote_types(computation.dtype, torch.float32)
-            load = torch.zeros(router.out_features + 1, dtype=wide, device=computation.device, requires_grad=True)
-            router.load = load
+            size, device = router.out_features + 1, computation.device
+            router.load = torch.zeros(size, dtype=self.dtype, device=device, requires_grad=True)
 
 
 class BalancedRouter(Router):
@@ -91,44 +92,48 @@ class BalancedRouter(Router):
 
     Attributes:
         balance: what it shares with other routers.
-        load: zeros, whose gradient is this rank's tokens per expert of the step, and its part of the auxiliary loss.
+        load: zeros, whose gradient is this rank's tokens per expert of the step, and the auxiliary loss / (E K).
     """
 
     balance: Balance
     load: Tensor
 
-    def choose(self, x_ND: Tensor, weight_ED: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def choose(self, x_ND: Tensor, weight_ED: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return what a router does."""
-        weights_NK, experts_NK, logits_NE = super().choose(x_ND, weight_ED)
+        weights_NK, experts_NK, scores_NE, logits_NE = super().choose(x_ND, weight_ED)
         if not self.training:
-            return weights_NK, experts_NK, logits_NE
-        balance, dtype = self.balance, logits_NE.dtype
-        assert balance.counted_BT is not None
-        assert balance.share is not None
-        n_rows, n_experts, top_k = len(balance.counted_BT), logits_NE.shape[1], experts_NK.shape[1]
-        counted_N1, options = balance.counted_BT.flatten()[:, None].to(dtype), balance.options
-        counts_BE = torch.zeros(n_rows, n_experts, dtype=dtype, device=x_ND.device)
-        counts_BE = counts_BE.scatter_add(
-            1, experts_NK.view(n_rows, -1), counted_N1.expand(-1, top_k).reshape(n_rows, -1)
-        )
-        counts_E = counts_BE.sum(dim=0)
+            return weights_NK, experts_NK, scores_NE, logits_NE
+        balance, options = self.balance, self.balance.options
+        assert balance.counted_BT1 is not None
+        assert balance.shares_BT1 is not None
+        n_rows, n_experts, top_k = len(balance.counted_BT1), logits_NE.shape[1], experts_NK.shape[1]
+        experts_BTK = experts_NK.view(n_rows, -1, top_k)
+        counts_BEK = torch.zeros(n_rows, n_experts, top_k, dtype=logits_NE.dtype, device=x_ND.device)
+        counts_BEK.scatter_add_(1, experts_BTK, balance.counted_BT1.expand_as(experts_BTK))
+        counts_E = counts_BEK.sum(dim=(0, 2))
         total_E = _all_reduce(counts_E, balance.group_names)
-        n_tokens = (total_E.sum() / top_k).clamp(min=1)
-        scores_NE = self.scores(logits_NE)
-        shares_NE = scores_NE / scores_NE.sum(dim=-1, keepdim=True)
-        scores_BE = (shares_NE * counted_N1).view(n_rows, -1, n_experts).sum(dim=1)
-        share = balance.share.to(dtype)
-        aux_loss = share * n_experts / top_k * (total_E / n_tokens * scores_BE.sum(dim=0) / n_tokens).sum()
-        z_loss = share * (logits_NE.logsumexp(dim=-1, keepdim=True).square() * counted_N1).sum() / n_tokens
-        loss = options.aux_loss * aux_loss + options.router_z_loss * z_loss
+        n_choices = total_E.sum().clamp(min=top_k)
+        if not self.is_softmax:  # whose sum is 1
+            scores_NE = scores_NE / scores_NE.sum(dim=-1, keepdim=True)
+        scores_BE = (scores_NE.view(n_rows, -1, n_experts) * balance.shares_BT1).sum(dim=1)
+        aux_loss = (total_E / n_choices / n_choices * scores_BE).sum()
+        losses = [(options.aux_loss * n_experts * top_k, aux_loss)]
+        if options.router_z_loss:
+            squares_N1 = logits_NE.logsumexp(dim=-1, keepdim=True).square()
+            losses.append(
+                (options.router_z_loss * top_k, (squares_N1 * balance.shares_BT1.flatten(0, 1)).sum() / n_choices)
+            )
         if options.sequence_aux_loss:
-            row_totals_BE = _all_reduce(counts_BE, balance.row_group_names)
-            n_tokens_B1 = (row_totals_BE.sum(dim=1, keepdim=True) / top_k).clamp(min=1)
-            products = (row_totals_BE / n_tokens_B1 * scores_BE / n_tokens_B1).sum() / (n_rows * balance.n_row_groups)
-            loss = loss + options.sequence_aux_loss * share * n_experts / top_k * products
-        loss = loss / balance.tp
+            row_totals_BE = _all_reduce(counts_BEK.sum(dim=2), balance.row_group_names)
+            n_choices_B1 = row_totals_BE.sum(dim=1, keepdim=True).clamp(min=top_k)
+            products = (row_totals_BE / n_choices_B1 * scores_BE / n_choices_B1).sum()
+            coefficient = options.sequence_aux_loss * n_experts * top_k / (n_rows * balance.n_row_groups)
+            losses.append((coefficient, products))
+        coefficients, values = zip(*losses, strict=True)
         load = torch.cat((counts_E, aux_loss.detach()[None]))
-        return _AddLoss.apply(weights_NK, loss, self.load, load), experts_NK, logits_NE
+        coefficients = tuple(one / balance.tp for one in coefficients)
+        weights_NK = _AddLosses.apply(weights_NK, self.load, load, coefficients, *values)
+        return weights_NK, experts_NK, scores_NE, logits_NE
 
 
 class BalancedPartialGradRouter(BalancedRouter, PartialGradRouter):
@@ -141,17 +146,19 @@ def _all_reduce(counts: Tensor, group_names: tuple[str, ...]) -> Tensor:
     return counts
 
 
-class _AddLoss(torch.autograd.Function):
+class _AddLosses(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weights_NK: Tensor, loss: Tensor, place: Tensor, load: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, weights_NK: Tensor, place: Tensor, load: Tensor, coefficients: tuple[float, ...], *losses: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(load)
-        ctx.loss_dtype = loss.dtype
+        ctx.coefficients = coefficients
         return weights_NK.view_as(weights_NK)
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (load,) = ctx.saved_tensors
-        return upstream, torch.ones((), dtype=ctx.loss_dtype, device=upstream.device), load, None
+        return upstream, load, None, None, *(load.new_full((), one) for one in ctx.coefficients)
 
 
 def apply_balancing(stage: DecoderStage, balance: Balance) -> None:
@@ -185,6 +192,7 @@ def pop_load(stages: Sequence[DecoderStage], tp: int) -> Tensor:
             router.load.grad = None
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(load_LE)
+    load_LE[:, -1] *= config.n_experts * config.experts_per_token
     return load_LE / tp
 
 

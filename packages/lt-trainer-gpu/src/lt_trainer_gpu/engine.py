@@ -138,7 +138,7 @@ class GpuEngine:
             self._tied_gradient.all_reduce(gradients)
         losses = losses if self._reports_loss else [self._no_loss]
         loss, grad_norm = reduce_loss_and_norm(
-            torch.stack(losses).sum(dtype=self._no_loss.dtype) * share,
+            (losses[0] if len(losses) == 1 else torch.stack(losses).sum(dtype=share.dtype)) * share,
             [gradients[name] for name in self._state.norm_param_names],
             world_size=self.topology.world_size,
         )

@@ -39,7 +39,7 @@ def squared_norm(gradients: list[Tensor], like: Tensor) -> Tensor:
         norms = [_chunked_norm(tensor, wide) for tensor in gradients]
     else:
         norms = list(torch._foreach_norm(gradients, dtype=wide))  # pyright: ignore[reportPrivateImportUsage]
-    return torch.stack(norms).to(like.dtype).square().sum()
+    return torch.linalg.vector_norm(torch.stack(norms), dtype=like.dtype).square()
 
 
 def _chunked_norm(tensor: Tensor, wide: torch.dtype) -> Tensor:

@@ -5,7 +5,7 @@ Shapes: M micro-batches, B rows, T positions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lt_model.documents import DocumentBoundaries
 from lt_trainer.engine import StepBatch
-from lt_trainer.torch import micro_batches_to_device
+from lt_trainer.torch import to_device
 from lt_trainer_gpu.context_parallel_rows import rank_positions, split_boundaries
 from lt_trainer_gpu.model import DecoderStage
 
@@ -58,11 +58,10 @@ def micro_batches(
         has_labels: copy the labels, for the last stage.
     """
     (n_micro, n_rows, seq_len), found = batch.input_ids.shape, []
-    columns: list[Iterable[Tensor | None]] = []
     needed = ((batch.position_ids, True), (batch.input_ids, has_ids), (batch.labels, has_labels))
-    for array, is_needed in needed:
-        own = rank_positions(array, cp, cp_rank) if cp > 1 else array
-        columns.append(micro_batches_to_device(own, device) if is_needed else [None] * n_micro)
+    arrays = [rank_positions(array, cp, cp_rank) if cp > 1 else array for array, is_needed in needed if is_needed]
+    on_device = to_device(np.stack(arrays), device)  # in one transfer
+    columns = [next(on_device) if is_needed else [None] * n_micro for _, is_needed in needed]
     for cu_seqlens, positions, ids, labels in zip(batch.cu_seqlens, *columns, strict=True):
         assert positions is not None
         if not fixed_boundaries:

@@ -102,7 +102,7 @@ class GpuOptimizer(OptimizerDriver):
     ) -> None:
         """Update what AdamW updates by the fused kernel, the rest by its pure update; see `OptimizerDriver.step`."""
         assert weights.keys() == gradients.keys()
-        self.step_count.add_(finite.to(self.step_count.dtype))
+        self.step_count.add_(finite)
         has_kernel = self.device_type in FUSED_DEVICE_TYPES
         others = {name: weights[name] for name, spec in self.specs.items() if spec is not ADAMW or not has_kernel}
         if others:
@@ -120,11 +120,11 @@ class GpuOptimizer(OptimizerDriver):
             )
             groups[self.params[name].decay, self.params[name].lr_scale].append(update)
         # Once for all buckets: each is a kernel.
-        scalars = {
-            "found_inf": (~finite).to(torch.float32),
-            "grad_scale": None if scale is None else scale.reciprocal().to(torch.float32),
-        }
         count = self.step_count.to(torch.float32)
+        scalars = {
+            "found_inf": torch.logical_not(finite, out=torch.empty_like(count)),
+            "grad_scale": None if scale is None else torch.reciprocal(scale, out=torch.empty_like(count)),
+        }
         max_bytes = CPU_TEMPORARY_BYTES if self.device_type == "cpu" else DEVICE_TEMPORARY_BYTES
         for (decay, lr_scale), updates in self.iter_on_device(groups):
             weight_decay = self.options.weight_decay if decay else 0.0

@@ -70,7 +70,7 @@ class PartialGradRouter(Router):
 
     tp_group: TensorParallelGroup
 
-    def forward(self, x_ND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x_ND: Tensor) -> tuple[Tensor, ...]:
         """Return the choice of experts."""
         return self.choose(x_ND, sum_grad(self.weight, self.tp_group))
 

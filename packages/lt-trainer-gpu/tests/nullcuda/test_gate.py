@@ -128,7 +128,7 @@ def test_token_ids_and_labels_go_to_the_stages_that_use_them(steps_of, name: str
         for part in rank:
             copied = [int(text.split()[-1]) for text in part.of("copy") if "pinned to device" in text]
             # int32; other copies are the documents' boundaries
-            assert [n_bytes for n_bytes in copied if n_bytes > 1000] == [4 * 4 * 128] * arrays
+            assert [n_bytes for n_bytes in copied if n_bytes > 1000] == [4 * 4 * 128 * arrays]
 
 
 def described(parts: Iterable[Part]) -> list[str]:

@@ -276,11 +276,11 @@ def cpu_multiplies_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     return cpuinfo.exists() and not {"avx512_bf16", "amx_bf16"}.isdisjoint(cpuinfo.read_text().split())
 
 
-def micro_batches_to_device(array: np.ndarray, device: torch.device) -> Iterator[Tensor]:
-    """Yield the micro-batches of an int32 array [M, B, T] as int64 tensors [B, T] on `device`.
+def to_device(array: np.ndarray, device: torch.device) -> Iterator[Tensor]:
+    """Yield the entries of an int32 array, such as the micro-batches of one [M, B, T], as int64 tensors on `device`.
 
-    They are widened there, in three transfers of pinned memory: 12 bytes per token, half a nanosecond over PCIe, where
-    a token of a 1B model takes some 20 microseconds. Narrower ids alone (`lt_data.torch.to_tensors`) would not do:
+    They are widened there: 12 bytes per token in pinned memory, half a nanosecond over PCIe, where a token of a 1B
+    model takes some 20 microseconds. Narrower ids alone (`lt_data.torch.to_tensors`) would not do:
     context parallelism, custom loaders and XLA take labels and positions from the host.
     """
     tensor = torch.from_numpy(array)

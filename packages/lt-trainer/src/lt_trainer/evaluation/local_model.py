@@ -32,7 +32,7 @@ except ModuleNotFoundError as exc:
 
 from lt_model import DocumentBoundaries, linear_label_scores
 from lt_model.decoder import Decoder
-from lt_trainer.torch import DTYPE_CODES, cpu_multiplies_bfloat16, micro_batches_to_device
+from lt_trainer.torch import DTYPE_CODES, cpu_multiplies_bfloat16, to_device
 
 TORCH_DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -66,7 +66,7 @@ class LoadedModel:
     def score(self, batch: StepBatch) -> PositionScores:
         """Return the log-probability of each label and whether it is the greedy choice."""
         (_, n_rows, seq_len), found = batch.labels.shape, []
-        tensors = (micro_batches_to_device(a, self.device) for a in (batch.input_ids, batch.position_ids, batch.labels))
+        tensors = (to_device(a, self.device) for a in (batch.input_ids, batch.position_ids, batch.labels))
         for cu_seqlens, ids, positions, labels in zip(batch.cu_seqlens, *tensors, strict=True):
             cu_seqlens = cu_seqlens[: np.searchsorted(cu_seqlens, n_rows * seq_len) + 1]
             boundaries = DocumentBoundaries(torch.from_numpy(cu_seqlens.copy()), n_rows, seq_len)
