@@ -103,18 +103,14 @@ class SoftmaxTerms(NamedTuple):
         return (self.exp_NV * factor_N1).scatter_add(1, self.column_N1, -self.own_N1)
 
 
-def _identity(x: Tensor) -> Tensor:
-    return x
-
-
 def vocab_parallel_softmax(
     logits_NV: Tensor,
     labels_N: Tensor,
     *,
     vocab_start_index: int = 0,
     upcast_dtype: torch.dtype | None = None,
-    all_reduce_max: Callable[[Tensor], Tensor] = _identity,
-    all_reduce_sum: Callable[[Tensor], Tensor] = _identity,
+    all_reduce_max: Callable[[Tensor], Tensor] = lambda x: x,
+    all_reduce_sum: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> SoftmaxTerms:
     """Return the cross-entropy terms of vocabulary-parallel logits.
 
@@ -292,8 +288,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             buffer.untyped_storage().resize_(0)
         if grad_weight_WD is not None:
             ctx.save_for_backward(grad_hidden_ND, grad_weight_WD[:rows].to(weight_VD.dtype))
-        columns = terms[1] if len(terms) == 2 else map(torch.cat, zip(*terms, strict=True))
-        top_N1, sum_N1, at_target_N1 = columns
+        top_N1, sum_N1, at_target_N1 = terms[1] if len(terms) == 2 else map(torch.cat, zip(*terms, strict=True))
         log_sum_N1 = sum_N1.log_().add_(top_N1)
         cross_entropy = ((log_sum_N1 - at_target_N1) * counted_N1).sum()
         z_part = (log_sum_N1.square_() * counted_N1).sum() * z_loss if z_loss else torch.zeros_like(cross_entropy)

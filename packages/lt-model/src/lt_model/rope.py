@@ -79,10 +79,13 @@ def rope_tables(rope: Rope, position_ids: Tensor, dtype: torch.dtype) -> tuple[T
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     find = _frequencies_on if type(position_ids) is Tensor else _frequencies_on.__wrapped__  # no fake ones are kept
     angles = (position_ids[..., None] * find(rope, wide, position_ids.device))[..., None, :]
-    cos, sin = angles.cos(), angles.sin()
+    tables = angles.new_empty(2, *angles.shape)  # rounded by one kernel
+    torch.cos(angles, out=tables[0])
+    torch.sin(angles, out=tables[1])
     if rope.scaling is not None and rope.scaling.amplitude != 1:
-        cos, sin = cos * rope.scaling.amplitude, sin * rope.scaling.amplitude
-    return cos.to(dtype), sin.to(dtype)
+        tables *= rope.scaling.amplitude
+    cos, sin = tables.to(dtype)
+    return cos, sin
 
 
 def apply_rope_to_pairs(x_BTHK: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:

@@ -143,7 +143,7 @@ class GpuEngine:
             world_size=self.topology.world_size,
         )
         scale = clip_coefficient(grad_norm, options.grad_clip) if options.grad_clip > 0 else None
-        finite = (loss + grad_norm).abs() < math.inf  # as both are
+        finite = loss + grad_norm < math.inf  # as both are, which are not negative
         masters = {name: local_tensor(weight).detach() for name, weight in weights.master_weights.items()}
         self._state.optimizer.step(masters, gradients, lr, finite, scale)
         weights.sync_model()
