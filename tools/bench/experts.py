@@ -6,8 +6,9 @@ The layer: 1,024 tokens of width 512, 32 experts 512 wide, 4 for each token; for
 1,024 tokens of tiny-30m-a9m with each one's balancing loss, gradients clipped, AdamW. transformers computes experts by
 its grouped product (`grouped_mm`), which does not follow torch's autocast: so in bfloat16 its weights and moments are
 bfloat16 too, unlike lt's. torchtitan has a layer alone; its grouped products are bfloat16 whatever the rest is. Layers
-have the same weights; all run eager and take turns; medians of CPU milliseconds. Each dtype has a process of
-its own. torchtitan is installed into a temporary environment, in which all run, with torch of the running one.
+have the same weights; each round has other tokens, so that experts get other numbers of them. All run eager and take
+turns; medians of CPU milliseconds. Each dtype has a process of its own. torchtitan is installed into a temporary
+environment, in which all run, with torch of the running one.
 """
 
 from __future__ import annotations
@@ -34,13 +35,14 @@ from lt_model.hf import config_to_hf
 
 LAYER = {"hidden_size": 512, "n_experts": 32, "experts_per_token": 4, "expert_size": 512}
 TOKENS = 1024
+ROUNDS = {"layer": 32, "step": 12}
 
 
-def run(layer: torch.nn.Module, x: torch.Tensor, upstream: torch.Tensor) -> torch.Tensor:
-    """Run a layer forward and backward; return its output, float32."""
+def run(layer: torch.nn.Module, rounds: torch.Tensor, number: int) -> torch.Tensor:
+    """Run a layer forward and backward on the tokens of a round; return its output, float32."""
     layer.zero_grad()
-    out = layer(x.detach().requires_grad_())
-    out.backward(upstream)
+    out = layer(rounds[number].detach().requires_grad_())
+    out.backward(rounds[number - 1])
     return out.detach().float()
 
 
@@ -52,7 +54,7 @@ def peer_config(config: ModelConfig) -> Any:
     return Qwen3MoeConfig(**fields)
 
 
-def make_layers(dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
+def make_layers(dtype: torch.dtype) -> dict[str, Callable[[int], Any]]:
     """Return a forward and backward pass of each one's layer, checked to give the same."""
     import torchtitan.models.common.moe as titan_moe  # pyright: ignore[reportMissingImports] - in its environment
     from torchtitan.models.common.linear import Linear  # pyright: ignore[reportMissingImports]
@@ -72,15 +74,15 @@ def make_layers(dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
     theirs.experts.load_state_dict({"gate_up_proj": torch.cat((gate, up), dim=1), "down_proj": down})
     titan.routed_experts.inner_experts.load_state_dict({"w1_EFD": gate, "w3_EFD": up, "w2_EDF": down})
     theirs.gate.weight, titan.router.gate.weight = ours.gate.weight, ours.gate.weight
-    x, upstream = torch.randn(2, 1, TOKENS, width).to(dtype)
+    rounds = torch.randn(ROUNDS["layer"], 1, TOKENS, width).to(dtype)
     layers = {"lt": ours.to(dtype), "transformers": theirs.to(dtype), "torchtitan": titan.to(dtype)}
-    passes: dict[str, Callable[[], Any]] = {name: partial(run, layer, x, upstream) for name, layer in layers.items()}
-    wanted = passes["lt"]()
-    assert all((one() - wanted).norm() < 0.1 * wanted.norm() for one in passes.values())
+    passes: dict[str, Callable[[int], Any]] = {name: partial(run, layer, rounds) for name, layer in layers.items()}
+    wanted = passes["lt"](0)
+    assert all((one(0) - wanted).norm() < 0.1 * wanted.norm() for one in passes.values())
     return passes
 
 
-def make_steps(dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
+def make_steps(dtype: torch.dtype) -> dict[str, Callable[[int], Any]]:
     """Return a training step of each one's model."""
     from transformers import Qwen3MoeForCausalLM
 
@@ -95,18 +97,22 @@ def make_steps(dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
         loss = torch.nn.functional.cross_entropy(found.logits.float().flatten(0, 1), labels.flatten())
         return loss + 0.03 * found.aux_loss
 
-    row = np.random.default_rng(0).integers(0, config.vocab_size, TOKENS + 1)
     theirs = train.make_peer_step(model.train(), loss_of, autocast=False)
-    return {"lt": partial(ours, row, train.LR), "transformers": partial(theirs, row, train.LR)}
+
+    def step(one: Any, number: int) -> float:
+        row = np.random.default_rng(number).integers(0, config.vocab_size, TOKENS + 1)
+        return one(row, train.LR)
+
+    return {"lt": partial(step, ours), "transformers": partial(step, theirs)}
 
 
-def take_turns(passes: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+def take_turns(passes: dict[str, Callable[[int], Any]], rounds: int) -> dict[str, float]:
     """Return the median CPU milliseconds of each without the first two rounds."""
     found: dict[str, list[float]] = {name: [] for name in passes}
     for number in range(rounds):
         for name in passes if number % 2 else reversed(passes):
             start = time.process_time()
-            passes[name]()
+            passes[name](number)
             found[name].append(1e3 * (time.process_time() - start))
     return {name: round(statistics.median(times[2:]), 1) for name, times in found.items()}
 
@@ -122,8 +128,9 @@ def main() -> None:
                 subprocess.run([python, "-W", "ignore", __file__, dtype], check=True)
     for dtype in dtypes:
         torch.set_num_threads(1)
-        for kind, make, rounds in (("layer", make_layers, 32), ("step", make_steps, 12)):
-            print(f"| {kind}, {dtype} | {json.dumps(take_turns(make(getattr(torch, dtype)), rounds))} |", flush=True)
+        for kind, make in (("layer", make_layers), ("step", make_steps)):
+            found = take_turns(make(getattr(torch, dtype)), ROUNDS[kind])
+            print(f"| {kind}, {dtype} | {json.dumps(found)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -106,14 +106,15 @@ def make_lt_step(
     return step
 
 
-def make_peer_step(model: Any, loss_of: Any, *, autocast: bool = True) -> Any:
-    """Return a step function as in the peers' own loops: autocast, clip, fused AdamW."""
+def make_peer_step(model: Any, loss_of: Any, *, autocast: bool = True, groups: Any = None) -> Any:
+    """Return a step function as in the peers' own loops: autocast, clip, fused AdamW of all parameters or of groups."""
     import torch
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
+    groups = groups or model.parameters()
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
 
     def step(row: np.ndarray, lr: float) -> float:
-        ids = torch.from_numpy(row)[None]
+        ids = torch.from_numpy(np.atleast_2d(row))
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             loss = loss_of(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
         loss.backward()
@@ -127,33 +128,46 @@ def make_peer_step(model: Any, loss_of: Any, *, autocast: bool = True) -> Any:
     return step
 
 
-def make_litgpt_step(seq_len: int) -> Any:
-    """Return the step function of litgpt: its model and loss, compiled as in its pretrain command."""
+def make_litgpt_step(seq_len: int, config: Any = None, matrix_decay: float | None = None) -> Any:
+    """Return the step function of litgpt: its model and loss, compiled as in its pretrain command.
+
+    Args:
+        seq_len: length of rows.
+        config: lt's ModelConfig of a Llama; by default that of the preset.
+        matrix_decay: weight decay of matrices alone; by default all parameters decay, as in litgpt.
+    """
     import torch
     from litgpt.model import GPT, Config  # pyright: ignore[reportMissingImports] - in an environment of its own
     from litgpt.scripts.convert_hf_checkpoint import copy_weights_hf_llama  # pyright: ignore[reportMissingImports]
     from litgpt.utils import chunked_cross_entropy  # pyright: ignore[reportMissingImports]
 
+    shape = config or preset_config()
     config = Config(
-        name="litespark-default",
+        name="llama",
         block_size=seq_len,
-        vocab_size=VOCAB,
-        padded_vocab_size=VOCAB,
-        n_layer=12,
-        n_head=12,
-        n_embd=768,
+        vocab_size=shape.vocab_size,
+        padded_vocab_size=shape.vocab_size,
+        n_layer=shape.n_layers,
+        n_head=shape.n_heads,
+        n_embd=shape.hidden_size,
         rotary_percentage=1.0,
         parallel_residual=False,
         bias=False,
         norm_class_name="RMSNorm",
         mlp_class_name="LLaMAMLP",
-        intermediate_size=2072,
+        intermediate_size=shape.intermediate_size,
     )
     model, weights = GPT(config), {}
-    copy_weights_hf_llama(config, {}, weights, initial_weights())
+    copy_weights_hf_llama(config, {}, weights, initial_weights(shape))
     model.load_state_dict(weights)
     compiled = torch.compile(model)
-    return make_peer_step(model, lambda ids, labels: chunked_cross_entropy(compiled(ids), labels))
+    groups = None
+    if matrix_decay is not None:
+        parts: dict[bool, list[Any]] = {True: [], False: []}
+        for name, parameter in model.named_parameters():
+            parts[parameter.ndim > 1 and "wte" not in name].append(parameter)
+        groups = [{"params": part, "weight_decay": matrix_decay * decays} for decays, part in parts.items()]
+    return make_peer_step(model, lambda ids, labels: chunked_cross_entropy(compiled(ids), labels), groups=groups)
 
 
 def make_transformers_step(seq_len: int) -> Any:
@@ -173,7 +187,7 @@ def make_transformers_step(seq_len: int) -> Any:
         tie_word_embeddings=False,
     )
     model = LlamaForCausalLM(config).train()
-    model.load_state_dict(initial_weights())
+    model.load_state_dict(initial_weights(preset_config()))
     loss = torch.nn.functional.cross_entropy
 
     @torch.compile
@@ -184,12 +198,18 @@ def make_transformers_step(seq_len: int) -> Any:
     return make_peer_step(model, loss_of)
 
 
-def initial_weights() -> dict[str, Any]:
+def preset_config() -> Any:
+    """Return the shape of the models."""
+    from lt_model import PRESETS
+
+    return dataclasses.replace(PRESETS[PRESET], vocab_size=VOCAB)
+
+
+def initial_weights(config: Any) -> dict[str, Any]:
     """Return our engine's initial weights, float32, by the names of transformers."""
-    from lt_model import PRESETS, param_specs
+    from lt_model import param_specs
     from lt_model.init import init_slice
 
-    config = dataclasses.replace(PRESETS["litespark-default"], vocab_size=VOCAB)
     return {parameter.name: init_slice(parameter, SEED) for parameter in param_specs(config)}
 
 
