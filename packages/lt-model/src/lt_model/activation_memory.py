@@ -39,6 +39,7 @@ def activation_bytes_per_token(
     element_bytes: int = 2,
     tp: int = 1,
     sequence_parallel: bool = False,
+    layer: int | None = None,
 ) -> Mapping[str, float]:
     """Return bytes per token saved by one block between forward and backward on one device, by tensor.
 
@@ -48,8 +49,11 @@ def activation_bytes_per_token(
         element_bytes: bytes of a number in the compute dtype (bf16: 2).
         tp: tensor parallel degree.
         sequence_parallel: whether the residual stream is sharded along the sequence as well.
+        layer: the block; by default one with experts, if some have them, as it has the most bytes.
     """
-    width, inner = config.hidden_size * element_bytes, _inner_size(config) * element_bytes / tp
+    layer = _representative(config) if layer is None else layer
+    has_experts = config.layer(layer).experts
+    width, inner = config.hidden_size * element_bytes, _inner_size(config, layer) * element_bytes / tp
     heads = config.n_heads * config.head_width * element_bytes / tp
     kv = config.n_kv_heads * config.head_width * element_bytes / tp
     outputs = config.n_heads * config.head_value_width * element_bytes / tp
@@ -62,10 +66,12 @@ def activation_bytes_per_token(
         products = {
             row.kind: row.shape[-2] * element_bytes / (tp if row.tp_dim == len(row.shape) - 2 else 1)
             for row in param_specs(config)
-            if row.layer == _representative(config) and row.is_saved and row.type == "matrix"
+            if row.layer == layer and row.is_saved and row.type == "matrix"
         }
-        experts = [config.expert_size / tp, config.hidden_size] if config.has_experts else []  # gate and down
+        experts = [config.expert_size / tp, config.hidden_size] if has_experts else []  # gate and down
         products |= {"experts": config.experts_per_token * sum(experts) * element_bytes}
+        if config.attention_softcap:  # "flex" is compiled as a whole, so that its outputs are not seen
+            attention = {}
         return {"input": stream, **attention, **products, "choice of experts": 28 * config.experts_per_token}
     names = ("first norm", "norm after attention", "second norm", "norm after the feed-forward layer")
     n_copies, has_norm = _normed_copies(config), NORM_NAMES[config.norm_place]
@@ -88,7 +94,7 @@ def activation_bytes_per_token(
         "up": inner,
         **({"activation": inner} if config.gated and config.activation != "silu" else {}),
         "product": inner,
-        **_mixture_bytes(config, element_bytes),
+        **(_mixture_bytes(config, element_bytes) if has_experts else {}),
     }
 
 
@@ -104,21 +110,19 @@ def _latent_bytes(config: ModelConfig, element_bytes: int) -> int:
 
 
 def _representative(config: ModelConfig) -> int:
-    """Return the layer that stands for all: the first with experts, if some have them, as it has the most bytes."""
+    """Return the first layer with experts, if some have them, else the first."""
     return next((index for index in range(config.n_layers) if config.layer(index).experts), 0)
 
 
-def _inner_size(config: ModelConfig) -> int:
-    """Return the inner features that compute a token of that layer."""
-    if not config.has_experts:
+def _inner_size(config: ModelConfig, layer: int) -> int:
+    """Return the inner features that compute a token of a layer."""
+    if not config.layer(layer).experts:
         return config.intermediate_size
     return config.experts_per_token * config.expert_size + config.shared_expert_size
 
 
 def _mixture_bytes(config: ModelConfig, element_bytes: int) -> dict[str, float]:
     """Return what a mixture of experts saves per token beyond a feed-forward layer of the same inner size."""
-    if not config.has_experts:
-        return {}
     width, n_copies, wide = config.hidden_size, config.experts_per_token, max(_FP32_BYTES, element_bytes)
     normed = 0 if config.shared_expert_size else width * element_bytes  # which is not kept beside its fp32 copy
     copy = wide * width - normed if wide > element_bytes else 0
@@ -155,7 +159,7 @@ def block_backward_bytes_per_token(
     options = {"element_bytes": element_bytes, "tp": tp, "sequence_parallel": sequence_parallel}
     n_inner = 1 if not config.gated else 3 if config.activation == "silu" else 2
     shared = config.shared_expert_size  # whose backward pass is over before that of the others, and its tensors freed
-    n_features = n_inner * (_inner_size(config) - shared) - (2 + config.gated) * shared
+    n_features = n_inner * (_inner_size(config, _representative(config)) - shared) - (2 + config.gated) * shared
     n_bytes = (config.hidden_size + n_features / tp) * element_bytes
     if NORM_NAMES[config.norm_place][-1]:
         stream = config.hidden_size * element_bytes / (tp if sequence_parallel else 1)

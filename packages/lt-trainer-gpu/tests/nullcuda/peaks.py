@@ -33,6 +33,10 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
         **{"sliding_window": 512, "sliding_rope_theta": 1e4},
         "layers": (LayerKind(sliding=True), LayerKind()),
     },
+    "gemma2": {
+        **{"head_dim": 128, "activation": "gelu_tanh", "attention_softcap": 50.0, "logits_softcap": 30.0},
+        **{"sliding_window": 512, "layers": (LayerKind(sliding=True), LayerKind())},
+    },
     "gpt_neox": {
         **{"n_kv_heads": 16, "qkv_bias": True, "o_bias": True, "activation": "gelu", "rotary_fraction": 0.25},
         "parallel_residual": True,

@@ -90,8 +90,6 @@ EP_LAYOUTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "ep-skewed-sp": ((EP, TP, SP), LITTLE | {"ranks": 2, "expert_skew": 2}),
 }
 FAMILY_CASES = [(family, layout) for family in FAMILY_FIELDS for layout in FAMILY_LAYOUTS]
-# Of latent attention the plan is not held under cp, where its keys are planned as of the stream's width, and under sp.
-FAMILY_CASES = [pair for pair in FAMILY_CASES if pair not in {("deepseek_v3", "cp"), ("deepseek_v3", "tp-sp")}]
 FAMILY_CASES += [("olmoe", layout) for layout in EP_LAYOUTS]
 TODAY = datetime.date.today().toordinal()
 

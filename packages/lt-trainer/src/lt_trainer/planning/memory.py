@@ -123,11 +123,13 @@ class _RankPlan:
         self._config, self._layout, self._weights = config, layout, weights
         self._tokens = layout.micro_batch_size * seq_len // layout.cp
         self._stream = self._tokens * config.hidden_size * size
-        self._block_activations = self._tokens * activations_per_token(config, layout)
+        kinds = {config.layer(layer).experts: layer for layer in weights.layers}
+        saved = {kind: self._tokens * activations_per_token(config, layout, layer) for kind, layer in kinds.items()}
+        self._saved = [saved[config.layer(layer).experts] for layer in weights.layers]
         self._outside = self._tokens * non_block_bytes_per_token(config, element_bytes=size)
         if not weights.has_head:  # nor the last norm
             self._outside -= self._stream
-        self._activations = layout.resident_blocks(weights.n_layers) * self._block_activations + self._outside
+        self._activations = self._saved_by(weights.n_layers) + self._outside
         self._sent = (weights.block - weights.experts) * layout.master_bytes if layout.fsdp_size > 1 else 0.0
         """Input of the reduce-scatter of one block; expert-parallel experts have one of their own before it."""
         self._sent_experts = weights.experts * layout.master_bytes if layout.efsdp_size > 1 else 0.0
@@ -199,7 +201,7 @@ class _RankPlan:
                 others += earlier - done * layout.master_bytes
             gradients = max(others, earlier if earlier <= weights.shard_gradients else 0.0)
             gradients += weights.head_in_last_block if index == last else weights.head_in_first_block + self._sent
-        held_now, held_after = (layout.resident_blocks(n) * self._block_activations for n in (index + 1, index))
+        held_now, held_after = (self._saved_by(n) for n in (index + 1, index))
         backward = self._tokens * block_backward_per_token(config, layout)
         in_mlp = held_now + backward, config.intermediate_size * config.hidden_size / layout.tp
         at_end = held_after + self._tokens * attention_backward_per_token(config, layout), weights.block
@@ -210,11 +212,15 @@ class _RankPlan:
             "gradients": gradients + own * layout.element_bytes,
         }
 
+    def _saved_by(self, n_blocks: int) -> float:
+        """Return the bytes that the first blocks have saved and that are on the device."""
+        return sum(self._saved[n_blocks - self._layout.resident_blocks(n_blocks) : n_blocks])
+
     def _other_passes(self, in_flight: int) -> float:
         """Return the bytes of the other passes in flight, and of messages on their way, on a pipeline rank."""
         layout = self._layout
-        blocks = max(0.0, in_flight / layout.stages_per_rank - 1) * self._weights.n_layers
+        saved = max(0.0, in_flight / layout.stages_per_rank - 1) * sum(self._saved)
         if layout.activation_offload:  # the last block of each pass stays
-            blocks = in_flight - 1
+            saved = (in_flight - 1) * self._saved[-1]
         message = self._stream / layout.tp if layout.sequence_parallel else self._stream
-        return blocks * self._block_activations + (in_flight - 1 + MESSAGES) * message
+        return saved + (in_flight - 1 + MESSAGES) * message

@@ -21,14 +21,15 @@ ORDER_BYTES = 16
 """Bytes of a received row's place among its expert's rows, and back."""
 SELECTED_KEYS = 0.5
 """Keys beyond all of the cp devices' equal shares that a device selects at most: it has a head and a tail chunk of each
-row, and keys that both see are selected twice."""
+row, and keys that both see are selected twice. Attention in blocks (of capped scores, or where values have another
+width than keys) takes each key once."""
 
 
-def activations_per_token(config: ModelConfig, layout: PlannedLayout) -> float:
-    """Return activation bytes per token and block; "memory_budget" interpolates between "full" and "none"."""
+def activations_per_token(config: ModelConfig, layout: PlannedLayout, layer: int) -> float:
+    """Return activation bytes per token of a block; "memory_budget" interpolates between "full" and "none"."""
 
     def saved(mode: Any) -> float:
-        return _saved_per_token(config, layout, mode) + (
+        return _saved_per_token(config, layout, mode, layer) + (
             _foreign_keys_per_token(config, layout) if mode == "none" else 0.0
         )
 
@@ -60,15 +61,15 @@ def attention_backward_per_token(config: ModelConfig, layout: PlannedLayout) -> 
     width = config.hidden_size * layout.element_bytes
     if layout.cp == 1:
         return ATTENTION_TENSORS * width
-    heads, kv, selected = width / layout.tp, _kv_per_token(config, layout), layout.cp + SELECTED_KEYS
+    heads, kv, selected = width / layout.tp, _kv_per_token(config, layout), _selected_shares(config, layout)
     per_head = 2 * heads * selected if config.n_kv_heads < config.n_heads else 0.0
     return 3 * width + 3 * heads + 2 * kv * selected + max(per_head, kv * layout.cp)
 
 
-def _saved_per_token(config: ModelConfig, layout: PlannedLayout, mode: Any) -> float:
+def _saved_per_token(config: ModelConfig, layout: PlannedLayout, mode: Any, layer: int | None = None) -> float:
     """Return saved bytes per token; with expert parallelism a device routes its own positions, others' rows arrive."""
-    parts = dict(activation_bytes_per_token(config, mode, **_sharding(layout)))
-    if layout.ep == 1:
+    parts = dict(activation_bytes_per_token(config, mode, **_sharding(layout), layer=layer))
+    if layout.ep == 1 or (layer is not None and not config.layer(layer).experts):
         return sum(parts.values())
     row, inner = config.hidden_size * layout.element_bytes, config.expert_size * layout.element_bytes
     rows = config.experts_per_token / layout.tp
@@ -94,6 +95,18 @@ def _kv_per_token(config: ModelConfig, layout: PlannedLayout) -> float:
     return config.n_kv_heads * widths * layout.element_bytes / layout.tp
 
 
+def _selected_shares(config: ModelConfig, layout: PlannedLayout) -> float:
+    """Return how many devices' shares of the keys a device selects at most."""
+    in_blocks = config.attention_softcap > 0 or config.head_value_width != config.head_width
+    return layout.cp if in_blocks else layout.cp + SELECTED_KEYS
+
+
 def _foreign_keys_per_token(config: ModelConfig, layout: PlannedLayout) -> float:
-    """Return bytes of selected keys and values per token of this device, beyond those of the token itself."""
-    return 0.0 if layout.cp == 1 else (layout.cp + SELECTED_KEYS - 1) * _kv_per_token(config, layout)
+    """Return bytes of selected keys and values per token of this device, beyond those saved without cp.
+
+    Of latent attention's keys the parts without rotation, which lie beside the values, are saved without cp alone.
+    """
+    if layout.cp == 1:
+        return 0.0
+    nope = config.n_heads * config.nope_width * layout.element_bytes / layout.tp
+    return (_selected_shares(config, layout) - 1) * _kv_per_token(config, layout) - nope

@@ -62,10 +62,11 @@ class RankWeights:
         self.rows = [row for row in table if (row.layer in own if row.layer is not None else ends[row.role])]
         if config.tie_word_embeddings and self.has_head and not is_first:  # its own copy of the embedding
             self.rows.append(table[0])
-        self.pp_rank, self.n_layers, self._layout = pp_rank, len(own), layout
+        self.pp_rank, self.layers, self._layout = pp_rank, sorted(own), layout
+        self.n_layers = len(own)
         self.is_tied = config.tie_word_embeddings and is_first and self.has_head
         end = math.ceil(config.vocab_size / layout.tp) * config.hidden_size
-        blocks = [[row for row in self.rows if row.layer == layer] for layer in sorted(own)]
+        blocks = [[row for row in self.rows if row.layer == layer] for layer in self.layers]
         of_block = max(blocks, key=lambda rows: sum(local_size(row, layout) for row in rows))  # one stands for all
         self.all, self.shards = (sum(size(row, layout) for row in self.rows) for size in (local_size, shard_size))
         self.block, self.block_shard = (sum(size(row, layout) for row in of_block) for size in (local_size, shard_size))
