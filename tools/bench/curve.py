@@ -7,7 +7,7 @@
 Linux, which Debian's package holds, once: dense and experts 10 million active parameters and 9.8 million tokens. Beside
 them litgpt learns the first two million from the same weights, rows and learning rates.
 
-bfloat16, one thread. What FOLDER has is kept: a study that was stopped goes on.
+bfloat16, one thread. Once FOLDER has a run.toml, a study that was stopped goes on.
 """
 
 from __future__ import annotations
@@ -122,7 +122,10 @@ def prepare(folder: Path, study: Study, corpus: str) -> None:
     if (folder / "run.toml").exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
-    write_linux_documentation(folder / "corpus") if corpus == "text" else write_corpus(folder / "corpus", "")
+    if corpus == "text":
+        write_linux_documentation(folder / "corpus")
+    else:
+        write_corpus(folder / "corpus", "")
     run(folder, f"data train-tokenizer corpus/train.jsonl --vocab-size {study.vocab_size} --out tokenizer")
     for name in ("train", "validation"):
         run(folder, f"data prepare corpus/{name}.jsonl --tokenizer tokenizer --out {name}")
@@ -149,13 +152,13 @@ def train_litgpt(folder: Path) -> None:
     stream = open_stream(recipe, data, alone, None)
     decay = recipe.optimizer.weight_decay
     step = train.make_litgpt_step(recipe.data.seq_len, model_config(recipe, data.vocab_size), decay)
-    with (folder / "litgpt.jsonl").open("w") as file:
-        for number in range(1, LITGPT_STEPS + 1):
-            rows = stream.next().rows
-            ids = np.concatenate([rows.input_ids, rows.labels[:, -1:]], axis=1, dtype=np.int64)
-            loss = step(ids, learning_rate(number - 1, recipe.schedule, recipe.optimizer.lr))
-            file.write(json.dumps({"step": number, "loss": loss}) + "\n")
-            file.flush()
+    lines = ""
+    for number in range(1, LITGPT_STEPS + 1):
+        rows = stream.next().rows
+        ids = np.concatenate([rows.input_ids, rows.labels[:, -1:]], axis=1, dtype=np.int64)
+        loss = step(ids, learning_rate(number - 1, recipe.schedule, recipe.optimizer.lr))
+        lines += json.dumps({"step": number, "loss": loss}) + "\n"
+    (folder / "litgpt.jsonl").write_text(lines)
 
 
 def losses(path: Path, key: str = "loss") -> dict[int, float]:
@@ -164,7 +167,7 @@ def losses(path: Path, key: str = "loss") -> dict[int, float]:
 
 
 def draw(folder: Path) -> None:
-    """Draw the training losses, each a mean of 20 steps, and the validation losses."""
+    """Draw the training losses, each a mean of 20 steps."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
