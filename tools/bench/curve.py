@@ -1,7 +1,7 @@
 """Losses of a mixture of experts and of the dense model of its active size, on the same rows with the same options.
 
     uv run python tools/bench/curve.py little FOLDER   # prints docs/benchmarks/experts.txt; 20 CPU minutes
-    uv run python tools/bench/curve.py text FOLDER     # docs/benchmarks/text.txt, text.png; 2 CPU hours
+    uv run python tools/bench/curve.py text FOLDER     # docs/benchmarks/text.txt, docs/images/text-curve.png; 2 CPU hours
 
 `little` learns Python's standard library, as the quickstart does, with three seeds. `text` learns the documentation of
 Linux, which Debian's package holds, once: dense and experts 10 million active parameters and 9.8 million tokens. Beside
@@ -175,7 +175,7 @@ def draw(folder: Path) -> None:
         found = losses(folder / "litgpt.jsonl" if name == "litgpt" else folder / f"{name}-0" / "metrics.jsonl")
         means = [statistics.mean(found[step + i] for i in range(20)) for step in range(1, len(found) - 18, 20)]
         axes.plot([20 * i + 10 for i in range(len(means))], means, "k:" if name == "litgpt" else "-", label=name)
-    axes.set(xlabel="step of 4,096 tokens", ylabel="training loss, nats per token", ylim=(2.0, 6.0))
+    axes.set(xlabel="step of 4,096 tokens", ylabel="training loss, nats per token", ylim=(3.0, 6.0))
     axes.legend()
     axes.grid(alpha=0.3)
     figure.savefig(folder / "text.png", dpi=110)
