@@ -1,7 +1,7 @@
 """Losses of a mixture of experts and of the dense model of its active size, on the same rows with the same options.
 
-    uv run python tools/bench/curve.py little FOLDER   # prints docs/benchmarks/experts.txt; 20 CPU minutes
-    uv run python tools/bench/curve.py text FOLDER     # docs/benchmarks/text.txt, docs/images/text-curve.png; 2 CPU hours
+    uv run python tools/bench/curve.py little FOLDER  # docs/benchmarks/experts.txt; 15 CPU minutes
+    uv run python tools/bench/curve.py text FOLDER    # docs/benchmarks/text.txt, images/text-curve.png; 2 CPU hours
 
 `little` learns Python's standard library, as the quickstart does, with three seeds. `text` learns the documentation of
 Linux, which Debian's package holds, once: dense and experts 10 million active parameters and 9.8 million tokens. Beside
