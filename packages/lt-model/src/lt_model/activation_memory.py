@@ -68,11 +68,11 @@ def activation_bytes_per_token(
             for row in param_specs(config)
             if row.layer == layer and row.is_saved and row.type == "matrix"
         }
-        experts = [config.expert_size / tp, config.hidden_size] if has_experts else []  # gate and down
-        products |= {"experts": config.experts_per_token * sum(experts) * element_bytes}
+        n_copies = config.experts_per_token if has_experts else 0
+        products |= {"experts": n_copies * (config.expert_size / tp + config.hidden_size) * element_bytes}  # gate, down
         if config.attention_softcap:  # "flex" is compiled as a whole, so that its outputs are not seen
             attention = {}
-        return {"input": stream, **attention, **products, "choice of experts": 28 * config.experts_per_token}
+        return {"input": stream, **attention, **products, "choice of experts": 28 * n_copies}
     names = ("first norm", "norm after attention", "second norm", "norm after the feed-forward layer")
     n_copies, has_norm = _normed_copies(config), NORM_NAMES[config.norm_place]
     # Before a product its output, which is gathered; after it its input.
