@@ -259,6 +259,22 @@ def test_a_rank_ends_with_the_engines_dump_and_though_it_hangs(
     assert fails or "; the last collectives are in flight/x\n" in error
 
 
+def test_a_rank_that_reports_and_ends_between_two_looks_is_not_taken_for_silent(log: RankLog, monkeypatch) -> None:
+    def read(folder: Path) -> dict[int, RankReport]:
+        found = read_reports(folder)
+        if folder.name == "trouble-this":
+            write_report(folder, report(1, error="E: no"))
+        return found
+
+    write_report(log.path.parents[1] / "alive", report(1))
+    monkeypatch.setattr(module.rank_report, "read_reports", read)
+    monkeypatch.setattr(
+        module.rank_report, "is_gone", lambda start: list(log.path.parents[1].glob("*/trouble*/rank00001*"))
+    )
+    with watchdog(log, timeout_s=1000, world=2) as dog:
+        assert dog.diagnose().startswith("rank 1 on node1 (pid 101) has failed in stage step of step 5: E: no")
+
+
 # Causes from reports alone.
 
 
@@ -293,7 +309,6 @@ def test_a_process_is_gone_when_the_kernel_says_so_on_this_host() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         here = RankReport(1, process.pid, socket.gethostname(), 5, "step", namespace=pid_namespace())
         assert not is_gone(here)
-        assert not is_gone(None)
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         assert is_gone(here), "its parent has not asked for it yet"

@@ -78,12 +78,12 @@ def pid_namespace() -> int:
     return path.stat().st_ino if path.exists() else 0
 
 
-def is_gone(start: RankReport | None) -> bool:
+def is_gone(start: RankReport) -> bool:
     """Return True if the process of a rank is known to have ended: it ran on this host, and the kernel has it no more.
 
     Of a process in another container nothing is known. One that its parent has not asked for yet (a zombie) has ended.
     """
-    if start is None or not start.namespace or (start.host, start.namespace) != (socket.gethostname(), pid_namespace()):
+    if not start.namespace or (start.host, start.namespace) != (socket.gethostname(), pid_namespace()):
         return False
     try:
         return Path(f"/proc/{start.pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"

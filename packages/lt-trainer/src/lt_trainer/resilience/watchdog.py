@@ -161,10 +161,11 @@ class Watchdog:
         starts = rank_report.read_reports(self._alive)
         deadline = time.monotonic() + min(self._timeout_s / 2, MAX_WAIT_S)
         while True:
+            # Before the reports are read: a rank may report and end in between.
+            gone = {rank for rank, start in starts.items() if rank_report.is_gone(start)}
             reports = {self._rank: self._place()} | rank_report.read_reports(self._trouble)
-            silent = [rank for rank in range(self._world_size) if rank not in reports]
             is_known = any(report.error for report in reports.values())
-            if is_known or time.monotonic() > deadline or all(rank_report.is_gone(starts.get(rank)) for rank in silent):
+            if is_known or time.monotonic() > deadline or gone.union(reports).issuperset(range(self._world_size)):
                 return rank_report.find_cause(reports, starts, self._world_size, self._log_path.parent)
             time.sleep(self._poll_s)
 
