@@ -76,14 +76,15 @@ def left(root):
     return [step for step, path in reversed(list_steps(root)) if path.name == f"step-{step:08d}"]
 
 
-def test_prune_keeps_the_last_the_multiples_and_the_protected(tmp_path, toy):
+def test_prune_keeps_the_last_the_multiples_and_the_protected(tmp_path, toy, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     for step in range(10):
         toy.save(tmp_path, step)
     gone = prune_checkpoints(tmp_path, keep_last=2, keep_every=4, protect=[tmp_path / "step-00000001"])
     assert left(tmp_path) == [1, 4, 8, 9]
     assert sorted(path.name for path in gone) == [f"step-{step:08d}" for step in (0, 2, 3, 5, 6, 7)]
     assert sorted(os.listdir(tmp_path)) == [f"step-{step:08d}" for step in (1, 4, 8, 9)]
-    assert prune_checkpoints(tmp_path, keep_last=2, keep_every=4, protect=[tmp_path / "step-00000001"]) == []
+    assert prune_checkpoints(".", keep_last=2, keep_every=4, protect=[tmp_path / "step-00000001"]) == []
     assert prune_checkpoints(tmp_path / "none", keep_last=1) == []
 
 
@@ -96,8 +97,9 @@ def test_crashed_and_broken_saves_never_push_out_a_good_one(tmp_path, toy):
     toy.save(tmp_path, 6)
     assert prune_checkpoints(tmp_path, keep_last=2) == [paths[1]]
     toy.save(tmp_path, 7)  # now two good ones are newer than the broken ones
-    assert sorted(path.name[-1] for path in prune_checkpoints(tmp_path, keep_last=2)) == ["2", "3", "4", "5"]
-    assert left(tmp_path) == [6, 7]
+    gone = prune_checkpoints(tmp_path, keep_last=2, protect=[paths[3]])
+    assert sorted(path.name[-1] for path in gone) == ["2", "4", "5"]
+    assert left(tmp_path) == [3, 6, 7]
 
 
 @pytest.fixture(scope="module")
@@ -183,15 +185,13 @@ def test_abandoned_saves_are_swept_and_nothing_else(tmp_path, toy, monkeypatch):
     kept = toy.save(tmp_path, 9)
     own, other, begun = (begin_save(tmp_path, step=step, world_size=1) for step in (1, 2, 3))
     write_rank_files(other, rank=0, shards=[])
-    marker = other / "save.json"
-    marker.write_bytes(marker.read_bytes().replace(b'"host":"', b'"host":"other-'))
     (begun / "save.json").rename(begun / f"save.json.{'0' * 16}.tmp")
     dead = begin_save(tmp_path, step=4, world_size=1)
     finished = subprocess.Popen(["true"])
     finished.wait()
-    (dead / "save.json").write_bytes(
-        (dead / "save.json").read_bytes().replace(f"{os.getpid()}".encode(), b"%d" % finished.pid)
-    )
+    for folder, host in ((dead, b""), (other, b"other-")):
+        content = (folder / "save.json").read_bytes().replace(b'"host":"', b'"host":"' + host)
+        (folder / "save.json").write_bytes(content.replace(b'"pid":%d' % os.getpid(), b'"pid":%d' % finished.pid))
     trash = tmp_path / f".trash-{'0' * 16}"
     trash.mkdir()
     (trash / "part-00000.json").write_bytes(b"")
@@ -215,7 +215,7 @@ def test_abandoned_saves_are_swept_and_nothing_else(tmp_path, toy, monkeypatch):
 def test_a_folder_that_no_save_made_is_not_pruned(tmp_path, toy):
     for step in (0, 1, 2, 3):
         toy.save(tmp_path, step)
-    (tmp_path / "step-00000000" / "notes.txt").write_text("mine", encoding="utf-8")
+    (tmp_path / "step-00000000" / "done.txt").write_text("mine", encoding="utf-8")  # begins as a name of ours
     (tmp_path / "step-00000001" / "save.json").unlink()
     os.rename(tmp_path / "step-00000002", tmp_path / "elsewhere")
     (tmp_path / "step-00000002").symlink_to(tmp_path / "elsewhere")

@@ -126,6 +126,12 @@ def test_an_input_that_changes_while_it_is_read_is_read_again(stage: Callable[..
     assert not policy.done(made.spec, made.place)
 
 
+def test_a_command_whose_folder_is_missing_does_not_run_elsewhere(stage: Callable[..., Stage], tmp_path: Path) -> None:
+    made = stage("open('made', 'w')", procs_per_node=1, cwd=str(tmp_path / "gone"))
+    assert made.run()["kind"] == "failed"
+    assert not list(made.folder.rglob("made"))
+
+
 WORDS = 'it\'s; $(touch broken) `x` "q" \\ @grace@ é\n*'
 
 

@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 from lt_launch.__main__ import main
+from lt_launch.hosts import SshTarget
 from lt_launch.launcher import format_rendered
+from lt_launch.node import Host
 from lt_launch.profile import Profile
 from lt_launch.run_file import RunOverrides, read_run_file
 from lt_launch.target import get_target
@@ -49,6 +51,10 @@ def test_examples_render_as_they_did(name: str) -> None:
     if os.environ.get("LT_WRITE_GOLDEN"):
         golden.write_text(text, encoding="utf-8")
     assert text == golden.read_text(encoding="utf-8")
+
+
+def test_what_is_shown_of_a_host_is_one_word_for_its_shell() -> None:
+    assert SshTarget().shown(Host(name="a"), ["lt", "a b"]) == ("bash", "lt 'a b'")
 
 
 @pytest.mark.parametrize("example", ["continued.toml", "smp-enroot.toml"])

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
@@ -55,13 +54,14 @@ def test_two_byte_ids_and_types(store):
     assert_same(found, reader, np.arange(5))
     assert found["loss_mask"].dtype == torch.bool
     assert {tensor.dtype for name, tensor in found.items() if name != "loss_mask"} == {torch.int32}
-    assert to_tensors(compact)["labels"].dtype == torch.int64
+    compact.input_ids[0, 0] = 65_499  # beyond a signed number of two bytes
+    found = to_tensors(compact)
+    assert (found["labels"].dtype, int(found["input_ids"][0, 0])) == (torch.int64, 65_499)
 
 
 def first(batches: Any, n: int) -> list[list[list[int]]]:
     """The ids of the first batches; the walk is ended."""
-    walk: Iterator[Any] = iter(batches)
-    return [batch["input_ids"].tolist() for batch in islice(walk, n)]
+    return [batch["input_ids"].tolist() for batch in islice(batches, n)]
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lt_launch.job import Job, Pipeline, Resources, Stage
+from lt_launch.job import ContainerImage, Job, Pipeline, Resources, Stage
 from lt_launch.profile import Profile
 from lt_launch.slurm.commands import QueueJob, parse_queue
 from lt_launch.slurm.target import SlurmTarget
@@ -45,6 +45,11 @@ def test_scripts_are_as_they_were_and_clean(name: str) -> None:
     done = subprocess.run([shellcheck, "-"], input=text, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
+def test_a_container_gets_the_variables_of_the_job_and_those_that_it_names() -> None:
+    job = {"container": ContainerImage(image="i.sqsh"), "env": {"OWN": "1"}, "pass_env": ("MY_TOKEN",)}
+    assert "|OWN|MY_TOKEN)\n" in script(job, {}, {})
 
 
 def test_a_limit_that_leaves_no_time_to_train_is_refused() -> None:
