@@ -203,5 +203,7 @@ def test_sizes_that_are_no_multiple_of_64_are_named():
     (warning,) = alignment_warnings(odd)
     assert warning.startswith("vocab_size = 32003")
     assert "pad_vocab_to_multiple_of" in warning
+    (warning,) = alignment_warnings(preset("qwen3-30b-a3b", expert_size=500))
+    assert warning.startswith("expert_size = 500")
     assert [name for name, config in PRESETS.items() if alignment_warnings(config)] == ["litespark-default"]
     assert alignment_warnings(PRESETS["tiny-5m"]) == alignment_warnings(PRESETS["llama3-8b"]) == []

@@ -98,6 +98,8 @@ def test_store_is_required() -> None:
         ("[model]\nhiden_size = 512\n", "model.hiden_size = 512 (RUN): unknown field; did you mean model.hidden_size?"),
         ("[optimizer]\nseq_len = 5\n", "optimizer.seq_len = 5 (RUN): unknown field; did you mean data.seq_len?"),
         ("[batch]\nzzz = 5\n", "batch.zzz = 5 (RUN): unknown field; there are batch.global_batch_size, batch.micro"),
+        ("[model]\nn_experts = 8\n", "model.n_experts = 8 (RUN): a part of the architecture, not a field; write it in"),
+        ("[model]\nshape = '8 experts'\n", "model.shape = '8 experts' (RUN): not JSON: Extra data"),
         ("batch = 5\n", "batch = 5 (RUN): not a value but a section; set its fields"),
         ('[optimizer]\nlr = "1e-x"\n', "optimizer.lr = '1e-x' (RUN): must be a valid number"),
         (

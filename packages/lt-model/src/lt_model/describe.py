@@ -17,7 +17,7 @@ ALIGNMENT = 64  # matrix sizes that are multiples of this run at full speed on t
 
 def alignment_warnings(config: ModelConfig) -> list[str]:
     """Return a warning per matrix size that is not a multiple of `ALIGNMENT`, with the nearest ones."""
-    sizes = {name: getattr(config, name) for name in ("vocab_size", "hidden_size", "intermediate_size")}
+    sizes = {name: getattr(config, name) for name in ("vocab_size", "hidden_size", "intermediate_size", "expert_size")}
     return [
         f"{name} = {size} is not a multiple of {ALIGNMENT}: its matrix products run slower "
         + (

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
+from functools import lru_cache
 from typing import Literal
 
 from lt_model.config import ModelConfig
@@ -93,6 +94,7 @@ NORM_NAMES: dict[str, tuple[str, str, str, str]] = {
 """`norm_place` to the norms before and after attention, before and after the feed-forward layer; "": none."""
 
 
+@lru_cache(maxsize=8)
 def param_specs(config: ModelConfig) -> tuple[ParamSpec, ...]:
     """Return the parameter table of a model, in model order. A tied model has no lm_head.weight."""
     return tuple(_iter_param_specs(config))

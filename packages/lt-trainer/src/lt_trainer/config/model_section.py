@@ -67,12 +67,24 @@ class ModelOptions(Section, table="model"):
     @model_validator(mode="before")
     @classmethod
     def _fill_from_preset(cls, values: Any) -> Any:
-        if isinstance(values, dict) and isinstance(preset := values.get("preset"), str) and preset:
+        from lt_model import ModelConfig
+
+        if not isinstance(values, dict):
+            return values
+        of_shape = ModelConfig.__dataclass_fields__.keys() - cls.model_fields.keys()
+        if wrong := {name: value for name, value in values.items() if name in of_shape}:
+            remedy = "write it into a config.json, and name that in model.config"
+            raise RecipeError("a part of the architecture, not a field", values=wrong, remedy=remedy)
+        if isinstance(preset := values.get("preset"), str) and preset:
             return unflatten(preset_values(preset) | flatten(values))
         return values
 
     def check(self) -> None:
-        """Check the sizes of the heads."""
+        """Check the sizes of the heads, and that the rest of the shape can be read."""
+        try:
+            json.loads(self.shape or "{}")
+        except ValueError as exc:
+            raise self.wrong("shape", f"not JSON: {exc}") from exc
         if not self.head_dim and self.hidden_size % (2 * self.n_heads):
             remedy = f"use a multiple of {2 * self.n_heads}, or another number of heads"
             raise self.wrong("hidden_size n_heads", "the head size must be an even number", remedy)

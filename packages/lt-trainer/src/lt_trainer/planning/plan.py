@@ -131,8 +131,11 @@ def make_plan(recipe: Recipe, *, device: DeviceModel, devices: int, mfu: float |
         kv_heads=config.n_kv_heads,
         row_lengths=(seq_len,) if has_cp else (),
     )
+    weights = n_parameters(config) * layout.weight_bytes
+    state = weights if layout.optimizer_offload else plan.memory.state_bytes
     for one in candidates:
-        if plan_memory(config, seq_len, one).needed <= device.memory_bytes:
+        has_room = state * one.dp_replicate / one.world_size <= device.memory_bytes  # else no need to plan the rest
+        if has_room and plan_memory(config, seq_len, one).needed <= device.memory_bytes:
             return replace(plan, nearest=plan_of(one))
     return plan
 
