@@ -256,10 +256,7 @@ def test_modules_of_the_current_folder_are_found_and_none_is_said_at_once(
         "def make(**facts):\n    return [{'input_ids': [1] * 8, 'labels': [2] * 8}]\n"
     )
     (tmp_path / "json.py").write_text("raise AssertionError('a file of the folder stands before a package')")
-    for loader, message in (
-        ("not_there_at_all:make", "No module named"),
-        ("json:no", "module 'json' has no"),
-    ):
+    for loader, message in (("not_there_at_all:make", "No module named"), ("json:no", "module 'json' has no")):
         base["data"]["loader"] = loader
         with pytest.raises(RecipeError, match=rf"cannot be imported: {message}.*; write it as module:function"):
             start(base)

@@ -28,10 +28,7 @@ def test_adamw_is_torchs(decay: float, size: float, betas: tuple[float, float]) 
     ours = {name: torch.randn(7, 3, dtype=torch.float64) for name in ("decayed", "kept")}
     theirs = {name: weight.clone().requires_grad_() for name, weight in ours.items()}
     mine = adamw(ours, {"decayed"}, weight_decay=decay, beta1=betas[0], beta2=betas[1])
-    groups = [
-        {"params": [theirs["decayed"]], "weight_decay": decay},
-        {"params": [theirs["kept"]], "weight_decay": 0.0},
-    ]
+    groups = [{"params": [theirs["decayed"]], "weight_decay": decay}, {"params": [theirs["kept"]], "weight_decay": 0.0}]
     reference = torch.optim.AdamW(groups, betas=betas, eps=3e-8)
     for step in range(5):
         rate = 0.01 * (step + 1)

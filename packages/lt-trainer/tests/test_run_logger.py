@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from lt_model import ModelConfig
+from lt_model.config import LayerKind
 from lt_test_helpers.runs import run
 from lt_trainer.checkpointing.checkpoints import Checkpoints
 from lt_trainer.config.recipe import load
@@ -49,9 +51,7 @@ def step(number: int, rows: int, document_length: float = 10.0) -> StepRecord:
 
 
 @contextmanager
-def logger(
-    folder: Path, clock: Clock, *, monitor: Any = None, last_step: int = 0, **cost: float
-) -> Iterator[RunLogger]:
+def logger(folder: Path, clock: Clock, *, monitor: Any = None, last_step: int = 0, **cost: Any) -> Iterator[RunLogger]:
     """A logger of two devices, whose run has just been restored."""
     device = Device(name="d", kind="cpu", count=2, peak_flops=1000.0, peak_source="made up")
     work = ComputeCost(**({"micro_batch_size": 4, "seq_len": 10, "flops_per_token": 3.0} | cost))
@@ -78,7 +78,7 @@ def test_rates_are_those_of_the_rows_since_the_last_record_without_pauses(tmp_pa
     Of 3 FLOPs per token, 2 are attention over 10 positions; positions see 4 and 8 of them on average.
     """
     clock = Clock()
-    with logger(tmp_path, clock, attention_flops=0.2, recomputed_flops_per_token=1.0) as one:
+    with logger(tmp_path, clock, attention_flops=lambda seen: 0.2 * seen, recomputed_flops_per_token=1.0) as one:
         clock.now += 5.0
         one.log_steps([step(1, 8, 4.0), step(2, 24, 8.0)], 0, {})
         for _ in range(2):
@@ -97,6 +97,15 @@ def test_rates_are_those_of_the_rows_since_the_last_record_without_pauses(tmp_pa
     assert first["hfu"] == pytest.approx(4 * 320 / 5 / 2 / 1000)
     assert first["mfu_documents"] == pytest.approx((80 * (1 + 0.8) + 240 * (1 + 1.6)) / 5 / 2 / 1000)
     assert second["samples_per_sec"] == 32 / 0.5 / 2
+
+
+def test_flops_within_documents_know_the_window() -> None:
+    """Of 4 positions in rows of 16: a document of 2 tokens has half of its attention, one of 8 all of it."""
+    model = ModelConfig(vocab_size=64, family="mistral", layers=(LayerKind(sliding=True),), sliding_window=4)
+    recipe = load(base={"data": {"store": "unused", "seq_len": 16}}).recipe
+    for length, seen in ((2.0, 2), (8.0, 4)):
+        *_, flops, _, within = ComputeCost.of_recipe(recipe, model, 0.0).amounts([step(1, 3, length)])
+        assert flops - within == 3 * 16 * 12 * model.n_layers * model.hidden_size * (4 - seen)
 
 
 def test_the_seeds_names_come_first_and_the_line_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

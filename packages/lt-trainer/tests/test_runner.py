@@ -197,11 +197,7 @@ def test_what_a_run_cannot_go_on_with_is_refused(recipe_base, fake_engine, overr
 @pytest.mark.parametrize(
     ("override", "error", "words"),
     [
-        (
-            "model.vocab_size=32000",
-            RecipeError,
-            r"vocab_size = 32000 \(--set\): the data's tokenizer has 300 ids",
-        ),
+        ("model.vocab_size=32000", RecipeError, r"vocab_size = 32000 \(--set\): the data's tokenizer has 300 ids"),
         ("data.tokenizer=meta/other", RecipeError, r"data.tokenizer = 'meta/other' \(--set\)"),
         ("data.seq_len=64", DataError, "--seq-len 64"),
         ("data.document_mask=true", RecipeError, r"data.document_mask = True \(--set\): the fake engine does not"),

@@ -187,10 +187,7 @@ def test_a_mixture_is_lt_datas_with_phases_counted_in_steps(recipe_base, little_
     for name, half in (("large", "train"), ("small", "validation")):
         store = TokenStore(little_data / half)
         readers[name] = RowReader(store, open_pack(store, seq_len=32))
-    phases = [
-        Phase(weights={"large": 3, "small": 1}),
-        Phase(weights={"large": 1, "small": 1}, from_row=7 * 8),
-    ]
+    phases = [Phase(weights={"large": 3, "small": 1}), Phase(weights={"large": 1, "small": 1}, from_row=7 * 8)]
     wanted = Stream(Mixture(readers, phases), global_batch_size=8, seed=0)
     found = open_stream(recipe, open_data(recipe), Topology(rank=0, world_size=1, dp_rank=0, dp_size=1), None)
     for _ in range(12):

@@ -63,8 +63,8 @@ class ComputeCost:
     flops_per_token: float
     recomputed_flops_per_token: float = 0.0
     """Recomputed FLOPs per token; nan if unknown."""
-    attention_flops: float = math.nan
-    """FLOPs per token and position of its document; those of `flops_per_token` are seq_len times as many."""
+    attention_flops: Callable[[float], float] = lambda length: math.nan
+    """Length of its document → FLOPs of a token's attention, of which windows bound the number of positions."""
 
     @staticmethod
     def of_recipe(recipe: Recipe, model: ModelConfig, recomputed_flops_per_token: float) -> ComputeCost:
@@ -75,7 +75,7 @@ class ComputeCost:
             micro_batch_size=recipe.batch.micro_batch_size,
             seq_len=recipe.data.seq_len,
             flops_per_token=flops_per_token(model, recipe.data.seq_len, FLOPS_CONVENTION),
-            attention_flops=attention_flops_per_token(model, 1, FLOPS_CONVENTION),
+            attention_flops=lambda length: attention_flops_per_token(model, round(length), FLOPS_CONVENTION),
             recomputed_flops_per_token=recomputed_flops_per_token,
         )
 
@@ -84,9 +84,9 @@ class ComputeCost:
         rows = sum(record.rows for record in records)
         per_token = self.flops_per_token
         flops = rows * self.seq_len * per_token
+        without_attention = per_token - self.attention_flops(self.seq_len)
         document_flops = self.seq_len * sum(
-            record.rows * (per_token - self.attention_flops * (self.seq_len - record.document_length))
-            for record in records
+            record.rows * (without_attention + self.attention_flops(record.document_length)) for record in records
         )
         with_recomputed = flops * (1 + self.recomputed_flops_per_token / per_token)
         return rows / self.micro_batch_size, rows, rows * self.seq_len, flops, with_recomputed, document_flops
