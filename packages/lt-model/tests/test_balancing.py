@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("lt_trainer_gpu", reason="the engine for GPUs adds these losses, and it is not installed")
 
-from lt_model import Decoder, config_from_hf
+from lt_model import Decoder, ModelConfig, config_from_hf
 from lt_model.feed_forward import MoE
 from lt_test_helpers import layouts
 from lt_trainer.config.model_section import architecture_values
@@ -27,20 +27,30 @@ CONFIG = config_from_hf(
         **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "max_position_embeddings": SEQ_LEN},
     }
 )
+SIGMOID = config_from_hf(
+    {
+        **{"model_type": "deepseek_v3", "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64},
+        **{"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4, "first_k_dense_replace": 1},
+        **{"q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8},
+        **{"n_routed_experts": 6, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 24},
+    }
+)
 AUX, ROW_AUX, Z = 0.3, 0.2, 0.05
 LOSSES = (f"moe.aux_loss={AUX}", f"moe.sequence_aux_loss={ROW_AUX}", f"moe.router_z_loss={Z}")
 
 
-def train(*sets: str, micro_batch_size: int = 2) -> tuple[Any, Any, dict[str, torch.Tensor], Any]:
+def train(
+    *sets: str, config: ModelConfig = CONFIG, micro_batch_size: int = 2
+) -> tuple[Any, Any, dict[str, torch.Tensor], Any]:
     """A step by the engine: the batch's part in micro-batches, weights before it, gradients, metrics."""
-    model = unflatten(architecture_values(CONFIG))
+    model = unflatten(architecture_values(config))
     engine = layouts.open_engine(*sets, "optimizer.grad_clip=0", model=model, rows=ROWS, seq_len=SEQ_LEN, vocab=VOCAB)
     (batch,) = layouts.global_batches(1, rows=ROWS, seq_len=SEQ_LEN, vocab=VOCAB)
     part = layouts.rank_batch(batch, engine, micro_batch_size)
     groups = {"weights": {}, "exp_avg": {}}
     for step in range(2):
         for shard in engine.state().shards:
-            if (shard.group == "weights") == (step == 0) and shard.group in groups:
+            if (shard.group == "weights") == (step == 0) and shard.group in groups and shard.dtype == "F64":
                 values = torch.from_numpy(shard.bytes().view(np.float64).reshape(shard.shape).copy())
                 groups[shard.group][shard.name] = values
         if step == 0:
@@ -51,16 +61,19 @@ def train(*sets: str, micro_batch_size: int = 2) -> tuple[Any, Any, dict[str, to
     return part, groups["weights"], {name: 10 * moment for name, moment in groups["exp_avg"].items()}, metrics
 
 
-def balancing_loss(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def balancing_loss(logits: torch.Tensor, is_sigmoid: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Choices of tokens as ones, E / K * sum(f * P), and the logits."""
     chosen = torch.nn.functional.one_hot(logits.topk(2).indices, 6).sum(1).double()
-    return chosen, 6 / 2 * (chosen.mean(0) * logits.softmax(1).mean(0)).sum(), logits
+    scores = logits.sigmoid() / logits.sigmoid().sum(1, keepdim=True) if is_sigmoid else logits.softmax(1)
+    return chosen, 6 / 2 * (chosen.mean(0) * scores.mean(0)).sum(), logits
 
 
-def by_formula(part: Any, weights: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], list[float], list[float]]:
+def by_formula(
+    config: ModelConfig, part: Any, weights: dict[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], list[float], list[float]]:
     """Gradients of the step's loss, busiest over mean expert, and auxiliary losses, from the inputs of routers."""
-    model = Decoder(CONFIG).double()
-    model.load_state_dict(weights)
+    model, is_sigmoid = Decoder(config).double(), config.router_score == "sigmoid"
+    model.load_state_dict(weights, strict=False)  # the selection bias, which is zeros, is not trained
     inputs: list[torch.Tensor] = []
     mixtures = [block.mlp for block in model.model.layers if isinstance(block.mlp, MoE)]
     for moe in mixtures:
@@ -74,8 +87,10 @@ def by_formula(part: Any, weights: dict[str, torch.Tensor]) -> tuple[dict[str, t
         total = total + loss / part.valid_tokens
         for index, (moe, x_ND) in enumerate(zip(mixtures, inputs, strict=True)):
             logits_BTE = (x_ND @ moe.gate.weight.T).unflatten(0, labels_BT.shape)
-            chosen, aux, logits = balancing_loss(logits_BTE[labels_BT != -100])
-            rows = [balancing_loss(row[own != -100])[1] for row, own in zip(logits_BTE, labels_BT, strict=True)]
+            chosen, aux, logits = balancing_loss(logits_BTE[labels_BT != -100], is_sigmoid)
+            rows = [
+                balancing_loss(row[own != -100], is_sigmoid)[1] for row, own in zip(logits_BTE, labels_BT, strict=True)
+            ]
             losses = AUX * aux + ROW_AUX * sum(rows) / len(rows) + Z * logits.logsumexp(1).square().mean()
             total = total + losses / len(part.input_ids)
             counts[index] = counts[index] + chosen.sum(0)
@@ -85,10 +100,15 @@ def by_formula(part: Any, weights: dict[str, torch.Tensor]) -> tuple[dict[str, t
     return {name: parameter.grad for name, parameter in model.named_parameters()}, loads, aux_losses
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
-def test_the_losses_are_those_of_the_formula(checkpointing: str) -> None:
-    part, weights, gradients, metrics = train(*LOSSES, f"engine.gpu.activation_checkpointing={checkpointing}")
-    wanted, loads, aux_losses = by_formula(part, weights)
+@pytest.mark.parametrize(
+    ("config", "checkpointing"),
+    [(CONFIG, "none"), (CONFIG, "selective"), (CONFIG, "full"), (SIGMOID, "none")],
+    ids=["softmax", "selective", "full", "sigmoid"],
+)
+def test_the_losses_are_those_of_the_formula(config: ModelConfig, checkpointing: str) -> None:
+    sets = (*LOSSES, f"engine.gpu.activation_checkpointing={checkpointing}")
+    part, weights, gradients, metrics = train(*sets, config=config)
+    wanted, loads, aux_losses = by_formula(config, part, weights)
     assert gradients.keys() == wanted.keys()
     for name, gradient in gradients.items():
         largest = wanted[name].abs().max()

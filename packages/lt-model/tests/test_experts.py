@@ -53,6 +53,18 @@ def test_tokens_are_computed_by_their_best_experts(dtype):
     torch.testing.assert_close(moe(x), wanted)
 
 
+def test_scores_and_sums_are_in_float32_where_the_weights_are_bfloat16():
+    """Bfloat16 would take two scores for one; the sum of a token's experts is rounded once."""
+    moe = MoE(ModelConfig(**OLMOE)).bfloat16()
+    x = torch.randn(64, 32).bfloat16()
+    weights, experts, scores, _ = moe.gate(x)
+    torch.testing.assert_close(scores, (x.float() @ moe.gate.weight.float().T).softmax(1), rtol=1e-5, atol=0)
+    outputs = torch.stack([moe.experts(x, torch.arange(6).ge(one).int() * 64) for one in range(6)])
+    chosen = outputs[experts, torch.arange(64)[:, None]].float()
+    wanted = torch.bmm(weights[:, None], chosen)[:, 0].bfloat16()
+    assert (moe(x) == wanted).double().mean() > 0.99
+
+
 def test_a_block_is_one_graph_for_all_loads():
     """Fullgraph, and no recompilation as experts get other numbers of rows; gradients are those of eager code."""
     moe = MoE(ModelConfig(**OLMOE))

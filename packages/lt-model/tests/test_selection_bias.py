@@ -99,7 +99,7 @@ def test_a_step_moves_the_biases_once_by_the_tokens_of_training(sets):
         assert all(found[name].dtype == torch.float32 for name in BIASES)
         return found
 
-    before, wanted = weights(), torch.zeros(2, 8)
+    before, wanted, n_idle = weights(), torch.zeros(2, 8), 0
     for batch in layouts.global_batches(3, rows=ROWS, seq_len=SEQ_LEN, vocab=VOCAB):
         part = layouts.rank_batch(batch, engine, 2)
         if "engine.gpu.dtype=bfloat16" not in sets:  # where two scores may round to one
@@ -108,7 +108,10 @@ def test_a_step_moves_the_biases_once_by_the_tokens_of_training(sets):
             wanted += moves - moves.mean(1, keepdim=True)
         engine.validate([part])
         engine.score(part)
-        engine.step(part, 1e-2)
+        (metrics,) = engine.fetch_metrics([engine.step(part, 1e-2)])
+        if "engine.gpu.dtype=bfloat16" not in sets:
+            assert metrics.experts.idle == tuple((counts == 0).sum(1).tolist())
+            n_idle += sum(metrics.experts.idle)
         before = weights()
         engine.step(replace(part, valid_tokens=0), 1e-2)  # its loss is not finite
         after = weights()
@@ -117,6 +120,7 @@ def test_a_step_moves_the_biases_once_by_the_tokens_of_training(sets):
     assert found.abs().max() > 0
     if "engine.gpu.dtype=bfloat16" not in sets:
         torch.testing.assert_close(found, wanted)
+        assert n_idle > 0, "experts without tokens must be among them"
     engine.close()
 
 
