@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lt_ckpt import CheckpointError, laid_out_files, open_source, output_hashes
-from lt_ckpt.checksums import describe_checksums, iter_damages
+from lt_ckpt.checksums import check_undamaged, describe_checksums, iter_damages
 from lt_ckpt.hash_list import HASH_LIST, parse_hash_list
 
 FOLDERS = ["hf", "hf in shards", "dcp", "nxd", "nxd v1", "nxd gqa", "nxd xser", "nxd xser v1"]
@@ -68,6 +68,8 @@ def test_every_damage_of_a_listed_folder_is_found(made, name, fast_path):
             if damaged is not None:
                 path.write_bytes(damaged)
             assert damages_of(folder), (file, damaged and len(damaged))
+            with pytest.raises(CheckpointError):  # as every conversion does first
+                check_undamaged(open_source(folder))
             path.write_bytes(raw)
     pairs = [(a, b) for a in contents for b in contents if a < b and contents[a] != contents[b]]
     for a, b in rng.sample(pairs, min(4, len(pairs))):
