@@ -21,7 +21,7 @@ from lt_trainer.config.model_section import architecture_values
 from lt_trainer.config.section import unflatten
 from lt_trainer_gpu.engine import GpuEngine
 
-ROWS, MICRO_ROWS, SEQ_LEN, VOCAB = 24, 2, 16, 61
+ROWS, N_MICRO, SEQ_LEN, VOCAB = 24, 2, 16, 61
 MODEL = {"hidden_size": 32, "intermediate_size": 48, "n_heads": 8, "n_kv_heads": 4, "n_layers": 5}
 PP, CP, TP, EP = "parallel.pp=2", "parallel.cp=2", "parallel.tp=2", "parallel.ep=2"
 SP, REPLICATED = "parallel.sequence_parallel=true", "parallel.dp_replicate=2"
@@ -73,6 +73,11 @@ def open_engine(optimizer: str, tied: bool, sets: Sequence[str]) -> GpuEngine:
     return layouts.open_engine(*sets, model=model, rows=ROWS, seq_len=SEQ_LEN, vocab=VOCAB, optimizer=named)
 
 
+def micro_rows(engine: GpuEngine) -> int:
+    """Rows of a micro-batch: few micro-batches on each mesh, since a little step takes the time of their number."""
+    return ROWS // engine.topology.dp_size // N_MICRO
+
+
 def batches() -> list[layouts.StepBatch]:
     return layouts.global_batches(3, rows=ROWS, seq_len=SEQ_LEN, vocab=VOCAB)
 
@@ -81,7 +86,7 @@ def save(optimizer: str, tied: bool, sets: Sequence[str], folder: str) -> tuple[
     """In a rank: path of the checkpoint, the state in it, the losses of all three steps."""
     engine = open_engine(optimizer, tied, sets)
     path, saved, _, losses = layouts.train_save_train(
-        engine, batches(), folder, lambda: engine.state().shards, MICRO_ROWS
+        engine, batches(), folder, lambda: engine.state().shards, micro_rows(engine)
     )
     return path, saved, losses
 
@@ -91,7 +96,7 @@ def take_over(
 ) -> dict[str, tuple[list[StateSlice], int, float]]:
     """In a rank: state, step count and loss of the third step after restoring each checkpoint."""
     engine, found = open_engine(optimizer, tied, ("run.seed=7", *sets)), {}
-    third = rank_batch(batches()[2], engine, MICRO_ROWS)
+    third = rank_batch(batches()[2], engine, micro_rows(engine))
     for name, path in paths.items():
         engine.restore(Checkpoint.open(Path(path)))
         restored, steps = copy_slices(engine.state().shards), engine.state().scalars["optimizer_step"]
