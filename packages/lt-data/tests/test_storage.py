@@ -10,15 +10,14 @@ import pytest
 
 from lt_data import DataError, pack, prepare
 from lt_data import storage as storage_module
-from lt_data.storage import atomic_folder, write_file
+from lt_data.storage import atomic_folder, replace_file, write_file
 
 
 class FailingDisk:
     """Counts writes, syncs and renames, and fails at the one of a given number."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.calls: list[str] = []
-        self.fail_at = -1
+        self.calls, self.fail_at = list[str](), -1
         for owner, name in ((storage_module, "write"), (os, "fsync"), (Path, "rename")):
             monkeypatch.setattr(owner, name, self._wrapped(getattr(owner, name), name))
         monkeypatch.setattr("lt_data.store.shards.write", storage_module.write)
@@ -127,5 +126,6 @@ def test_folders_made_on_the_way_are_on_the_disk_too(tmp_path, monkeypatch):
     with atomic_folder(tmp_path / "a" / "b" / "made") as building:
         write_file(building / "file", b"x")
     assert kept[building] == {"file"}
-    for name in ("a", "a/b", "a/b/made"):
+    replace_file(tmp_path / "a" / "file", b"x")
+    for name in ("a", "a/b", "a/b/made", "a/file"):
         assert (tmp_path / name).name in kept[(tmp_path / name).parent], name
