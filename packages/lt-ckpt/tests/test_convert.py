@@ -288,6 +288,16 @@ def test_a_family_through_every_format(tmp_path: Path, monkeypatch: pytest.Monke
     assert_reads(open_source(tmp_path / "of files", config=tmp_path / "theirs"), state)
 
 
+def test_a_cast_leaves_what_is_not_trained_as_it_was(tmp_path: Path) -> None:
+    save_theirs("deepseek_v3, yarn, groups", tmp_path / "theirs")
+    out = convert_checkpoint(
+        open_source(tmp_path / "theirs"), tmp_path / "out", ConvertOptions(format="hf", dtype="BF16")
+    )
+    found = open_source(out)
+    dtypes = {name.endswith("correction_bias"): spec.dtype for name, spec in found.weights.specs.items()}
+    assert (dtypes, found.config["torch_dtype"]) == ({True: "F32", False: "BF16"}, "bfloat16")
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_old_and_new_names_and_buffers_of_gpt_neox(tmp_path: Path, tied: bool) -> None:
     model = save_theirs("gpt_neox, parallel", tmp_path, tie_word_embeddings=tied)
