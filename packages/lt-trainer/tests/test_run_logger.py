@@ -20,7 +20,7 @@ from lt_test_helpers.runs import run
 from lt_trainer.checkpointing.checkpoints import Checkpoints
 from lt_trainer.config.recipe import load
 from lt_trainer.data.batches import StreamBatches
-from lt_trainer.engine import STEP_PARTS, Device, Stopwatch
+from lt_trainer.engine import STEP_PARTS, Device, Stopwatch, Topology
 from lt_trainer.errors import RecipeError
 from lt_trainer.observability.run_display import HEADER
 from lt_trainer.observability.run_logger import ComputeCost, RunLogger
@@ -245,6 +245,7 @@ def test_the_parts_of_a_run_are_told_apart_and_only_training_counts_in_rates(
         engine = fake_engine.opened[-1]
         if call == 1:
             engine.validate, engine.state = taking(5.0, engine.validate), taking(7.0, engine.state)
+            engine.topology = Topology(rank=0, world_size=1, dp_rank=0, dp_size=2)
         clock.now += 3.0
 
     fake_engine.on_step = on_step
@@ -266,7 +267,7 @@ def test_the_parts_of_a_run_are_told_apart_and_only_training_counts_in_rates(
         6: [4.0, 6.0, 7.0, 5.0, 0.0],
         8: [4.0, 6.0, 1000.0, 0.0, 0.0],
     }
-    assert {record["tokens_per_sec"] for record in found} == {8 * 32 / 5.0}
+    assert {record["tokens_per_sec"] for record in found} == {2 * 8 * 32 / 5.0}, "another rank has as many rows"
 
 
 # ---- what is refused ----
