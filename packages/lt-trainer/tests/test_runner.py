@@ -16,6 +16,7 @@ import pytest
 from lt_ckpt import Checkpoint, CheckpointError, find_latest_valid, list_steps
 from lt_data import DataError, RowReader, Stream, TokenStore, open_pack
 from lt_model import ModelConfig, flops_per_token
+from lt_model.costs import attention_flops_per_token
 from lt_test_helpers.runs import losses, start
 from lt_trainer.config.data_section import DataOptions
 from lt_trainer.config.lr_schedule import learning_rate
@@ -116,6 +117,8 @@ def test_reads_the_device_only_where_something_is_due(recipe_base, fake_engine) 
 
 
 def test_metrics_have_the_names_and_values_of_the_run(recipe_base, fake_engine, capsys) -> None:
+    lengths: list[np.ndarray] = []
+    fake_engine.poison = lambda call, batch: lengths.append(np.diff(batch.cu_seqlens)) is not None
     assert start(recipe_base) == 0
     records = read_jsonl(Path(recipe_base["run"]["dir"]) / "metrics.jsonl")
     last = [r for r in records if "loss" in r][-1]
@@ -131,8 +134,11 @@ def test_metrics_have_the_names_and_values_of_the_run(recipe_base, fake_engine, 
     assert last["samples_per_sec"] == pytest.approx(4 * last["batches_per_sec"])
     assert last["tokens_per_sec"] == pytest.approx(32 * last["samples_per_sec"])
     assert last["mfu"] == pytest.approx(last["flops_per_sec"] / 1e12)
-    (validation,) = [r for r in records if "val_loss" in r]
-    assert validation["step"] == 20
+    length = round(np.square(lengths[-1]).sum() / lengths[-1].sum())  # of the document of a position, on average
+    full, within = (attention_flops_per_token(model, positions, "full") for positions in (32, length))
+    saved = (full - within) / flops_per_token(model, 32, "full")
+    assert last["mfu_documents"] == pytest.approx(last["mfu"] * (1 - saved))
+    assert [r["step"] for r in records if "val_loss" in r] == [20]
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step=")]
     assert len(lines) == 21
     assert "12 x layers x width x seq_len" in json.dumps(read_jsonl(Path(recipe_base["run"]["dir"]) / "events.jsonl"))
