@@ -228,6 +228,21 @@ def test_a_z_loss_is_in_the_gradient_and_not_in_the_loss_that_is_told(ranks, alo
     assert abs(one.norms[0] / alone(config).norms[0] - 1) > 1e-3, "the z-loss must be at work"
 
 
+def recomputed_flops(config: ModelConfig, *sets: str) -> float:
+    """In a rank: what the engine says that a token costs a second time."""
+    engine = open_engine(config, *sets)
+    engine.close()
+    return engine.recomputed_flops_per_token
+
+
+def test_recomputed_flops_are_those_of_scores_and_values_of_the_keys_that_are_seen(ranks) -> None:
+    selective, windows = "engine.neuron.selective_checkpointing=true", MODELS["mistral"]
+    for config, keys in ((shape(), SEQ_LEN), (windows, windows.sliding_window)):
+        wanted = 4 * config.n_layers * config.n_heads * config.head_width * keys
+        assert ranks.run(recomputed_flops, config, selective, ranks=1) == [wanted]
+    assert ranks.run(recomputed_flops, config, selective.replace("true", "false"), ranks=1) == [0]
+
+
 @pytest.mark.parametrize(
     ("config", "sets"),
     [(GROUPED, (TP4,)), (GROUPED, (TP4, FUSED)), (shape(kv_heads=1, tied=True), (TP2, PP2))],

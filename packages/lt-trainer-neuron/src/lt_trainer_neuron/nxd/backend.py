@@ -30,6 +30,7 @@ from lt_ckpt.llama_tensors import EMBED, HEAD
 from lt_ckpt.nxd.layout import nxd_layout, rank_rules
 from lt_ckpt.nxd.zero1 import shard_rows
 from lt_model import ModelConfig, param_specs
+from lt_model.costs import attention_flops_per_token
 from lt_trainer.config.recipe import engine_options
 from lt_trainer.config.sections import Recipe
 from lt_trainer.control import Control
@@ -143,8 +144,8 @@ class NxdBackend:
         self.device = _describe_device(device, world)
         self.stopwatch: Stopwatch = Stopwatch()
         recomputes_attention = options.selective_checkpointing and not options.flash_attention
-        attention = 4 * config.n_layers * config.n_heads * config.head_width * recipe.data.seq_len
-        self.recomputed_flops_per_token = float(attention) if recomputes_attention else 0.0
+        attention = attention_flops_per_token(config, recipe.data.seq_len) / 3  # its forward pass
+        self.recomputed_flops_per_token = attention if recomputes_attention else 0.0
 
     def _local_weights(self, recipe: Recipe, options: NeuronOptions, layers: LayerFactory) -> dict[str, LocalWeight]:
         """Return the rank's distinct weights with the metadata that `TrainStep` needs."""
