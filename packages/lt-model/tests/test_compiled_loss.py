@@ -1,11 +1,14 @@
-"""The compiled loss equals the eager one, and attention compiles with rows of several lengths."""
+"""What compilers see of the loss, norms, rotation and SwiGLU equals eager code; attention compiles with any length."""
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from lt_model.loss import linear_loss_parts  # noqa: E402
+from lt_model.norm import rms_norm, rms_norm_plus_one  # noqa: E402
+from lt_model.rope import apply_rope  # noqa: E402
 from lt_model.sdpa import sdpa_attention  # noqa: E402
+from lt_model.swiglu import swiglu  # noqa: E402
 
 VOCAB, WIDTH, TOKENS = 61, 16, 23
 CHUNK_TOKENS = 8
@@ -79,3 +82,23 @@ def test_attention_compiles_with_rows_of_several_lengths():
     for n_tokens in (16, 24, 8, 40):
         q, k = torch.randn(2, n_tokens, 4, 8), torch.randn(2, n_tokens, 2, 8)
         torch.testing.assert_close(attend(q, k, k, None), sdpa_attention(q, k, k, None))
+
+
+def test_the_formulas_for_compilers_are_those_of_eager_code():
+    """Partial rotation, an epsilon that shows, and the gradients of both arguments."""
+    wide = {"dtype": torch.float64}
+    x, other, weight = (torch.randn(2, 5, 3, 8, **wide), torch.randn(2, 5, 3, 8, **wide), torch.randn(8, **wide))
+    cos, sin = torch.randn(2, 5, 1, 3, **wide).chunk(2)
+    for function, *given in (
+        (lambda x, y: apply_rope(x, (cos, sin)) * y, x, other),
+        (lambda x, w: rms_norm(x, w, 0.3), x, weight),
+        (lambda x, w: rms_norm_plus_one(x, w, 0.3), x, weight),
+        (swiglu, x, other),
+    ):
+        found = []
+        for call in (function, torch.compile(function, fullgraph=True, backend="eager")):
+            arguments = [one.clone().requires_grad_() for one in given]
+            y = call(*arguments)
+            y.backward(torch.linspace(-1, 2, y.numel(), **wide).view_as(y))
+            found.append([y, *(one.grad for one in arguments)])
+        torch.testing.assert_close(*found, rtol=1e-12, atol=1e-13)

@@ -113,7 +113,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, little_data: Path) -> Path:
     write_task(folder, "choice", [item(choices=given, label=i % 4) for i, given in enumerate(choices)])
     write_task(folder, "cloze", [item(target=f" {rng.choice(words)}") for _ in range(N_ITEMS)])
     write_task(folder, "texts", [{"context": "", "text": text} for text in [*texts, "alpha", " ".join(words * 9)]])
-    write_task(folder, "generation", [item(answer="x") for _ in range(6)])
+    contexts = [" ".join(word for _ in range(n) for word in rng.sample(words, 6)) for n in (1, 1, 1, 3, 3, 3)]
+    write_task(folder, "generation", [{"context": context, "answer": "x"} for context in contexts])
     (folder / "all.yaml").write_text("group: all_of_it\ntask: [choice, cloze]\naggregate_metric_list: [{metric: acc}]")
     return folder
 
@@ -189,8 +190,9 @@ def test_whole_texts_and_generated_ones_are_those_of_the_model(
         assert float(item["filtered_resps"][0]) == pytest.approx(total, rel=1e-5)
     assert len(texts.items) == 7
     assert len({len(tokenizer.encode_batch([item["doc"]["text"]])[0]) > row for item in texts.items}) == 2
-    for item in generated.items:
-        prompt = tokenizer.encode_batch([item["doc"]["context"]])[0].tolist()[-(row - 40) :]
+    prompts = [tokenizer.encode_batch([item["doc"]["context"]])[0].tolist() for item in generated.items]
+    assert {len(prompt) > row - 40 for prompt in prompts} == {True, False}, "some lose their beginning"
+    for item, prompt in zip(generated.items, (ids[-(row - 40) :] for ids in prompts), strict=True):
         stops = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
         new_ids = generate(loaded.model, prompt, max_new_tokens=40, temperature=0, stop_token_ids=stops)
         text = tokenizer.decode(new_ids, skip_special_tokens=True)

@@ -148,6 +148,14 @@ def test_fields_by_layer_have_a_curve_of_each_layer(tmp_path: Path) -> None:
     assert [line.get_xydata().tolist() for line in lines] == [[[2, 1.5], [3, 1.25]], [[2, 2.0], [3, 3.0]]]
 
 
+def test_an_average_stands_in_the_middle_of_what_it_is_of(tmp_path: Path) -> None:
+    from lt_trainer.observability import figures
+
+    run = figures.RunHistory(make_run(tmp_path / "run", [record(step, loss=9 - step / 50) for step in range(1, 301)]))
+    _, (middles, means) = (line.get_data() for line in figures.draw_figures([run])["loss"].axes[0].lines)
+    assert means == pytest.approx(9 - middles / 50)
+
+
 def test_a_report_without_matplotlib_is_a_line(eventful: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "lt_trainer.observability.figures", raising=False)
