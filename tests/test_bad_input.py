@@ -91,6 +91,14 @@ def pretrained(folder: Path, **changes: int) -> None:
     (folder / "model" / "config.json").write_text(json.dumps(config_to_hf(config)))
 
 
+def test_a_model_without_a_tokenizer_says_so(error: Error, tmp_path: Path) -> None:
+    """Its folder has other files beside the weights, as transformers writes them."""
+    pretrained(tmp_path)
+    (tmp_path / "model" / "generation_config.json").write_text("{}")
+    told = "error: model has no tokenizer.json; copy it and tokenizer_config.json into it"
+    assert error("train", "sample", "model", "hi") == told
+
+
 def damaged(folder: Path) -> None:
     pretrained(folder)
     path = folder / "model" / "model.safetensors"

@@ -163,7 +163,7 @@ def test_every_format_is_a_start(model, tmp_path) -> None:
         found = joined(pretrained.read("model.layers.1.self_attn.k_proj.weight", (0, 0), (16, 32), "F32"), (16, 32))
         assert (np.abs(found - wanted) <= (2**-8 * np.abs(wanted) if name == "one.pt" else 0)).all(), name
     write_pt(tmp_path / "theirs.pt", {"model": {}})
-    with pytest.raises(RecipeError, match=r"model\.init_from = .*theirs\.pt.*has no model configuration"):
+    with pytest.raises(RecipeError, match=r"model\.init_from = .*theirs\.pt.*has no model config.*model\.init_config"):
         load(base={"data": {"store": "s"}, "model": {"init_from": str(tmp_path / "theirs.pt")}})
 
 

@@ -167,7 +167,8 @@ def open_source(
 
             load_pt(path)
         raise CheckpointError(
-            f"{path}: has no model configuration ({CONFIG}); give the model's Hugging Face one (--config config.json)"
+            f"{path}: has no model configuration ({CONFIG}); give the model's Hugging Face one (--config config.json; "
+            "in a recipe model.init_config)"
         )
     source: Source = pkgutil.resolve_name(_OPENERS[kind])(path, config=known, **(nxd if kind == "nxd" else {}))
     aux_files = read_aux_files(folder) if has_config or kind != "pt" else {}

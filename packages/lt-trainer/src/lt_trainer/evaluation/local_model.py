@@ -18,6 +18,7 @@ from lt_ckpt import CheckpointError, open_source
 from lt_ckpt.checksums import check_undamaged
 from lt_data import Tokenizer
 from lt_data.display.terminal import echo_error
+from lt_data.tokenizing.files import MODEL_FILE
 from lt_model import config_from_hf, param_specs
 from lt_trainer.control import Control
 from lt_trainer.engine import StepBatch, Topology
@@ -100,8 +101,8 @@ def load_model(path: Path, *, device: str = "cpu", dtype: str = "float32") -> Lo
     source = open_source(path)
     for sentence in source.fallbacks:
         echo_error(sentence)
-    if not source.aux_files:
-        raise CheckpointError(f"{source.path} has no tokenizer files; copy tokenizer.json and its config into it")
+    if MODEL_FILE not in source.aux_files:
+        raise CheckpointError(f"{source.path} has no {MODEL_FILE}; copy it and tokenizer_config.json into it")
     assert source.config is not None, "open_source requires a config"
     check_undamaged(source)
     config = config_from_hf(dict(source.config))

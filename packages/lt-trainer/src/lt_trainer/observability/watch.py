@@ -37,12 +37,14 @@ def watch_run(path: Path, *, interval_s: float, once: bool, console: Console | N
     Raises:
         RunDirError: not a run directory, or a damaged file.
     """
-    run = RunHistory(path)
+    run, console = RunHistory(path), console or Console()
     with Live(render(run), console=console, auto_refresh=False) as live:
         while not once and run.state != "completed":
             time.sleep(interval_s)
             run.poll()
             live.update(render(run), refresh=True)
+    if not console.is_terminal:
+        console.line()  # of a file or a pipe Live leaves the last line open
 
 
 def render(run: RunHistory) -> Panel:

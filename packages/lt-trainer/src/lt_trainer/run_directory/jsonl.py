@@ -104,7 +104,7 @@ class JsonlReader:
                 file.seek(self._offset)
                 data = file.read().rpartition(b"\n")[0]
         except OSError as exc:
-            raise RunDirError(f"cannot read {self.path}: {exc.strerror}; pass the path of a run's file") from exc
+            raise RunDirError(f"cannot read {self.path}: {exc.strerror}; pass the folder in run.dir") from exc
         objects = []
         for line in data.split(b"\n") if data else ():
             self._n_lines += 1
