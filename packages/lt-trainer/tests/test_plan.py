@@ -82,12 +82,10 @@ def test_state_is_sixteen_bytes_a_parameter_over_the_devices_that_share_it() -> 
     """
     config, n = PRESETS["llama3-8b"], n_parameters(PRESETS["llama3-8b"])
     held = plan_memory(config, 4096, LAYOUT)
-    assert held.parts["optimizer state"] == n * 8 / 8
+    assert (held.parts["optimizer state"], held.peak) == (n * 8 / 8, sum(held.parts.values()))
     assert held.needed == pytest.approx(held.peak * (1 + RESERVE_SHARE) + RESERVE_BYTES, rel=1e-12)
-    assert held.peak == sum(held.parts.values())
     narrow = plan_memory(config, 4096, replace(LAYOUT, optimizer=OptimizerOptions(moments_dtype="bfloat16")))
-    assert narrow.parts["optimizer state"] == n * 4 / 8
-    assert narrow.state_bytes == n * 8
+    assert (narrow.parts["optimizer state"], narrow.state_bytes) == (n * 4 / 8, n * 8)
     assert plan_memory(config, 4096, replace(LAYOUT, devices=1, dp_shard=1)).peak > n * 16
     norms = sum(row.numel for row in param_specs(config) if row.tp_dim is None)
     for fields, bytes_held in (
@@ -97,8 +95,7 @@ def test_state_is_sixteen_bytes_a_parameter_over_the_devices_that_share_it() -> 
         ({"tp": 8, "dp_shard": 1}, 4 * ((n - norms) / 8 + norms)),
     ):
         held = plan_memory(config, 4096, replace(LAYOUT, **fields))
-        assert held.parts["weights"] == bytes_held
-        assert held.state_bytes == n * 12
+        assert (held.parts["weights"], held.state_bytes) == (bytes_held, n * 12)
 
 
 def test_rows_too_long_for_any_tensor_parallel_degree_are_cut() -> None:
@@ -123,8 +120,8 @@ def test_time_is_flops_over_what_the_devices_do(ramp: tuple[str, ...], rows: int
     config = model_config(recipe, PRESETS["llama3-8b"].vocab_size)
     found = plan_time(recipe, config, LAYOUT, DEVICES["h100"], 0.4)
     tokens = rows * 4096
-    assert found.tokens == tokens
-    assert found.seconds == pytest.approx(tokens * flops_per_token(config, 4096) / (8 * 989e12 * 0.4))
+    flops = tokens * flops_per_token(config, 4096)
+    assert (found.tokens, found.seconds) == (tokens, pytest.approx(flops / (8 * 989e12 * 0.4)))
     rates = (found.seconds / rows * 256, tokens / found.seconds, 8 * 0.7 * found.seconds / 3600)
     assert (found.step_s, found.tokens_per_s, found.energy_kwh) == pytest.approx(rates)
     assert (found.mfu, found.mfu_source, found.hfu) == (0.4, "given", 0.4)
@@ -138,8 +135,7 @@ def test_what_is_computed_again_costs_mfu_where_none_is_given() -> None:
         plan_time(recipe, config, replace(LAYOUT, activation_checkpointing=mode), DEVICES["h200"], None)
         for mode in ("none", "full")
     )
-    assert full.hfu == pytest.approx(plain.hfu)
-    assert full.seconds > plain.seconds
+    assert (full.hfu, full.seconds > plain.seconds) == (pytest.approx(plain.hfu), True)
     again = recomputed_flops(config, 4096, replace(LAYOUT, activation_checkpointing="full"))
     share = replace(LAYOUT, activation_checkpointing="memory_budget", activation_memory_budget=0.25)
     assert recomputed_flops(config, 4096, share) == pytest.approx(0.75 * again)
@@ -177,8 +173,7 @@ def test_every_candidate_is_a_layout_of_the_same_step(
     on_more_nodes = list(candidate_layouts(layout, **options))
     everything = [one for one in on_more_nodes if one.nodes == 2]
     assert on_more_nodes[: len(everything)] == everything
-    assert everything[0] == layout
-    assert len(set(everything)) == len(everything)
+    assert (everything[0], len(set(everything))) == (layout, len(everything))
     for one in everything:
         assert one.tp * one.cp * one.dp_replicate * one.dp_shard == one.world_size
         assert one.cp == 1 or all(length % (2 * one.cp) == 0 for length in row_lengths)
@@ -192,11 +187,11 @@ def test_every_candidate_is_a_layout_of_the_same_step(
 def test_smaller_passes_come_before_recomputation_and_that_before_more_sharding() -> None:
     layout = replace(LAYOUT, dp_replicate=2, dp_shard=4, micro_batch_size=2, accumulation_steps=2)
     order = list(candidate_layouts(layout, global_batch_size=32, kv_heads=8))
-    assert [order[i].micro_batch_size for i in range(2)] == [2, 1]
-    assert (order[2].activation_checkpointing, order[2].micro_batch_size) == ("selective", 2)
+    first = [(one.activation_checkpointing, one.micro_batch_size) for one in order[:3]]
+    assert first == [("none", 2), ("none", 1), ("selective", 2)]
     first_sharded = next(i for i, one in enumerate(order) if one.dp_replicate == 1)
-    assert {one.activation_checkpointing for one in order[:first_sharded]} == {"none", "selective", "full"}
-    assert {one.tp for one in order[:first_sharded]} == {1}
+    tried = {(one.activation_checkpointing, one.tp) for one in order[:first_sharded]}
+    assert tried == {("none", 1), ("selective", 1), ("full", 1)}
 
 
 @pytest.mark.parametrize(
@@ -237,11 +232,10 @@ def test_every_layout_is_printed_with_the_phase_of_its_peak(preset: str, seq_len
         plan = make_plan(recipe, device=DEVICES["h100"], devices=devices)
         text, values = format_plan(plan), json.loads(json.dumps(plan_to_dict(plan)))
         memory = values["memory_bytes"]
-        assert f"(peak: {memory['peak_phase']})" in text
-        assert f"{memory['needed'] / GIB:.2f}" in text
+        told = f"(peak: {memory['peak_phase']})", f"{memory['needed'] / GIB:.2f}"
+        assert all(part in text for part in (*told, *(f"--set {one}" for one in proposal(plan))))
         assert math.isclose(memory["needed"], memory["peak"] + memory["reserve"])
         assert ("DOES NOT FIT" in text, bool(values["nearest"])) == (not values["fits"], not values["fits"])
-        assert all(f"--set {one}" in text for one in proposal(plan))
         phases.add(memory["peak_phase"])
     assert seq_len > 128 or phases > {"loss", "last block"}
 
@@ -263,5 +257,4 @@ def test_the_command_needs_no_torch_and_says_by_its_code_whether_it_fits(tmp_pat
     assert fits.returncode == 0, fits.stderr
     assert json.loads(fits.stdout)["fits"] is True
     not_there = subprocess.run([*command, "l4"], capture_output=True, text=True, check=False)
-    assert not_there.returncode == 1, not_there.stderr
-    assert "nearest layout that fits" in not_there.stdout
+    assert (not_there.returncode, "nearest layout that fits" in not_there.stdout) == (1, True), not_there.stderr
