@@ -107,6 +107,8 @@ def test_the_loss_holds_a_chunk() -> None:
     assert held["gradient of the head"] == 96 * 64 * 4
     whole = loss_bytes(config, 100, chunk_tokens=256)
     assert (whole["logits"], whole["gradient of the head"]) == (100 * 96 * 6, 96 * 64 * 2)
+    of_rank = loss_bytes(config, 4096, chunk_tokens=256, tp=4)
+    assert of_rank == held | {name: held[name] / 4 for name in ("logits", "gradient of the head")}
     for vocab in (96, 32000, 128_256):
         weight = torch.empty(vocab, 8, device="meta")
         assert loss_chunk_tokens(vocab) == default_chunk_tokens(torch.empty(4, 8, device="meta"), weight)

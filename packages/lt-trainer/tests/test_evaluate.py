@@ -49,9 +49,7 @@ def document_losses(model: Path, store: TokenStore) -> list[tuple[float, int]]:
     return found
 
 
-def test_losses_are_those_of_each_document_by_source_and_by_length(
-    model: Path, little_data: Path, tmp_path: Path
-) -> None:
+def test_losses_are_those_of_each_document(model: Path, little_data: Path, tmp_path: Path) -> None:
     store = TokenStore(little_data / "validation")
     wanted = document_losses(model, store)
     lines = run(model, tmp_path / "out", little_data / "validation", dtype="float64", micro_batch_size=3)

@@ -172,9 +172,7 @@ def test_the_command_keeps_metrics_and_items(model: Path, folder: Path, tmp_path
     assert again() == 5, "results of changed files do not count"
 
 
-def test_whole_texts_and_generated_ones_are_those_of_the_model(
-    model: Path, harness: HarnessModel, folder: Path
-) -> None:
+def test_whole_texts_and_generated_ones(model: Path, harness: HarnessModel, folder: Path) -> None:
     """A window has the row's length; the last one is filled with context from before it, which is not scored again."""
     loaded, row = load_model(model), 64
     tokenizer, tasks = loaded.tokenizer, load_tasks(["texts", "generation"], include_path=folder, may_generate=True)

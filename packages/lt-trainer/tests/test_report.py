@@ -141,9 +141,8 @@ def test_fields_by_layer_have_a_curve_of_each_layer(tmp_path: Path) -> None:
     from lt_trainer.observability import figures
 
     experts = [{}, {"expert_load": [1.5, 2.0]}, {"expert_load": [1.25, 3.0]}]  # the first of an older version
-    run = figures.RunHistory(
-        make_run(tmp_path / "run", [record(step, **one) for step, one in enumerate(experts, start=1)])
-    )
+    records = [record(step, **one) for step, one in enumerate(experts, start=1)]
+    run = figures.RunHistory(make_run(tmp_path / "run", records))
     lines = figures.draw_figures([run])["expert_load"].axes[0].lines
     assert [line.get_xydata().tolist() for line in lines] == [[[2, 1.5], [3, 1.25]], [[2, 2.0], [3, 3.0]]]
 
