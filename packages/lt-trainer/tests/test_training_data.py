@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lt_data import DataError, Mixture, Phase, RowReader, Stream, TokenStore, open_pack
-from lt_test_helpers.runs import run
+from lt_test_helpers.runs import events, losses, start
 from lt_trainer.config.recipe import load
 from lt_trainer.data.batches import StreamBatches
 from lt_trainer.data.document_boundaries import find_document_starts
@@ -25,20 +25,8 @@ Base = dict[str, dict[str, Any]]
 IDS = [[934, 79, 382, 798, 758], [209, 772, 617, 756, 512], [427, 339, 855, 818, 122]]
 
 
-def start(base: Base, *overrides: str, **options: Any) -> int:
-    return run(load(base=base, overrides=["run.engine=fake", *overrides]), environ={}, **options)
-
-
 def out(base: Base) -> Path:
     return Path(base["run"]["dir"])
-
-
-def losses(base: Base) -> dict[int, float]:
-    return {r["step"]: r["loss"] for r in read_jsonl(out(base) / "metrics.jsonl") if "loss" in r}
-
-
-def events(base: Base, kind: str) -> list[dict[str, Any]]:
-    return [e for e in read_jsonl(out(base) / "events.jsonl") if e["event"] == kind]
 
 
 RAMP = {"global_batch_size": 16, "ramp": {"start": 4, "steps": 11}}
@@ -180,15 +168,18 @@ def test_inspect_finds_the_stores_of_a_mixture_that_have_moved(recipe_base, fake
         inspect_step(out(recipe_base), 2, stores={"small": tmp_path / "here" / "train"})
 
 
-def test_a_mixture_is_lt_datas_with_phases_counted_in_steps(recipe_base, little_data) -> None:
-    prepare(recipe_base, little_data, "mixture")
+@pytest.mark.parametrize("kind", ["mixture", "ramped mixture"])
+def test_a_mixture_is_lt_datas_with_phases_counted_in_steps(recipe_base, little_data, kind: str) -> None:
+    prepare(recipe_base, little_data, kind)
     recipe = load(base=recipe_base).recipe
+    size, ramp = recipe.batch.global_batch_size, recipe.batch.batch_ramp(32)
+    first = 7 * size if ramp is None else ramp.rows_before(7)
     readers = {}
     for name, half in (("large", "train"), ("small", "validation")):
         store = TokenStore(little_data / half)
         readers[name] = RowReader(store, open_pack(store, seq_len=32))
-    phases = [Phase(weights={"large": 3, "small": 1}), Phase(weights={"large": 1, "small": 1}, from_row=7 * 8)]
-    wanted = Stream(Mixture(readers, phases), global_batch_size=8, seed=0)
+    phases = [Phase(weights={"large": 3, "small": 1}), Phase(weights={"large": 1, "small": 1}, from_row=first)]
+    wanted = Stream(Mixture(readers, phases), global_batch_size=size, ramp=ramp, seed=0)
     found = open_stream(recipe, open_data(recipe), Topology(rank=0, world_size=1, dp_rank=0, dp_size=1), None)
     for _ in range(12):
         a, b = wanted.next(), found.next()
@@ -218,8 +209,8 @@ def test_random_rows_are_a_function_of_seed_and_row() -> None:
     assert made.count_labels(numbers) == int((together.labels != -100).sum()) == 15
     alone = SyntheticRows(vocab_size=1000, seq_len=5, seed=3).read_token_rows(numbers[1:2]).to_int32()
     assert alone.labels.tolist() == together.labels[1:2].tolist()
-    large = SyntheticRows(vocab_size=2**18, seq_len=999, seed=2**63 - 1).read_token_rows(numbers).to_int32()
-    assert 2**16 < large.input_ids.max() < 2**18
+    large = SyntheticRows(vocab_size=2**17, seq_len=999, seed=2**63 - 1).read_token_rows(numbers).to_int32()
+    assert 2**16 < large.input_ids.max() < 2**17
     assert len({tuple(row) for row in large.input_ids.tolist()}) == 3
 
 
