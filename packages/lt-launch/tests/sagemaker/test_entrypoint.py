@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lt_launch.errors import LaunchError
+from lt_launch.sagemaker import entrypoint
 from lt_launch.sagemaker.container_recipe import procs_per_node, resolve_recipe
 from lt_launch.sagemaker.contract import FAILURE_REASON_LIMIT, read_contract, write_failure
 from lt_launch.sagemaker.entrypoint import run_entrypoint
@@ -162,6 +163,20 @@ def test_hosts_without_a_shared_folder_and_a_grace_time_beyond_the_services_are_
     (root / "input/config/resourceconfig.json").write_text('{"hosts": ["a"], "current_host": "a"}')
     (root / "output" / "failure").unlink()
     assert "at most 115" in told(root, {"LT_SET_00": "fault_tolerance.grace_period_s=120"})
+
+
+@pytest.mark.parametrize(("current", "proof"), [("algo-1", "run_dir"), ("algo-2", "exit")])
+def test_hosts_train_offline_and_the_first_alone_proves_the_end(
+    opt_ml: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, current: str, proof: str
+) -> None:
+    seen: list[tuple[dict[str, Any], dict[str, str]]] = []
+    monkeypatch.setattr(entrypoint, "run_attempts", lambda contract, spec, env, *_: seen.append((spec, env)) or 75)
+    (tmp_path / "run").mkdir()
+    channels = {"train": data / "store", "run": tmp_path / "run"}
+    assert run_entrypoint(opt_ml(hosts=("algo-1", "algo-2"), current=current, channels=channels), {}, print) == 75
+    ((spec, env),) = seen
+    assert (spec["completion"], spec["nodes"]) == (proof, 2)
+    assert {"HF_HUB_OFFLINE": "1", "NCCL_SOCKET_IFNAME": "eth0"}.items() <= env.items()
 
 
 def test_processes_on_a_host(tmp_path: Path) -> None:
