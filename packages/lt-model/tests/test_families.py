@@ -112,6 +112,20 @@ def test_logits_and_every_gradient_are_those_of_transformers(case):
         assert ours(torch.tensor([prompt + new[:count]]))[0, -1].argmax() == new[count]
 
 
+def test_gemma_in_bfloat16_is_rounded_as_in_transformers():
+    """The scale of the embeddings is a bfloat16 number, and 1 + w of a norm is not."""
+    ids, seen = batch()[0], []
+    theirs = make_model(make_config("gemma2, softcaps")).bfloat16()
+    ours = our_model(theirs, config_from_hf(theirs.config.to_dict()))
+    ours.blocks[0].register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    with torch.no_grad():
+        first, *_ = theirs(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states
+        ours(ids)
+        normed = ours.blocks[0].input_layernorm(first), theirs.model.layers[0].input_layernorm(first)
+    assert torch.equal(seen[0], first)
+    assert (normed[0] == normed[1]).double().mean() > 0.99  # sums of squares are rounded in another order
+
+
 @pytest.mark.parametrize("case", drawn(CASES, 4))
 def test_generation_with_a_cache_is_that_of_transformers(case):
     """Logits of tokens that continue a cache, in parts of any length; greedy, a batch of prompts of several lengths."""
