@@ -118,6 +118,8 @@ def test_export_loads_in_transformers_with_the_same_logits(uninterrupted_run: Pa
 
     lt("ckpt", "verify", uninterrupted_run, cwd=tmp_path)
     lt("ckpt", "export", uninterrupted_run, "--out", "model", cwd=tmp_path)
+    *groups, _ = lt("ckpt", "diff", "model", uninterrupted_run, cwd=tmp_path, code=1).splitlines()
+    assert [line.partition(":")[0] for line in groups] == ["exp_avg", "exp_avg_sq"]
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32, local_files_only=True)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model", local_files_only=True)
     ids = torch.tensor([tokenizer("the loss of a model falls")["input_ids"]])

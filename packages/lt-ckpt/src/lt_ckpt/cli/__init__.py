@@ -175,10 +175,16 @@ def diff(a: ModelArgument, b: ModelArgument, config: ConfigOption = None) -> Non
 
     left, right = open_model(a, config), open_model(b, config)
     differ = n_tensors = 0
+    alone = left.groups.keys() ^ right.groups.keys()  # such as the optimizer's: one line each, not one a tensor
+    for kind in sorted(alone):
+        has, lacks = (left, right) if kind in left.groups else (right, left)
+        echo(f"{kind}: {len(has.groups[kind].specs)} tensors, not in {lacks.path}")
     with progress_bar("comparing") as progress:
         for c in compare(left, right, progress=progress):
             n_tensors += 1
             differ += not c.is_equal
+            if c.name.partition("/")[0] in alone:
+                continue
             if c.problem:
                 echo(f"{c.name}: {c.problem}")
             elif not c.is_equal or c.dtypes[0] != c.dtypes[1]:
