@@ -16,6 +16,7 @@ from lt_ckpt.hf.format import hf_target
 from lt_ckpt.nxd.format import open_nxd
 from lt_ckpt.nxd.layout import nxd_layout
 from lt_ckpt.nxd.options import NxdOptions
+from lt_ckpt.nxd.zero1 import has_decay
 from lt_ckpt.tensorfile import TensorSpec
 from lt_model import config_from_hf, param_specs
 
@@ -220,6 +221,11 @@ def test_a_program_that_decays_the_norms_numbers_in_model_order(copy):
         assert read(opened, "exp_avg", key).tobytes() == read(before, "exp_avg", key).tobytes()
     assert "param_groups" not in opened.format_info
     assert len(before.format_info["param_groups"]) == 2
+
+
+def test_norms_and_biases_are_left_out_of_decay():
+    keys = ("mlp.down_proj.weight", "self_attn.qkv_proj.bias_q", "self_attn.q_norm.weight", "input_layernorm.weight")
+    assert [has_decay(key) for key in keys] == [True, False, False, False]
 
 
 @pytest.mark.parametrize("groups", [[[0], list(range(1, 19))], [list(range(18)), [18]]], ids=["model", "decay"])

@@ -214,6 +214,15 @@ def test_what_was_before_a_person_launched_again_does_not_count(place: Place, tm
     assert begin(place, wanted, restarts=2) is None
 
 
+def test_a_cancelled_stage_is_not_started_again_by_the_queue(place: Place, tmp_path: Path) -> None:
+    attempts(place, ended("lost", 5, 6))
+    wanted = {**TRAINS, "cwd": str(tmp_path)}
+    (place.stage / policy.CANCELLED).touch()
+    assert begin(place, wanted, restarts=1) is None
+    (place.stage / policy.CANCELLED).unlink()
+    assert begin(place, wanted, restarts=1) == 1
+
+
 def test_the_policy_runs_alone(tmp_path: Path) -> None:
     """As `python3 <out>/launch/policy.py`, isolated from what is installed."""
     copy = tmp_path / "policy.py"
