@@ -71,8 +71,9 @@ def test_a_tied_head_that_is_stored_twice_is_written_once_and_one_that_differs_i
     assert_same(loaded(made), {name: t for name, t in weights.items() if name != HEAD})
     weights[HEAD][-1, -1] += 1
     save_file(weights, start / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"tie_word_embeddings is true, but lm_head.weight .* differ"):
-        convert_checkpoint(open_source(start), tmp_path / "out", ConvertOptions(format="hf"))
+    for kind in ("hf", "lt"):
+        with pytest.raises(CheckpointError, match=r"tie_word_embeddings is true, but lm_head.weight .* differ"):
+            convert_checkpoint(open_source(start), tmp_path / "out", ConvertOptions(format=kind))
     assert not (tmp_path / "out").exists()
 
 
