@@ -85,16 +85,16 @@ def test_hf_documents(name, loaded, tmp_path, request):
     assert totals == (store.n_documents, store.n_tokens, 0, 0)
 
 
-def test_hf_rows_as_the_neuron_examples_made_them(store, loaded):
+@pytest.mark.parametrize("seq_len", [1, 100])
+def test_hf_rows_as_the_neuron_examples_made_them(store, loaded, seq_len):
     """`group_texts` over all texts at once: consecutive runs, and labels that repeat the ids."""
-    report, found = loaded(store, seq_len=100, last_row="drop", labels="copy", file_bytes=20_000)
-    n_rows, rest = divmod(store.n_tokens, 100)
-    assert rest > 0
-    assert found["input_ids"][:] == store.tokens(0, n_rows * 100).reshape(-1, 100).tolist()
-    assert found["labels"][:] == found["input_ids"][:]
+    report, found = loaded(store, seq_len=seq_len, last_row="drop", labels="copy", file_bytes=20_000)
+    n_rows, rest = divmod(store.n_tokens, seq_len)
+    assert bool(rest) == (seq_len > 1)
+    assert found["input_ids"][:] == found["labels"][:] == store.tokens(0, n_rows * seq_len).reshape(n_rows, -1).tolist()
     assert set(np.ravel(found["attention_mask"][:])) == {1}
-    assert (report.samples, report.tokens, report.dropped_tokens) == (n_rows, n_rows * 100, rest)
-    assert report.dropped_labels == n_rows  # the last token of each row has a label in the store
+    assert (report.samples, report.tokens, report.dropped_tokens) == (n_rows, n_rows * seq_len, rest)
+    assert report.dropped_labels == n_rows - (not rest)  # the last token of each row has a label in the store
 
 
 @pytest.mark.parametrize("mode", ["concat", "bfd"])
