@@ -20,6 +20,7 @@ from lt_trainer.errors import RecipeError
 from lt_trainer.planning.devices import DEVICES
 from lt_trainer.planning.layout import PlannedLayout
 from lt_trainer.planning.memory import RESERVE_BYTES, RESERVE_SHARE, plan_memory
+from lt_trainer.planning.memory_state import RankWeights
 from lt_trainer.planning.plan import (
     Plan,
     format_count,
@@ -96,6 +97,13 @@ def test_state_is_sixteen_bytes_a_parameter_over_the_devices_that_share_it() -> 
     ):
         held = plan_memory(config, 4096, replace(LAYOUT, **fields))
         assert (held.parts["weights"], held.state_bytes) == (bytes_held, n * 12)
+        assert held.parts["optimizer state"] == 2 * bytes_held
+
+
+def test_a_tied_head_on_another_stage_is_a_copy_of_the_embedding() -> None:
+    config = replace(PRESETS["llama3-8b"], tie_word_embeddings=True)
+    stages = [RankWeights(config, replace(LAYOUT, pp=2, dp_shard=4), rank) for rank in range(2)]
+    assert sum(stage.shards for stage in stages) == (n_parameters(config) + config.vocab_size * config.hidden_size) / 4
 
 
 def test_rows_too_long_for_any_tensor_parallel_degree_are_cut() -> None:
