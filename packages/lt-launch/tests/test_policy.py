@@ -149,6 +149,17 @@ def test_processes_that_nobody_started_are_no_success(place: Place) -> None:
     assert begin(place, wanted) is None
 
 
+def test_a_stage_whose_output_has_changed_runs_again(place: Place, tmp_path: Path) -> None:
+    wanted = {"outputs": ["made"], "cwd": str(tmp_path), "nodes": 1}
+    for number in range(2):
+        assert begin(place, wanted) == number
+        (tmp_path / "made").write_text("as it was made")
+        leave(place.attempt(number) / "notes", {0: 0})
+        assert policy.conclude(wanted, place, number, 0)["kind"] == "done"
+        assert begin(place, wanted) is None
+        (tmp_path / "made").write_text("changed")
+
+
 def test_training_is_done_when_rank_0_noted_so_in_this_attempt(place: Place, tmp_path: Path) -> None:
     wanted = {"completion": "run_dir", "run_dir": "run", "cwd": str(tmp_path), "nodes": 1}
     (tmp_path / "run").mkdir()
