@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 
 from lt_ckpt import Checkpoint, CheckpointMetadata, Shard, begin_save, commit_save, find_latest_valid, write_rank_files
+from lt_ckpt.errors import CheckpointError
 from lt_test_helpers.pool import RankPool
 from lt_test_helpers.runs import events, start
 from lt_trainer.checkpointing import checkpoints
+from lt_trainer.control import Control
 from lt_trainer.errors import RestoreError
-from lt_trainer.resilience.rank_sync import read_on_all_ranks
+from lt_trainer.resilience.rank_sync import read_on_all_ranks, run_on_rank0
 
 
 @pytest.fixture
@@ -27,6 +29,14 @@ def damage(folder: Path, name: str = "weights-*.safetensors") -> None:
     content = bytearray(file.read_bytes())
     content[-3] ^= 1
     file.write_bytes(content)
+
+
+def test_the_other_ranks_leave_with_the_code_of_rank_0(monkeypatch) -> None:
+    control = Control()
+    monkeypatch.setattr(control, "broadcast", lambda value: ["", "S3 is away", 75])
+    with pytest.raises(CheckpointError, match="S3 is away") as caught:
+        run_on_rank0(control, False, str)
+    assert caught.value.exit_code == 75
 
 
 @pytest.mark.parametrize("verifies", [True, False])
