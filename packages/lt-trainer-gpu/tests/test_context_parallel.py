@@ -120,6 +120,7 @@ KINDS = [(name, False, 0, 0.0) for name in ("auto", "split", "reference", "sdpa"
 KINDS += [(name, True, 0, 0.0) for name in ("reference", "sdpa", "varlen", "flex")]
 KINDS += [(name, False, window, 0.7) for name in ("auto", "reference", "flex") for window in (0, 1, 9)]
 KINDS += [(name, True, 9, 0.0) for name in ("reference", "sdpa", "flex")]
+KINDS += [("split", False, window, 0.0) for window in (1, 9)]
 """Backend, padded shapes, window and cap of the scores."""
 
 
