@@ -68,18 +68,25 @@ def start(recipe: dict[str, Any], sets: tuple[str, ...]) -> int:
     return run(load(base=recipe, overrides=sets))
 
 
+@pytest.mark.parametrize("case", [case for case, sets in RUNS.values() if not sets])
+def test_the_first_loss_is_that_of_transformers(case: str, tmp_path: Path) -> None:
+    with NoFloat32():
+        theirs = make_model(make_config(case))
+        theirs.save_pretrained(tmp_path / "theirs")
+    recipe = base(tmp_path / "theirs", tmp_path / "run")
+    assert run(load(base=recipe, overrides=["schedule.max_steps=1"]), environ={}) == 0
+    assert read_losses(tmp_path / "run")[1] == pytest.approx(first_loss(theirs, SEQ_LEN), rel=1e-10)
+
+
 @pytest.mark.parametrize(("name", "layout"), CASES_OF_RUNS)
 def test_a_family_is_trained_resumed_and_exported(ranks, name: str, layout: str, tmp_path: Path) -> None:
     (case, sets), folder = RUNS[name], tmp_path
     with NoFloat32():
-        theirs = make_model(make_config(case))
-        theirs.save_pretrained(folder / "theirs")
+        make_model(make_config(case)).save_pretrained(folder / "theirs")
     recipe = base(folder / "theirs", folder / "run")
     # Experts are balanced over the rows of a micro-step, which of two replicas are two.
     alone = (*sets, *(("batch.micro_batch_size=2",) if layout in ("fsdp", "hsdp", "ep") else ()))
     run(load(base=recipe, overrides=alone), environ={}, stop_after_step=1)
-    if not sets:  # the run's rows by transformers
-        assert read_losses(folder / "run")[1] == pytest.approx(first_loss(theirs, SEQ_LEN), rel=1e-10)
     assert ranks.run(start, recipe, (*sets, *LAYOUTS[layout]), ranks=2) == [0, 0]
     assert run(load(base=recipe, overrides=[*alone, f"run.dir={folder / 'alone'}"]), environ={}) == 0
     assert read_losses(folder / "run") == pytest.approx(read_losses(folder / "alone"), rel=1e-10)

@@ -67,14 +67,14 @@ class ModelOptions(Section, table="model"):
     @model_validator(mode="before")
     @classmethod
     def _fill_from_preset(cls, values: Any) -> Any:
-        from lt_model import ModelConfig
-
         if not isinstance(values, dict):
             return values
-        of_shape = ModelConfig.__dataclass_fields__.keys() - cls.model_fields.keys()
-        if wrong := {name: value for name, value in values.items() if name in of_shape}:
-            remedy = "write it into a config.json, and name that in model.config"
-            raise RecipeError("a part of the architecture, not a field", values=wrong, remedy=remedy)
+        if unknown := {name: value for name, value in values.items() if name not in cls.model_fields}:
+            from lt_model import ModelConfig  # which help does not load
+
+            if wrong := {name: unknown[name] for name in unknown if name in ModelConfig.__dataclass_fields__}:
+                remedy = "write it into a config.json, and name that in model.config"
+                raise RecipeError("a part of the architecture, not a field", values=wrong, remedy=remedy)
         if isinstance(preset := values.get("preset"), str) and preset:
             return unflatten(preset_values(preset) | flatten(values))
         return values
