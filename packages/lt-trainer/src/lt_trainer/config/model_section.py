@@ -72,7 +72,7 @@ class ModelOptions(Section, table="model"):
         if unknown := {name: value for name, value in values.items() if name not in cls.model_fields}:
             from lt_model import ModelConfig  # which help does not load
 
-            if wrong := {name: unknown[name] for name in unknown if name in ModelConfig.__dataclass_fields__}:
+            if wrong := {name: value for name, value in unknown.items() if name in ModelConfig.__dataclass_fields__}:
                 remedy = "write it into a config.json, and name that in model.config"
                 raise RecipeError("a part of the architecture, not a field", values=wrong, remedy=remedy)
         if isinstance(preset := values.get("preset"), str) and preset:
