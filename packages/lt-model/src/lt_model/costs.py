@@ -60,19 +60,19 @@ def flops_per_token(config: ModelConfig, seq_len: int, convention: FlopsConventi
     return 6 * n_compute_parameters(config) + attention_flops_per_token(config, seq_len, convention)
 
 
-def attention_flops_per_token(config: ModelConfig, length: int, convention: FlopsConvention = "full") -> int:
+def attention_flops_per_token(config: ModelConfig, length: float, convention: FlopsConvention = "full") -> int:
     """Return the training FLOPs of attention per token that attends to `length` positions.
 
     Args:
         config: the model.
-        length: tokens of the row, or of the document where a mask keeps documents apart.
+        length: tokens of the row, or of the document where a mask keeps documents apart; a mean, too.
         convention: see `flops_per_token`.
     """
     windows = [min(config.window(index) or length, length) for index in range(config.n_layers)]
     widths = 6 * config.n_heads * (config.head_width + config.head_value_width)
     if convention == "full":
-        return widths * sum(windows)
-    return widths * sum(w * (2 * length - w) for w in windows) // (2 * length)
+        return round(widths * sum(windows))
+    return int(widths * sum(w * (2 * length - w) for w in windows) // (2 * length))
 
 
 def recomputed_flops_per_token(config: ModelConfig, seq_len: int, activation_checkpointing: CheckpointingMode) -> int:

@@ -75,7 +75,7 @@ class ComputeCost:
             micro_batch_size=recipe.batch.micro_batch_size,
             seq_len=recipe.data.seq_len,
             flops_per_token=flops_per_token(model, recipe.data.seq_len, FLOPS_CONVENTION),
-            attention_flops=lambda length: attention_flops_per_token(model, round(length), FLOPS_CONVENTION),
+            attention_flops=lambda length: attention_flops_per_token(model, length, FLOPS_CONVENTION),
             recomputed_flops_per_token=recomputed_flops_per_token,
         )
 

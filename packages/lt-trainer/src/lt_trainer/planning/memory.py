@@ -129,7 +129,7 @@ class _RankPlan:
         self._outside = self._tokens * non_block_bytes_per_token(config, element_bytes=size)
         if not weights.has_head:  # nor the last norm
             self._outside -= self._stream
-        self._activations = self._saved_by(weights.n_layers) + self._outside
+        self._activations = self._saved_by(len(weights.layers)) + self._outside
         self._sent = (weights.block - weights.experts) * layout.master_bytes if layout.fsdp_size > 1 else 0.0
         """Input of the reduce-scatter of one block; expert-parallel experts have one of their own before it."""
         self._sent_experts = weights.experts * layout.master_bytes if layout.efsdp_size > 1 else 0.0
@@ -158,7 +158,7 @@ class _RankPlan:
 
     def _pass_phases(self, earlier: float, *, reduces: bool) -> Iterator[tuple[str, Parts]]:
         """Yield the phases of a pass and its backward pass, beside these gradients of earlier ones."""
-        config, layout, weights, last = self._config, self._layout, self._weights, self._weights.n_layers - 1
+        config, layout, weights, last = self._config, self._layout, self._weights, len(self._weights.layers) - 1
         size, chunk = layout.element_bytes, layout.loss_chunk_tokens
         loss = loss_bytes(config, self._tokens, element_bytes=size, chunk_tokens=chunk, tp=layout.tp)
         yield (
@@ -190,7 +190,7 @@ class _RankPlan:
 
     def _block_backward(self, index: int, earlier: float, *, reduces: bool) -> Parts:
         """Return the parts while block `index` runs backward, at the larger of its two peaks."""
-        config, layout, weights, last = self._config, self._layout, self._weights, self._weights.n_layers - 1
+        config, layout, weights, last = self._config, self._layout, self._weights, len(self._weights.layers) - 1
         done = (last - index) * weights.block
         if not reduces and layout.uses_fsdp:
             gradients = max(earlier, done * layout.master_bytes)

@@ -63,7 +63,6 @@ class RankWeights:
         if config.tie_word_embeddings and self.has_head and not is_first:  # its own copy of the embedding
             self.rows.append(table[0])
         self.pp_rank, self.layers, self._layout = pp_rank, sorted(own), layout
-        self.n_layers = len(own)
         self.is_tied = config.tie_word_embeddings and is_first and self.has_head
         end = math.ceil(config.vocab_size / layout.tp) * config.hidden_size
         blocks = [[row for row in self.rows if row.layer == layer] for layer in self.layers]
@@ -91,7 +90,7 @@ class RankWeights:
         # Embedding and head outside their own computation.
         ends = head if self.is_tied else 0.0 if layout.reshard_after_forward else head + self.embedding * size
         # The last block stays gathered: backward starts with it.
-        blocks = block if layout.reshard_after_forward else block * self.n_layers
+        blocks = block if layout.reshard_after_forward else block * len(self.layers)
         self.gathered_in_loss, self.gathered_at_start = max(ends, head) + buffer + blocks, ends + blocks
         self.gathered_outside, self.gathered_after = ends, 0.0
         self._gathered_block = block
