@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from lt_launch.__main__ import main
+from lt_trainer.config.recipe import is_default
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "recipe.toml"
 
@@ -28,6 +29,6 @@ def test_the_page_has_every_field_with_its_default(tmp_path: Path, capsys: pytes
         shown = json.loads(capsys.readouterr().out)
         values = flatten(shown["recipe"])
         fields |= set(shown["origins"])
-        defaults = {name: values.get(name) for name, origin in shown["origins"].items() if origin == "default"}
+        defaults = {name: values.get(name) for name, origin in shown["origins"].items() if is_default(origin)}
         assert {name: page.get(name) for name in defaults} == defaults
     assert set(page) == fields

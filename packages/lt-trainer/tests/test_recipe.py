@@ -15,7 +15,7 @@ from lt_model import PRESETS, ModelConfig, RopeScaling
 from lt_trainer import engine as engine_module
 from lt_trainer.config.model_section import ModelOptions
 from lt_trainer.config.optimizer_section import OptimizerOptions
-from lt_trainer.config.recipe import engine_options, from_dict, load, model_config, to_dict, to_toml
+from lt_trainer.config.recipe import engine_options, from_dict, is_default, load, model_config, to_dict, to_toml
 from lt_trainer.config.section import Section, leaves, option, unflatten
 from lt_trainer.config.sections import Recipe
 from lt_trainer.config.toml import dump
@@ -65,7 +65,7 @@ def test_later_sources_win_field_by_field_and_origins_say_so(tmp_path: Path) -> 
     changed = {name: value for name, value in vars(made).items() if value != getattr(default, name)}
     assert changed == {"lr": 1e-3, "weight_decay": 0.0, "beta1": 0.7, "beta2": 0.9, "eps": 1e-6}
     assert (resolved.recipe.run.seed, resolved.recipe.data.document_mask) == (7, False)
-    origins = {name: origin for name, origin in resolved.origins.items() if origin != "default"}
+    origins = {name: origin for name, origin in resolved.origins.items() if not is_default(origin)}
     assert origins == {
         "run.seed": "quickstart",
         "data.store": str(path),

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from lt_trainer.config.model_section import ModelOptions
-from lt_trainer.config.recipe import load
-from lt_trainer.config.sections import BatchOptions, ParallelOptions, RampOptions, Recipe
+from lt_trainer.config.optimizer_section import OptimizerOptions
+from lt_trainer.config.recipe import from_dict, load, to_dict
+from lt_trainer.config.sections import BatchOptions, ParallelOptions, RampOptions, Recipe, ScheduleOptions
 from lt_trainer.errors import RecipeError
 
 STORE = {"data": {"store": "stores/train"}}
@@ -52,13 +53,13 @@ REFUSED = [
     ("optimizer.momentum=0.9", "optimizer.momentum", "has no effect with optimizer.name = 'adamw'"),
     ("optimizer.decay_embeddings=true optimizer.weight_decay=0", "optimizer.decay_embeddings", "has no effect"),
     ("optimizer.moments_dtype=bfloat16 optimizer.beta2=0.999", "optimizer.beta2", "a moment in bfloat16 that decays"),
-    ("schedule.max_steps=100", "schedule.warmup_steps schedule.max_steps", "are longer than the run"),
-    ("schedule.kind=wsd schedule.max_steps=600 schedule.decay_steps=101", "schedule.decay_steps", "are longer than"),
+    ("schedule.max_steps=100 schedule.warmup_steps=101", "schedule.warmup_steps schedule.max_steps", "longer than the"),
+    ("schedule.kind=wsd schedule.max_steps=600 schedule.decay_steps=571", "schedule.decay_steps", "are longer than"),
     # checkpoint, metrics, evaluation
     ("evaluation.interval=5", "evaluation.interval", "has no effect without evaluation.tasks"),
     # the whole recipe
     ("data.store= data.synthetic=true", "model.vocab_size data.synthetic", "needs a vocabulary size"),
-    ("optimizer.lr=1e-4", "schedule.min_lr optimizer.lr", "the final learning rate is above the peak"),
+    ("optimizer.lr=1e-4 schedule.min_lr=2e-4", "schedule.min_lr optimizer.lr", "the final learning rate is above the"),
     ("metrics.validation_interval=5", "metrics.validation_interval data.validation", "there is no validation data"),
     ("evaluation.stores=true", "evaluation.stores data.validation", "there is no validation data"),
     ("model.max_position_embeddings=2048", "data.seq_len model.max_position_embeddings", "rows are longer than"),
@@ -93,6 +94,26 @@ def test_what_is_not_refused() -> None:
     load(base=STORE, overrides=["optimizer.lr=1e-3", "schedule.min_lr=1e-3"])
     twice = load(base=STORE, overrides=["metrics.sinks=wandb,wandb"]).recipe
     assert twice.metrics.sinks == ("wandb",)
+
+
+def test_warmup_and_final_learning_rate_follow_the_run_unless_they_are_given() -> None:
+    shown = load(base=STORE, overrides=["optimizer.lr=3e-4", "schedule.max_steps=100"])
+    assert (shown.recipe.schedule.warmup_steps, shown.recipe.schedule.min_lr) == (5, 7.5e-5)
+    assert {shown.origins[f"schedule.{name}"] for name in ("warmup_steps", "min_lr")} == {
+        "default: 5 % of schedule.max_steps",
+        "default: a quarter of optimizer.lr",
+    }
+    assert not shown.is_given("schedule.min_lr")
+    by_name = load(base=STORE, hyperparameters={"LEARNING_RATE": "3e-4", "MAX_STEPS": "100"}).recipe
+    made = Recipe(optimizer=OptimizerOptions(lr=3e-4), schedule=ScheduleOptions(max_steps=100))
+    assert by_name.schedule == made.schedule == shown.recipe.schedule
+    assert from_dict(to_dict(made)).schedule == made.schedule
+    assert [ScheduleOptions(max_steps=steps).warmup_steps for steps in (1, 9, 29, 30, 10_000)] == [1, 1, 1, 2, 500]
+    assert Recipe().schedule.min_lr == 4e-4
+    recorded = {"schedule": {"max_steps": 2000, "warmup_steps": 500, "min_lr": 4e-4}, **STORE}
+    assert from_dict(recorded).schedule.warmup_steps == 500
+    constant = load(base=STORE, overrides=["schedule.kind=constant", "optimizer.lr=1e-4"])
+    assert from_dict(to_dict(constant.recipe)) == constant.recipe
 
 
 def test_data_parallel_and_accumulation() -> None:

@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from lt_launch.errors import LaunchError
 from lt_launch.sagemaker.service_model import check_request
 from lt_trainer.config.hyperparameters import hyperparameter_fields
-from lt_trainer.config.section import extra_of, leaves
+from lt_trainer.config.section import default_value, extra_of, leaves
 from lt_trainer.config.sections import Recipe
 from lt_trainer.run_directory.records import METRIC_DEFINITIONS
 
@@ -102,7 +102,7 @@ def _hyperparameter_specification(name: str, field: FieldInfo) -> dict[str, Any]
         "Type": kind,
         "IsTunable": False,
         "IsRequired": False,
-        "DefaultValue": str(field.default),
+        "DefaultValue": str(default_value(field)),
     }
     if kind != "FreeText":
         bounds = {bound: value for one in field.metadata for bound, value in asdict(one).items()}

@@ -29,8 +29,8 @@ from lt_launch.sagemaker.contract import GRACE_PERIOD_S, RUN_CHANNEL, engine_of
 from lt_launch.sagemaker.options import SageMakerOptions
 from lt_launch.sagemaker.service_model import check_request
 from lt_trainer.config.hyperparameters import hyperparameter_fields
-from lt_trainer.config.section import flatten, leaves
-from lt_trainer.config.sections import FaultToleranceOptions, Recipe
+from lt_trainer.config.section import default_value, flatten, leaves
+from lt_trainer.config.sections import DERIVED_DEFAULTS, FaultToleranceOptions, Recipe
 from lt_trainer.config.toml import format_value
 from lt_trainer.engine import engine_names, engine_spec
 from lt_trainer.run_directory.records import METRIC_DEFINITIONS
@@ -115,7 +115,10 @@ def _merged(request: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def hyperparameters(recipe: Mapping[str, Any], instance_count: int) -> dict[str, str]:
-    """Return the hyperparameters that differ from their defaults, as strings, and NUM_NODES."""
+    """Return the hyperparameters that differ from their defaults, as strings, and NUM_NODES.
+
+    Those whose default follows from other fields are always sent.
+    """
     values = flatten(recipe)
     nodes = values.get("parallel.n_nodes", 1)
     if nodes not in (1, instance_count):
@@ -126,7 +129,9 @@ def hyperparameters(recipe: Mapping[str, Any], instance_count: int) -> dict[str,
     changed = {
         name: _format_value(values[field])
         for name, field in hyperparameter_fields().items()
-        if field in values and values[field] != schema[field].default and name != "NUM_NODES"
+        if field in values
+        and (field in DERIVED_DEFAULTS or values[field] != default_value(schema[field]))
+        and name != "NUM_NODES"
     }
     return {**changed, "NUM_NODES": str(instance_count)}
 
@@ -140,7 +145,8 @@ def recipe_overrides(recipe: Mapping[str, Any]) -> list[str]:
     for name in {*recipe.get("engine", {})} & {*engine_names()}:
         schema |= leaves(engine_spec(name).options, f"engine.{name}.")
     sent = {*hyperparameter_fields().values(), *LAUNCHER_ONLY_FIELDS}
-    defaults = {name: list(it) if isinstance(it := field.default, tuple) else it for name, field in schema.items()}
+    defaults = {name: default_value(field) for name, field in schema.items()}
+    defaults = {name: list(value) if isinstance(value, tuple) else value for name, value in defaults.items()}
     return [
         f"{name}={_format_value(value)}"
         for name, value in flatten(recipe).items()

@@ -17,8 +17,8 @@ computes the same numbers.
 
 Warmup, stable, decay (wsd) is by Hu and others, "MiniCPM", https://arxiv.org/abs/2404.06395, with a decay over a tenth
 of the steps; the shape 1 - sqrt is by Hagele and others, "Scaling Laws and Compute-Optimal Training Beyond Fixed
-Training Durations", https://arxiv.org/abs/2405.18392. Since nothing before the decay depends on N, a run can be
-extended from a checkpoint of its stable part, or decayed from there several times.
+Training Durations", https://arxiv.org/abs/2405.18392. Since nothing before the decay depends on N (where
+the recipe gives W), a run can be extended from a checkpoint of its stable part, or decayed from there several times.
 """
 
 import math

@@ -59,14 +59,19 @@ _OF_OTHER_FAMILIES = ("rope_scaling.", "head_dim", "sliding_window", "init_std",
 _NOT_ARCHITECTURE = ("preset", "config", "init_from", "init_config", "allow_tokenizer_mismatch", "resize_vocab")
 
 
+def is_default(origin: str) -> bool:
+    """Return True if a value with this origin is a default, which may follow from other fields."""
+    return origin == DEFAULT or origin.startswith(f"{DEFAULT}: ")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ResolvedRecipe:
     """Recipe with the origin of each field."""
 
     recipe: Recipe
     origins: Mapping[str, str]
-    """By dotted name: "default", "preset tiny-2m", "init_from PATH", "from hf://...", "run.toml",
-    "hyperparameter LEARNING_RATE", "--set"."""
+    """By dotted name: "default", "default: 5 % of schedule.max_steps", "preset tiny-2m", "init_from PATH",
+    "from hf://...", "run.toml", "hyperparameter LEARNING_RATE", "--set"."""
 
     @property
     def unchecked(self) -> tuple[str, ...]:
@@ -76,7 +81,8 @@ class ResolvedRecipe:
     def is_given(self, name: str) -> bool:
         """Return True if a source gave this field, rather than a default, a preset or a pretrained model."""
         origin = self.origins[name]
-        return origin != DEFAULT and not origin.startswith(("preset ", "init_from ", "config ", PENDING))
+        from_model = origin.startswith(("preset ", "init_from ", "config ", PENDING))
+        return not is_default(origin) and not from_model
 
     @property
     def pending(self) -> set[str]:
@@ -153,6 +159,7 @@ def _resolve(given: Mapping[str, Given]) -> ResolvedRecipe:
         raise exc.with_origins({name: source for name, (_, source) in given.items()}) from exc
     preset = recipe.model.preset
     origins = {f"model.{name}": f"preset {preset}" for name in (preset_values(preset) if preset else ())}
+    origins |= {name: f"{DEFAULT}: {rule}" for name, rule in recipe.derived_defaults.items()}
     origins |= {name: source for name, (_, source) in filled.items()}
     return ResolvedRecipe(recipe=recipe, origins={name: origins.get(name, DEFAULT) for name in values_of(recipe)})
 

@@ -43,9 +43,13 @@ class Text(str):
 
 
 def option(default: Any, help: str, *, unit: str = "", hyperparameter: str = "", **limits: Any) -> Any:
-    """Return a field with description, unit, hyperparameter name and pydantic's limits."""
+    """Return a field with description, unit, hyperparameter name and pydantic's limits.
+
+    A default that follows from fields above it is a function of their values by name.
+    """
     extra: dict[str, Any] = {"unit": unit, "hyperparameter": hyperparameter}
-    return Field(default, description=help, json_schema_extra=extra, **limits)
+    values = {"default_factory" if callable(default) else "default": default}
+    return Field(**values, description=help, json_schema_extra=extra, **limits)
 
 
 class _Checked(type(BaseModel)):
@@ -115,8 +119,13 @@ class Section(BaseModel, metaclass=_Checked):
 
 
 def default_of(cls: type[Section], name: str) -> Any:
-    """Return the default of a field."""
-    return cls.model_fields[name].get_default(call_default_factory=True)
+    """Return the default of a field, beside the defaults of the others."""
+    return default_value(cls.model_fields[name])
+
+
+def default_value(field: FieldInfo) -> Any:
+    """Return the default of a field, beside the defaults of the others."""
+    return field.get_default(call_default_factory=True, validated_data={})
 
 
 def leaves(cls: type[BaseModel], prefix: str = "", *, entry: str = "") -> dict[str, FieldInfo]:

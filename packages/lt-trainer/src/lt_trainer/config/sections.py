@@ -4,10 +4,11 @@ Descriptions and units are what the hyperparameters and the docs show. Upper-cas
 the Litespark training algorithm on SageMaker.
 """
 
+from collections.abc import Mapping
 from math import gcd
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from lt_trainer.config.data_section import DataOptions
 from lt_trainer.config.model_section import ModelOptions
@@ -23,6 +24,12 @@ UNIQUE = AfterValidator(lambda values: tuple(dict.fromkeys(values)))
 WHOLE_VALIDATION = "validation"
 """Name of the results of data.validation, whose set has no name."""
 MAX_INT = 2**63 - 1
+DEFAULT_MAX_STEPS = 10_000
+DERIVED_DEFAULTS = {
+    "schedule.warmup_steps": "5 % of schedule.max_steps",
+    "schedule.min_lr": "a quarter of optimizer.lr",
+}
+"""Rules of the defaults that follow from other fields, by dotted name."""
 _S3_FOLDER = r"^(s3://[a-z0-9][a-z0-9.-]+(/[!-~]*)?)?$"
 Ranks = tuple[Annotated[int, Field(ge=0)], ...]
 Sink = Literal["tensorboard", "wandb", "trackio"]
@@ -100,14 +107,22 @@ class BatchOptions(Section, table="batch"):
         return BatchRamp(start=ramp.start, final=final, increment=self.ramp_increment, steps=ramp.steps, rows=rows)
 
 
+def _default_warmup_steps(values: Mapping[str, Any]) -> int:
+    """Return 5 % of the run, in steps: the nearest number, at least one."""
+    max_steps = values.get("max_steps", DEFAULT_MAX_STEPS)
+    return max(1, (max_steps + 10) // 20)
+
+
 class ScheduleOptions(Section, table="schedule"):
     """Learning rate over the steps; the formulas are in `lt_trainer.config.lr_schedule`."""
 
     needs = (("decay_steps decay_shape", "kind", "wsd"), ("min_lr", "kind", "cosine", "linear", "wsd"))
 
     kind: Literal["cosine", "linear", "constant", "wsd"] = option("cosine", "decay of the learning rate")
-    max_steps: int = option(10000, "steps of the run", hyperparameter="MAX_STEPS", ge=1, le=MAX_INT)
-    warmup_steps: int = option(500, "steps until the peak learning rate", hyperparameter="WARMUP_STEPS", ge=0)
+    max_steps: int = option(DEFAULT_MAX_STEPS, "steps of the run", hyperparameter="MAX_STEPS", ge=1, le=MAX_INT)
+    warmup_steps: int = option(
+        _default_warmup_steps, "steps until the peak learning rate", hyperparameter="WARMUP_STEPS", ge=0
+    )
     min_lr: float = option(4e-4, "learning rate of the last step", hyperparameter="MIN_LR", ge=0)
     decay_steps: int = option(0, "steps of the wsd decay to min_lr; 0 = a tenth of max_steps", ge=0)
     decay_shape: Literal["1-sqrt", "linear"] = option("1-sqrt", "shape of the wsd decay: fast at first, or linear")
@@ -232,7 +247,7 @@ class Recipe(Section):
     data: DataOptions = DataOptions()
     batch: BatchOptions = BatchOptions()
     optimizer: OptimizerOptions = OptimizerOptions()
-    schedule: ScheduleOptions = ScheduleOptions()
+    schedule: ScheduleOptions = Field(ScheduleOptions(), validate_default=True)
     parallel: ParallelOptions = ParallelOptions()
     moe: MoeOptions = MoeOptions()
     checkpoint: CheckpointOptions = CheckpointOptions()
@@ -240,6 +255,21 @@ class Recipe(Section):
     evaluation: EvaluationOptions = EvaluationOptions()
     fault_tolerance: FaultToleranceOptions = FaultToleranceOptions()
     engine: dict[str, Any] = option({}, "options by engine: its section, or a raw table if it is not installed")
+
+    @field_validator("schedule")
+    @classmethod
+    def _derive_min_lr(cls, schedule: ScheduleOptions, info: ValidationInfo) -> ScheduleOptions:
+        """Set `min_lr`, where it has an effect and was not given, to a quarter of the peak learning rate."""
+        optimizer = info.data.get("optimizer")  # None if it is wrong itself
+        if optimizer is None or schedule.kind == "constant" or "min_lr" in schedule.model_fields_set:
+            return schedule
+        return schedule.model_copy(update={"min_lr": optimizer.lr / 4})
+
+    @property
+    def derived_defaults(self) -> dict[str, str]:
+        """The entries of `DERIVED_DEFAULTS` that apply."""
+        unused = {"schedule.min_lr"} if self.schedule.kind == "constant" else set()
+        return {name: rule for name, rule in DERIVED_DEFAULTS.items() if name not in unused}
 
     def check(self) -> None:
         """Check what depends on several sections."""

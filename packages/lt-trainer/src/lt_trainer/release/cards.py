@@ -12,6 +12,7 @@ import yaml
 from huggingface_hub import EvalResult, ModelCardData
 
 from lt_data.display.terminal import escape_controls
+from lt_trainer.config.recipe import is_default
 from lt_trainer.config.section import flatten
 from lt_trainer.release.bundle import CODE_LICENSE
 from lt_trainer.release.facts import Facts, StoreFacts
@@ -130,7 +131,7 @@ def _store_section(facts: Facts, store: StoreFacts) -> str:
 
 def _report_parts(facts: Facts) -> dict[str, str]:
     values = flatten(facts.recipe)
-    given = [(plain(name), plain(values.get(name))) for name, origin in facts.origins.items() if origin != "default"]
+    given = [(plain(name), plain(values.get(name))) for name, origin in facts.origins.items() if not is_default(origin)]
     losses = [(record["step"], f"{record['loss']:.6g}") for record in (*facts.train[:1], *facts.train[-1:])]
     shape, experts = facts.shape, ""
     if shape.has_experts:
