@@ -13,6 +13,13 @@ import psutil
 import pytest
 
 from lt_launch.__main__ import main
+from lt_launch.attempt import Stop
+from lt_launch.hosts import LocalTarget
+from lt_launch.launch_dir import create
+from lt_launch.node import Host
+from lt_launch.profile import Profile
+from lt_launch.run_file import RunOverrides, read_run_file
+from lt_launch.stage_runner import StageRunner
 
 TRAINER = Path(__file__).with_name("fake_trainer.py")
 COMMAND = [sys.executable, "-m", "lt_launch", "launch"]
@@ -95,7 +102,7 @@ def test_a_run_to_its_end_keeps_what_was_rendered_and_no_secret(lt: Lt, monkeypa
     kept = lt.folder / "runs/x/launch"
     assert kept.stat().st_mode & 0o777 == 0o700
     spec = (kept / "rendered/x.spec.json").read_text()
-    assert spec == (lt.folder / "rendered/x.spec.json").read_text()
+    assert spec == (lt.folder / "rendered/x.spec.json").read_text() == (kept / "stages/x/spec.json").read_text()
     assert json.loads(spec)["env"] == {"GREETING": "hello"}
     assert all(b"hush" not in path.read_bytes() for path in kept.rglob("*") if path.is_file())
     assert (lt.folder / "runs/x/.lt-run").exists(), "lt-trainer takes the folder as its own"
@@ -255,6 +262,32 @@ def test_elements_run_side_by_side_as_far_as_there_is_room(lt: Lt) -> None:
     shown = lt.run("run", "run.toml")
     assert "[p.0] here" in shown
     assert "[p.1] here" in shown
+
+
+def test_a_relative_working_folder_is_one_of_the_launchers(lt: Lt) -> None:
+    (lt.folder / "work").mkdir()
+    lt.write('[job]\nargv = ["touch", "here"]\ncwd = "work"\noutputs = ["here"]\n')
+    lt.run("run", "run.toml")
+    assert (lt.folder / "work/here").exists()
+
+
+def test_after_the_loss_of_a_host_an_element_waits_for_a_slot_of_another(lt: Lt) -> None:
+    """Host a dies under element 0, whose next attempt must not join element 1 on the devices of host b."""
+    own = "mkdir running && sleep 4 && rmdir running"
+    lt.write(
+        '[[stages]]\nname = "p"\narray = 3\nresources = { gpus_per_node = 1 }\n'
+        f'argv = ["bash", "-c", "if mkdir first.$LT_ARRAY_INDEX && [ $LT_ARRAY_INDEX = 0 ]; then sleep 9; fi; {own}"]\n'
+    )
+    file = read_run_file("run.toml", Profile(), RunOverrides())
+    target = LocalTarget()
+    rendered = target.render(file.pipeline, file.profile)
+    made = create(file.pipeline, file.profile, "local", rendered, target.stage_specs(file.pipeline, file.profile))
+    dying = ("timeout", "-s", "KILL", "1", "bash", "-s")
+    hosts = [Host(name="a", slots=1, shell=dying), Host(name="b", slots=1)]
+    assert StageRunner(made, hosts, Stop(), 1).run() == 0
+    assert [lt.kinds("run", f"p.{index}") for index in range(3)] == [["lost", "done"], ["done"], ["done"]]
+    folders = lt.folder.glob("runs/run/launch/stages/p.*/attempt-001/hosts")
+    assert [path.read_text() for path in folders] == ["b\n"]
 
 
 def test_a_stop_ends_all_that_runs_and_begins_nothing_more(lt: Lt) -> None:

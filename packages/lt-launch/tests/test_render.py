@@ -34,6 +34,12 @@ CASES = {
 HEAVY = ("torch", "numpy", "boto3", "botocore", "yaml", "rich", "transformers", "lt_data")
 
 
+@pytest.fixture(autouse=True)
+def in_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Specs have the working folder of the command."""
+    monkeypatch.chdir(ROOT)
+
+
 def text_of(name: str) -> str:
     """The text without recipes, and without their hashes."""
     example, on = CASES[name]

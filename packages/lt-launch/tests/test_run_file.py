@@ -261,6 +261,8 @@ def test_a_hostfile_is_in_rank_order(write) -> None:
     [
         ("# only\n\n", "hosts: no host in it"),
         ("a\nb\na\n", "hosts:3: a is listed twice"),
+        ("Node1\nnode1\n", "hosts:2: node1 is listed twice"),
+        ("n1:8", "hosts:1: 'n1:8' is not a host; write the number of devices as n1 slots=N"),
         ("a slots=0", "hosts:1: 'a slots=0' is not a host"),
         ("a port=22", "ports, users and addresses are for ~/.ssh/config"),
         ("-oProxyCommand=x", "'-oProxyCommand=x' is not a host"),

@@ -107,6 +107,14 @@ def test_json_holds_the_same_and_damage_does_not_hide_others(launch, capsys: pyt
     assert "launch.json is damaged" in shown.err
 
 
+def test_stages_whose_names_end_in_numbers_are_no_array(tmp_path: Path) -> None:
+    stages = tuple(Stage(job=Job(name=f"exp.{number}", argv=("x",))) for number in range(14))
+    pipeline = Pipeline(name="q", stages=stages, out=str(tmp_path / "q"))
+    specs = {stage.name: stage_spec(stage, pipeline, Profile()) for stage in stages}
+    create(pipeline, Profile(), "local", RenderedLaunch(files={}), specs)
+    assert [row["status"].stage for row in status_rows("q")] == [stage.name for stage in stages]
+
+
 def test_where_nothing_was_launched_it_says_how_to() -> None:
     with pytest.raises(LaunchError, match=r"lt launch run RUN\.toml"):
         show_status([], as_json=False)

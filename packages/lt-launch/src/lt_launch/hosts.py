@@ -81,7 +81,7 @@ class HostsTarget(LaunchTarget):
         """Return the Python of the hosts."""
         return profile.python
 
-    def stage_specs(self, pipeline: Pipeline, profile: Profile, *, cwd: str) -> dict[str, dict[str, Any]]:
+    def stage_specs(self, pipeline: Pipeline, profile: Profile) -> dict[str, dict[str, Any]]:
         """Return the specs by stage; refuse what the hosts cannot run."""
         hosts = self.hosts(profile)
         for stage in pipeline.stages:
@@ -95,14 +95,14 @@ class HostsTarget(LaunchTarget):
                     problem = f"stage {stage.name} cannot run on {self.name}"
                     raise RecipeError(problem, values={f"job.{name}": job.value(name)}, remedy=remedy)
         python = self.interpreter(profile)
-        return {stage.name: stage_spec(stage, pipeline, profile, python=python, cwd=cwd) for stage in pipeline.stages}
+        return {stage.name: stage_spec(stage, pipeline, profile, python=python) for stage in pipeline.stages}
 
     def render(self, pipeline: Pipeline, profile: Profile) -> RenderedLaunch:
         """Render the specs of the stages, and the command lines of every host."""
         files: dict[str, str] = {}
         commands: dict[tuple[str, ...], None] = {}
         hosts, out = self.hosts(profile), str(Path(pipeline.out).absolute())
-        for name, spec in self.stage_specs(pipeline, profile, cwd="").items():
+        for name, spec in self.stage_specs(pipeline, profile).items():
             stage = pipeline.stage(name)
             files[f"{name}.spec.json"] = json.dumps(spec, indent=1, ensure_ascii=False) + "\n"
             if stage.job.recipe:
@@ -251,16 +251,24 @@ def read_hostfile(path: Path) -> dict[str, int]:
     except (OSError, UnicodeDecodeError) as exc:
         raise LaunchError(f"hostfile {str(path)!r}: cannot be read ({exc}); give the path of a hostfile") from exc
     hosts: dict[str, int] = {}
+    seen: set[str] = set()
     for number, line in enumerate(lines, start=1):
         words = line.partition("#")[0].strip()
         match = HOST.fullmatch(words)
         if words and not match:
             remedy = "write HOST [slots=N]; ports, users and addresses are for ~/.ssh/config"
             raise LaunchError(f"{path}:{number}: {words!r} is not a host; {remedy}")
-        if match and match[1] in hosts:
-            raise LaunchError(f"{path}:{number}: {match[1]} is listed twice; give it one line, with slots=N")
-        if match:
-            hosts[match[1]] = int(match[2] or 0)
+        if not match:
+            continue
+        name = match[1]
+        host, colon, rest = name.partition(":")
+        if colon and ":" not in rest:  # an address of IPv6 has two or more
+            remedy = f"write the number of devices as {host} slots=N; a port is for ~/.ssh/config"
+            raise LaunchError(f"{path}:{number}: {name!r} is not a host; {remedy}")
+        if name.casefold() in seen:  # names of hosts have no case
+            raise LaunchError(f"{path}:{number}: {name} is listed twice; give it one line, with slots=N")
+        seen.add(name.casefold())
+        hosts[name] = int(match[2] or 0)
     if len(set(hosts.values())) != 1:
         problem = "the hosts have different slots" if hosts else "no host in it"
         raise LaunchError(f"{path}: {problem}; write HOST [slots=N] for each, with the same N")

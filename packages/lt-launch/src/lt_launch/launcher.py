@@ -32,7 +32,7 @@ def launch(pipeline: Pipeline, profile: Profile, on: str) -> int:
         raise RecipeError(
             "is passed by name, but it is not set here", values={"job.pass_env": missing[0]}, remedy=remedy
         )
-    specs = target.stage_specs(pipeline, profile, cwd=os.getcwd())
+    specs = target.stage_specs(pipeline, profile)
     _check_not_running(target, Path(pipeline.out), on)
     made = launch_dir.create(pipeline, profile, on, rendered, specs)
     for note in rendered.notes:

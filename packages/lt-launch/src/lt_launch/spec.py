@@ -1,6 +1,6 @@
 """Specs: a stage as plain values, and the files that nodes need of a launch.
 
-Pure except for reading the policy next to this file, which is sent to Slurm's nodes.
+Pure except for the working folder, and for reading the policy next to this file, which is sent to Slurm's nodes.
 """
 
 from __future__ import annotations
@@ -24,17 +24,14 @@ def with_python(argv: tuple[str, ...], python: str) -> list[str]:
     return [python, *argv[1:]] if argv[0] == "python" else list(argv)
 
 
-def stage_spec(
-    stage: Stage, pipeline: Pipeline, profile: Profile, *, python: str = "", cwd: str = "", **extra: Any
-) -> dict[str, Any]:
-    """Return a stage as spec.json has it.
+def stage_spec(stage: Stage, pipeline: Pipeline, profile: Profile, *, python: str = "", **extra: Any) -> dict[str, Any]:
+    """Return a stage as spec.json has it; a relative working folder is one of the launch command's own.
 
     Args:
         stage: the stage.
         pipeline: its pipeline; the array sizes of its predecessors are part of its dependencies.
         profile: source of the interpreter, the setup lines and the environment.
         python: interpreter; "" = the profile's.
-        cwd: working folder if the job names none.
         extra: additional values of the target.
     """
     job, interpreter = stage.job, python or profile.python
@@ -45,7 +42,7 @@ def stage_spec(
         "setup": list(profile.setup),
         "env": {**profile.env, **job.env},
         "pass_env": list(job.pass_env),
-        "cwd": job.cwd or cwd,
+        "cwd": str(Path.cwd() / job.cwd),
         "nodes": job.nodes,
         "procs_per_node": job.procs_per_node,
         "completion": job.completion,

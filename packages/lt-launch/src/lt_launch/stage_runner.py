@@ -2,8 +2,9 @@
 
 Semantics equal those of the job chain on Slurm: a stage starts when all its predecessors have succeeded. A stage with a
 current stamp is skipped. A failed stage prevents only its dependents; the next launch resumes there. Elements of an
-array go round the hosts, as many at a time as their slots hold; those that use devices have a host for themselves. The
-process that runs this holds the launch's lock.
+array go round the hosts, as many at a time as their slots hold; those that use devices have a host for themselves. Each
+attempt holds a slot of the host that it runs on, so one that follows the loss of a host waits for a slot of another.
+The process that runs this holds the launch's lock.
 
 Cost: one thread per element of an array that runs.
 """
@@ -14,8 +15,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, TextIO
 
 from lt_launch import launch_dir, policy
@@ -28,6 +30,7 @@ from lt_launch.target import Launch
 
 STOPPED = {"kind": policy.STOPPED, "code": policy.REQUEUE}
 MAX_BACKOFF_S = 30.0
+POLL_S = 0.1
 
 
 class StageRunner:
@@ -63,32 +66,54 @@ class StageRunner:
                     not_done.add(stage.name)
         return int(next(iter(failures.values()))["code"]) if failures else 0
 
-    def _hosts(self, index: int | None = None) -> list[Host]:
-        """Return the hosts for a stage or an element, those that were lost last."""
-        hosts = sorted(self.hosts, key=lambda host: host.name in self._lost)
-        first = (index or 0) % len(hosts)
-        return hosts[first:] + hosts[:first]
-
     def _run_elements(self, stage: Stage) -> list[dict[str, Any]]:
-        if not stage.array:
-            return [self._run_element(stage, None)]
         width = max(1, stage.job.resources.cpus_per_proc)
-        slots = {host.name: max(1, (host.slots or self._default_slots) // width) for host in self.hosts}
+        free = {host.name: max(1, (host.slots or self._default_slots) // width) for host in self.hosts}
         if stage.job.uses_devices:
-            slots = dict.fromkeys(slots, 1)
-        free = {name: threading.Semaphore(count) for name, count in slots.items()}
-
-        def run(index: int) -> dict[str, Any]:
-            with free[self._hosts(index)[0].name]:
-                return dict(STOPPED) if self.stop.number else self._run_element(stage, index)
-
-        with ThreadPoolExecutor(max_workers=min(sum(slots.values()), stage.array_limit or stage.array)) as pool:
-            futures = [pool.submit(run, index) for index in range(stage.array)]
+            free = dict.fromkeys(free, 1)
+        if not stage.array:
+            return [self._run_element(stage, None, free)]
+        with ThreadPoolExecutor(max_workers=min(sum(free.values()), stage.array_limit or stage.array)) as pool:
+            futures = [pool.submit(self._run_element, stage, index, free) for index in range(stage.array)]
             while not all(future.done() for future in futures):
-                time.sleep(0.1)  # wake up regularly: signal handlers run in the main thread only
+                time.sleep(POLL_S)  # wake up regularly: signal handlers run in the main thread only
             return [future.result() for future in futures]
 
-    def _run_element(self, stage: Stage, index: int | None) -> dict[str, Any]:
+    @contextmanager
+    def _claim_hosts(self, stage: Stage, index: int | None, free: dict[str, int]) -> Iterator[list[Host]]:
+        """Yield the hosts of one attempt; an array's element waits for a slot of its host and holds it meanwhile.
+
+        Args:
+            stage: the stage.
+            index: index of the element; None = the stage is no array and has all slots.
+            free: free slots by host, shared by the elements.
+
+        Yields:
+            The hosts in rank order, lost ones last; none if the user asked to stop while it waited.
+        """
+        if index is None:
+            yield sorted(self.hosts, key=lambda host: host.name in self._lost)[: stage.job.nodes]
+            return
+        host = self._wait_for_slot(index, free)
+        try:
+            yield [host] if host else []
+        finally:
+            if host:
+                with self._lock:
+                    free[host.name] += 1
+
+    def _wait_for_slot(self, index: int, free: dict[str, int]) -> Host | None:
+        while not self.stop.number:
+            hosts = [host for host in self.hosts if host.name not in self._lost] or self.hosts
+            host = hosts[index % len(hosts)]  # again each time: it may have been lost meanwhile
+            with self._lock:
+                if free[host.name]:
+                    free[host.name] -= 1
+                    return host
+            time.sleep(POLL_S)
+        return None
+
+    def _run_element(self, stage: Stage, index: int | None, free: dict[str, int]) -> dict[str, Any]:
         """Run one stage or element: skip it, or run attempts until success or the last failure."""
         place = Place(self.launch.directory / "stages" / stage.name / "spec.json", index)
         name, backoff_s, launched = place.folder.name, 1.0, True
@@ -98,18 +123,12 @@ class StageRunner:
             self._log(f"{name}: completed already, skipped")
             return {"kind": policy.DONE, "code": 0}
         while True:
-            hosts = self._hosts(index)[: stage.job.nodes]
-            number = policy.open_attempt(spec, place, launched=launched)
-            policy.write_text(place.attempt(number) / "hosts", "".join(f"{host.name}\n" for host in hosts))
-            env = {variable: os.environ[variable] for variable in stage.job.pass_env if variable in os.environ}
-            show = self._printer(f"[{name}] " if stage.array else "")
-            result = Attempt(
-                spec=spec, place=place, number=number, hosts=hosts, env=env, stop=self.stop, show=show
-            ).run()
+            with self._claim_hosts(stage, index, free) as hosts:
+                if not hosts:
+                    return dict(STOPPED)
+                result = self._run_attempt(stage, spec, place, hosts, launched=launched)
             if result["kind"] != policy.DONE:
                 self._log(f"{name}: " + "\n".join(policy.report(result)))
-            if result["kind"] == policy.LOST and result["first"]:
-                self._lost.add(result["first"]["host"])
             if self.stop.number or result["kind"] not in policy.AGAIN:
                 return result
             should_restart, reason = policy.should_requeue(spec, place)
@@ -122,6 +141,19 @@ class StageRunner:
             if self.stop.number:
                 return dict(STOPPED)
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+
+    def _run_attempt(
+        self, stage: Stage, spec: policy.Table, place: Place, hosts: Sequence[Host], *, launched: bool
+    ) -> policy.Table:
+        number = policy.open_attempt(spec, place, launched=launched)
+        policy.write_text(place.attempt(number) / "hosts", "".join(f"{host.name}\n" for host in hosts))
+        env = {variable: os.environ[variable] for variable in stage.job.pass_env if variable in os.environ}
+        show = self._printer(f"[{place.folder.name}] " if stage.array else "")
+        attempt = Attempt(spec=spec, place=place, number=number, hosts=hosts, env=env, stop=self.stop, show=show)
+        result = attempt.run()
+        if result["kind"] == policy.LOST and result["first"]:
+            self._lost.add(result["first"]["host"])  # while its slot is held: no other element takes it
+        return result
 
     def _printer(self, prefix: str) -> Callable[[str], None]:
         return lambda text: self._write(sys.stdout, text, prefix)

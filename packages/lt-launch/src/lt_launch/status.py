@@ -19,6 +19,7 @@ from typing import Any
 from lt_ckpt.terminal_text import echo, echo_error, escape_controls
 from lt_data.display.progress_bars import format_si
 from lt_launch.errors import LaunchError
+from lt_launch.job import Pipeline
 from lt_launch.launch_dir import list_launch_dirs, load_launch
 from lt_launch.policy import read_table
 from lt_launch.progress import Progress, parse_progress, read_progress
@@ -65,7 +66,7 @@ def status_rows(run: str | Path) -> list[dict[str, Any]]:
         LaunchError: there is no such launch.
     """
     launch = load_launch(run)
-    statuses = _collapse_arrays(get_target(launch.target).status(launch))
+    statuses = _collapse_arrays(launch.pipeline, get_target(launch.target).status(launch))
     name = launch.directory.parent.name
     return [
         {"run": name, "on": launch.target, "status": status, "progress": _stage_progress(launch, status)}
@@ -83,12 +84,12 @@ def _stage_progress(launch: Launch, status: StageStatus) -> Progress | None:
     return read_progress(job, Path(launched_in) / job.cwd / job.run_dir)
 
 
-def _collapse_arrays(statuses: Sequence[StageStatus]) -> Iterator[StageStatus]:
+def _collapse_arrays(pipeline: Pipeline, statuses: Sequence[StageStatus]) -> Iterator[StageStatus]:
     """Yield completed and pending elements of large arrays as one row per state, before the other elements."""
+    array_of = {f"{stage.name}.{index}": stage.name for stage in pipeline.stages for index in range(stage.array)}
     groups: dict[str, list[StageStatus]] = {}
     for status in statuses:
-        stem, _, index = status.stage.rpartition(".")
-        groups.setdefault(stem if stem and index.isdecimal() else status.stage, []).append(status)
+        groups.setdefault(array_of.get(status.stage, status.stage), []).append(status)
     for name, group in groups.items():
         alike = ("completed", "pending") if len(group) > MAX_ARRAY_ROWS else ()
         for state in alike:

@@ -93,9 +93,9 @@ class LaunchTarget(ABC):
     def render(self, pipeline: Pipeline, profile: Profile) -> RenderedLaunch:
         """Render the launch without side effects; reject what the target does not support."""
 
-    def stage_specs(self, pipeline: Pipeline, profile: Profile, *, cwd: str) -> Mapping[str, Mapping[str, Any]]:
+    def stage_specs(self, pipeline: Pipeline, profile: Profile) -> Mapping[str, Mapping[str, Any]]:
         """Return the specs by stage (`spec.stage_spec`)."""
-        return {stage.name: stage_spec(stage, pipeline, profile, cwd=cwd) for stage in pipeline.stages}
+        return {stage.name: stage_spec(stage, pipeline, profile) for stage in pipeline.stages}
 
     def capacity(self, profile: Profile) -> tuple[int, int]:
         """Return nodes and processes per node for a training that states neither; 0 where unknown."""

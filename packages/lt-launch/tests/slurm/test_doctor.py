@@ -42,7 +42,7 @@ def on_hyperpod(cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         ({}, {"partition": "nowhere"}, "stage train", "error", "invalid partition"),
         ({"resources": Resources(cpus_per_proc=64)}, {}, "stage train", "error", "not available"),
         ({}, {}, "time to save", "ok", "killwait is 20 s"),
-        ({"grace_period_s": 60.0}, {}, "time to save", "warning", "20 s, fault_tolerance.grace_period_s is 60"),
+        ({"grace_period_s": 60.0}, {}, "time to save", "warning", "fault_tolerance.grace_period_s is 60"),
         ({"resources": Resources(exclusive=True)}, {}, "auto-resume", "ok", "srun supports --auto-resume"),
     ],
 )
@@ -52,6 +52,17 @@ def test_what_is_found(
     finding = look(job(**changes), on_hyperpod, **slurm)[check]
     assert (finding.level, bool(finding.remedy)) == (level, level != "ok")
     assert words.lower() in finding.detail.lower()
+
+
+def test_a_partitions_grace_time_is_time_to_save(on_hyperpod: Path, cluster: Any) -> None:
+    cluster.run("scontrol", "update", "PartitionName=low", "GraceTime=45")
+    try:
+        default, other = (look(job(grace_period_s=60.0), on_hyperpod, partition=name) for name in ("", "high"))
+    finally:
+        cluster.run("scontrol", "update", "PartitionName=low", "GraceTime=0")
+    assert default["time to save"].level == "ok"
+    assert default["time to save"].detail == "KillWait is 20 s, GraceTime of the partition 45 s"
+    assert other["time to save"].detail.startswith("a preempted job has 20 s (")
 
 
 @pytest.mark.parametrize(

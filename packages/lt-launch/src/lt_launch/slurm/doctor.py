@@ -46,7 +46,8 @@ def findings(profile: Profile, pipeline: Pipeline, scripts: Mapping[str, str]) -
         level = "error" if failed else "ok"
         yield Finding(level=level, check=f"stage {stage.name}", detail=text, remedy=remedy if failed else "")
         if stage.job.is_training:
-            yield _check_kill_wait(stage, config)
+            partitions = run_slurm_command("scontrol", "-o", "show", "partition")
+            yield _check_time_to_save(stage, config, partitions, stage.job.resources.partition or options.partition)
         if HYPERPOD_MARKER.is_dir() and options.auto_resume != "off":
             yield check_auto_resume(run_slurm_command("srun", "--help"), config, stage)
 
@@ -64,12 +65,30 @@ def _finding(check: str, problem: str, remedy: str, *, ok: str) -> Finding:
     return Finding(level="ok", check=check, detail=ok)
 
 
-def _check_kill_wait(stage: Stage, config: str) -> Finding:
-    """Check the time to save at preemption: KillWait, or the partition's GraceTime if set."""
+def _check_time_to_save(stage: Stage, config: str, partitions: str, names: str) -> Finding:
+    """Check the time between SIGTERM and SIGKILL of a preempted job: the partition's GraceTime, then KillWait.
+
+    Args:
+        stage: the stage.
+        config: what `scontrol show config` prints.
+        partitions: what `scontrol -o show partition` prints.
+        names: the stage's partitions, separated by commas; "" = the cluster's default.
+    """
     kill_wait_s, grace_s = int(_setting("KillWait", config) or 0), stage.job.grace_period_s
-    problem = f"a preempted job has {kill_wait_s} s, fault_tolerance.grace_period_s is {grace_s:g}"
+    grace_times_s = [0]
+    for line in partitions.splitlines():
+        values = dict(word.split("=", 1) for word in line.split() if "=" in word)
+        is_used = values["PartitionName"] in names.split(",") if names else values["Default"] == "YES"
+        if is_used:
+            grace_times_s.append(int(values["GraceTime"]))
+    grace_time_s = min(grace_times_s[1:] or grace_times_s)
+    available = f"KillWait is {kill_wait_s} s, GraceTime of the partition {grace_time_s} s"
+    problem = ""
+    if kill_wait_s + grace_time_s < grace_s:
+        total_s = kill_wait_s + grace_time_s
+        problem = f"a preempted job has {total_s} s ({available}), fault_tolerance.grace_period_s is {grace_s:g}"
     remedy = "ask for a longer KillWait or GraceTime, or save more often (checkpoint.interval)"
-    return _finding("time to save", problem * (kill_wait_s < grace_s), remedy, ok=f"KillWait is {kill_wait_s} s")
+    return _finding("time to save", problem, remedy, ok=available)
 
 
 def _setting(name: str, config: str) -> str:
