@@ -1,10 +1,10 @@
 """Files of a model's folder, whose links may not lead elsewhere.
 
-They are copied into every output, so a link to any file of the machine would publish it: a tokenizer's file as it is,
+They are copied into every output, so a link to any file of the machine would publish it: a tokenizer's file unchanged,
 weights as those of another model. Who made a link cannot be seen, so one rule holds for all files, weights too: a link
-may lead to another file of the folder, or, in the cache of the Hugging Face hub, whose snapshots consist of links, to
-the cache's blobs: `models--ORG--NAME/snapshots/REVISION/FILE` → `.../blobs/HASH`. The folder itself, and a file that
-the user names, may be links to anywhere.
+may lead to another file of the folder or, in the cache of the Hugging Face hub, whose snapshots consist of links, to
+the blobs of the same model: `models--ORG--NAME/snapshots/REVISION/FILE` → `models--ORG--NAME/blobs/HASH`. The folder
+itself, and a file that the user names, may be links to anywhere.
 """
 
 import os
@@ -26,13 +26,22 @@ def resolve_confined(folder: Path, name: str) -> Path:
         target = Path(os.path.realpath(path))
     if target == inside / name:
         return target
-    roots = [inside, *(parent.parent.parent for parent in inside.parents if parent.name == "snapshots")]
-    if not any(target.is_relative_to(root) for root in roots):
+    blobs = _hub_blobs(inside)
+    if not target.is_relative_to(inside) and not (blobs and target.is_relative_to(blobs)):
         raise CheckpointError(
             f"{path}: is a link to {target}, outside of the model's folder; put the file itself there (a copy or a "
             "hard link), or give the folder in which it lies"
         )
     return target
+
+
+def _hub_blobs(folder: Path) -> Path | None:
+    """Return the blobs of the model whose snapshot in the hub's cache `folder` is, or is a part of."""
+    for revision in (folder, *folder.parents):
+        model = revision.parent.parent
+        if revision.parent.name == "snapshots" and model.name.startswith("models--"):
+            return model / "blobs"
+    return None
 
 
 def read_confined(folder: Path, name: str, max_bytes: int) -> bytes | None:

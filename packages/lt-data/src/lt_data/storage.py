@@ -100,9 +100,28 @@ def read_file(path: Path, *, max_bytes: int, inside: Path | None = None) -> byte
 
 def check_inside(path: Path, folder: Path) -> None:
     """Raise DataError if a symbolic link leads `path` out of a folder."""
-    root = os.path.realpath(folder)
-    if os.path.commonpath([os.path.realpath(path), root]) != root:
+    if not _is_inside(path, os.path.realpath(folder)):
         raise DataError(f"{path}: a symbolic link leads out of {folder}; put the file itself there")
+
+
+def check_inside_model(path: Path, folder: Path) -> None:
+    """Raise DataError if a link leads `path` out of a model's folder.
+
+    Snapshots in the Hugging Face hub's cache consist of links to the blobs of their model:
+    `models--ORG--NAME/snapshots/REVISION/FILE` → `models--ORG--NAME/blobs/HASH`. Those are followed.
+    """
+    real = Path(os.path.realpath(folder))
+    for revision in (real, *real.parents):
+        model = revision.parent.parent
+        is_snapshot = revision.parent.name == "snapshots" and model.name.startswith("models--")
+        if is_snapshot and _is_inside(path, str(model / "blobs")):
+            return
+    check_inside(path, folder)
+
+
+def _is_inside(path: Path, root: str) -> bool:
+    """Return True if a path without its links is in the folder `root`, a path without links."""
+    return os.path.commonpath([os.path.realpath(path), root]) == root
 
 
 def find_link(path: Path, *, but: str | None = None) -> Path | None:

@@ -92,3 +92,28 @@ def test_from_urls(tokenizer):
         memory.rm("/tokenizers", recursive=True)
     with pytest.raises(DataError, match=r"cannot read nosuch://x/y.*install the fsspec package for nosuch://"):
         Tokenizer.load("nosuch://x/y")
+
+
+@pytest.mark.parametrize("folder", ["tok", "data/snapshots/tok", "models--org--name/snapshots/0123"])
+def test_a_link_out_of_the_folder_publishes_nothing(tokenizer, tmp_path, folder):
+    tokenizer.save(tmp_path / folder)
+    secret = tmp_path / "data" / "credentials.json"
+    secret.parent.mkdir(exist_ok=True)
+    secret.write_text("{}")
+    (tmp_path / folder / "tokenizer_config.json").unlink()
+    (tmp_path / folder / "tokenizer_config.json").symlink_to(secret)
+    for source in (tmp_path / folder, tmp_path / folder / "tokenizer.json"):
+        with pytest.raises(DataError, match=r"tokenizer_config\.json: a symbolic link leads out of"):
+            Tokenizer.load(source)
+
+
+def test_links_of_the_hubs_cache_and_a_named_file_are_followed(tokenizer, tmp_path):
+    blobs = tmp_path / "models--org--name" / "blobs"
+    tokenizer.save(blobs)
+    snapshot = tmp_path / "models--org--name" / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    for file in blobs.iterdir():
+        (snapshot / file.name).symlink_to(file)
+    assert Tokenizer.load(snapshot).files == tokenizer.files
+    (tmp_path / "tokenizer.json").symlink_to(blobs / "tokenizer.json")
+    assert Tokenizer.load(tmp_path / "tokenizer.json").files["tokenizer.json"] == tokenizer.files["tokenizer.json"]

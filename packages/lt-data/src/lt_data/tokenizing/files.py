@@ -5,8 +5,9 @@
     hf://org/name[@rev]   a model of the hub
     s3://bucket/prefix    the files under a prefix (any protocol that fsspec supports and whose package is installed)
 
-Only the files of `TOKENIZER_FILES` are read. Those of the hub are in Hugging Face's own cache; each must have the hash
-of the hub's list (SHA-256 of large files, git's hash of small ones).
+Only the files of `TOKENIZER_FILES` are read. They are copied into the store, and from there into the exported model,
+so a link out of the folder is refused: it would publish any file of the machine. Those of the hub are in Hugging Face's
+own cache; each must have the hash of the hub's list (SHA-256 of large files, git's hash of small ones).
 """
 
 import hashlib
@@ -20,6 +21,7 @@ from typing import Any
 from lt_data.errors import DataError
 from lt_data.file_names import redact_url, to_portable_name
 from lt_data.sources.transfer_errors import library_errors, open_filesystem, translate_transfer_errors
+from lt_data.storage import check_inside_model
 
 MODEL_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
@@ -57,7 +59,13 @@ def _read_from_path(path: Path) -> tuple[str, Mapping[str, bytes]]:
         if path.is_file() and path.name != MODEL_FILE:
             return to_portable_name(path.name), {MODEL_FILE: path.read_bytes()}
         folder = path.parent if path.is_file() else path
-        files = {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()}
+        files: dict[str, bytes] = {}
+        for name in TOKENIZER_FILES:
+            file = folder / name
+            if file != path:  # a file that the user names may be a link to anywhere
+                check_inside_model(file, folder)
+            if file.is_file():
+                files[name] = file.read_bytes()
     return to_portable_name(os.path.basename(os.path.abspath(folder))), files
 
 
