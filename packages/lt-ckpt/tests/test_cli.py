@@ -2,8 +2,13 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
+import rich.progress
+
+from lt_ckpt import Checkpoint, files, open_source
+from lt_ckpt.lt_format import save_lt
 
 
 def run(*args, env=None):
@@ -71,10 +76,85 @@ def test_verify(tmp_path, toy, main):
     assert "the bytes of tensor b.weight have changed" in out
     assert f"extra: {one}/notes is not part of the checkpoint" in out
     assert err == f"error: {tmp_path}: 2 of 2 checkpoints did not verify\n"
+    file.write_bytes(file.read_bytes()[:-1])
     code, out, err = main("inspect", tmp_path)
     assert code == 0
     assert f"instead of {two}: " in err
     assert "step        1" in out
+
+
+@pytest.fixture
+def hashed(monkeypatch) -> list[int]:
+    """Bytes of each range of a file that is hashed."""
+    ranges: list[int] = []
+    hash_range = files.hash_range
+
+    def record(digest, path, position, n_bytes, count_bytes):
+        ranges.append(n_bytes)
+        hash_range(digest, path, position, n_bytes, count_bytes)
+
+    monkeypatch.setattr(files, "hash_range", record)
+    return ranges
+
+
+@pytest.fixture
+def bars(monkeypatch) -> list[tuple[int, int]]:
+    """Bytes done and in all, each time that a progress bar moves."""
+    moves: list[tuple[int, int]] = []
+
+    def update(_bars, _task, *, completed, total):
+        moves.append((completed, total))
+
+    monkeypatch.setattr(rich.progress.Progress, "update", update)
+    return moves
+
+
+@pytest.fixture
+def run_folder(tmp_path, models, main):
+    """A run with two checkpoints of a model, and the bytes of one."""
+    model = models.make(tmp_path / "model", n_layers=2)
+    for step in (1, 2):
+        source = open_source(model)
+        save_lt(replace(source, format_info={"step": step}), tmp_path / "run" / "checkpoints")
+    return tmp_path / "run"
+
+
+def n_bytes_of(run_folder) -> int:
+    return Checkpoint.open(run_folder / "checkpoints" / "step-00000002").manifest.n_bytes
+
+
+def test_inspect_of_a_run_reads_headers_only(run_folder, main, hashed):
+    code, out, _ = main("inspect", run_folder)
+    assert (code, hashed) == (0, [])
+    assert "step        2" in out
+
+
+@pytest.mark.parametrize("command", ["export", "convert", "diff", "verify"])
+def test_each_byte_of_a_runs_checkpoint_is_hashed_once_with_a_bar(run_folder, main, hashed, bars, command):
+    model, out = run_folder.parent / "model", run_folder.parent / "out"
+    arguments = {
+        "export": [run_folder, "--out", out],
+        "convert": [run_folder, out, "--to", "pt"],
+        "diff": [run_folder, model],
+        "verify": [run_folder / "checkpoints" / "step-00000002", "--against", model],
+    }
+    code, _, err = main(command, *arguments[command])
+    assert (code, err) == (0, "")
+    n_bytes = n_bytes_of(run_folder)
+    assert sum(hashed) == n_bytes
+    assert (n_bytes, n_bytes) in bars
+
+
+def test_verify_of_a_run_against_a_model_hashes_each_checkpoint_once(run_folder, main, hashed):
+    code, _, err = main("verify", run_folder, "--against", run_folder.parent / "model")
+    assert (code, err) == (0, "")
+    assert sum(hashed) == 2 * n_bytes_of(run_folder)
+
+
+def test_prune_shows_what_it_verifies(run_folder, main, bars):
+    n_bytes = n_bytes_of(run_folder)
+    assert main("prune", run_folder, "--keep-last", "1")[0] == 0
+    assert (n_bytes, n_bytes) in bars
 
 
 def test_errors_are_one_line_and_64(tmp_path, main):
@@ -95,10 +175,10 @@ def test_errors_are_one_line_and_64(tmp_path, main):
 def test_bugs_are_a_traceback_and_70_and_an_interrupt_130(tmp_path, main, monkeypatch):
     import lt_ckpt.discovery
 
-    def broken(path):
+    def broken(path, *, verify):
         raise RuntimeError("bug")
 
-    def interrupted(path):
+    def interrupted(path, *, verify):
         raise KeyboardInterrupt
 
     (tmp_path / "step-00000001").mkdir()

@@ -98,8 +98,15 @@ def checkpoint_root(path: str | os.PathLike[str]) -> Path:
     return folder / "checkpoints" if run else folder
 
 
-def resolve_checkpoint(path: str | os.PathLike[str]) -> tuple[Checkpoint, list[RejectedCheckpoint]]:
+def resolve_checkpoint(
+    path: str | os.PathLike[str], *, verify: bool = True, progress: files.ProgressCallback | None = None
+) -> tuple[Checkpoint, list[RejectedCheckpoint]]:
     """Open a checkpoint, or the newest valid one of a folder of checkpoints or of a run.
+
+    Args:
+        path: A checkpoint, which is opened without a look at its hashes; a folder of checkpoints; or a run.
+        verify: As of `find_latest_valid`.
+        progress: Called with the bytes verified, per checkpoint.
 
     Raises:
         CheckpointError: There is none, or none is valid.
@@ -108,7 +115,7 @@ def resolve_checkpoint(path: str | os.PathLike[str]) -> tuple[Checkpoint, list[R
     if (folder / COMMIT).exists() or STEP_FOLDER.fullmatch(folder.name):
         return Checkpoint.open(folder), []
     root = checkpoint_root(folder)
-    found, rejected = find_latest_valid(root)
+    found, rejected = find_latest_valid(root, verify=verify, progress=progress)
     if found is None:
         reasons = "; ".join(item.reason for item in rejected) or "no folder named step-... in it"
         raise CheckpointError(f"{root}: no valid checkpoint: {reasons}")
@@ -127,6 +134,7 @@ def prune_checkpoints(
     keep_every: int = 0,
     protect: Collection[str | os.PathLike[str]] = (),
     verify: bool = True,
+    progress: files.ProgressCallback | None = None,
 ) -> list[Path]:
     """Remove old checkpoints.
 
@@ -142,6 +150,7 @@ def prune_checkpoints(
         verify: Before anything is removed, check hashes, newest first, until one passes: that one always stays, so that
             damaged newer ones cannot cost the run its newest valid one. Otherwise COMMIT, manifest and sizes are
             checked.
+        progress: Called with the bytes verified, per checkpoint.
 
     Returns:
         The removed folders.
@@ -168,7 +177,8 @@ def prune_checkpoints(
         if not keep:
             removable.append(path)
     if verify and removable:
-        intact = next((path for path in candidates if verify_checkpoint(path).is_loadable), None)
+        verified = (path for path in candidates if verify_checkpoint(path, progress=progress).is_loadable)
+        intact = next(verified, None)
         removable = [path for path in removable if path != intact]
     invalid = [path for path in invalid if Path(os.path.abspath(path)) not in protected]
     return [path for path in (*removable, *invalid) if remove_checkpoint(path)]

@@ -129,8 +129,9 @@ def open_source(
         master_weights: Of an NxD checkpoint, the fp32 master weights of its ZeRO-1 state instead of the model files; of
             one of ours, its group `master`.
         optimizer: Of an NxD checkpoint, also the moments of its ZeRO-1 state; None: if it has one.
-        verify: Of a hub model, hash its files; False where another process of this machine does.
-        progress: Called with the bytes downloaded.
+        verify: Hash the files of a hub model, and the checkpoints of a run, newest first, until one is undamaged. False
+            where another process did that, or where only headers and configuration are needed.
+        progress: Called with the bytes downloaded or verified.
 
     Raises:
         CheckpointError: Unknown format, damaged files, or a missing configuration.
@@ -154,7 +155,7 @@ def open_source(
         from lt_ckpt.llama_tensors import MASTER_WEIGHTS, select_group
         from lt_ckpt.lt_format import open_lt
 
-        checkpoint, rejected = resolve_checkpoint(path)
+        checkpoint, rejected = resolve_checkpoint(path, verify=verify, progress=progress)
         source = replace(open_lt(checkpoint), fallbacks=describe_fallbacks(checkpoint, rejected))
         return select_group(source, MASTER_WEIGHTS) if master_weights else source
     folder = path.parent if kind == "pt" else _model_folder(path, kind)
@@ -241,7 +242,7 @@ def convert_checkpoint(
     if options.verify:
         check_undamaged(source, progress=progress)
     if not options.allow_replica_mismatch:
-        for mismatch in find_replica_mismatches(source):
+        for mismatch in find_replica_mismatches(source, progress=progress):
             raise CheckpointError(
                 f"{source.path}: {mismatch}; the ranks diverged in training, or the configuration is not this model's; "
                 "--allow-replica-mismatch uses the first rank's replica"

@@ -23,7 +23,6 @@ from lt_ckpt.cli.terminal import (
 from lt_ckpt.terminal_text import echo, echo_error
 
 if TYPE_CHECKING:
-    from lt_ckpt.checkpoint import Checkpoint
     from lt_ckpt.source import Source
 
 app = typer.Typer(
@@ -32,15 +31,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Inspect, verify, compare, convert and move checkpoints.",
 )
-
-
-def _resolve_checkpoint(path: Path) -> "Checkpoint":
-    from lt_ckpt.discovery import describe_fallbacks, resolve_checkpoint
-
-    found, rejected = resolve_checkpoint(path)
-    for sentence in describe_fallbacks(found, rejected):
-        echo_error(sentence)
-    return found
 
 
 app.command()(convert)
@@ -53,19 +43,23 @@ def inspect(
     tensors: Annotated[bool, typer.Option("--tensors", help="Also list every tensor.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything, with the recipe, as JSON.")] = False,
 ) -> None:
-    """Show the content of a checkpoint or any other model."""
+    """Show the content of a checkpoint or any other model, from its headers: no hash is compared."""
     import json
 
+    from lt_ckpt.discovery import describe_fallbacks, resolve_checkpoint
     from lt_ckpt.formats import HUB, detect_format
     from lt_ckpt.summary import summarize_checkpoint, summarize_source, summary_lines, tensor_lines
 
     if not path.startswith(HUB) and detect_format(Path(path)) == "lt":
-        checkpoint = _resolve_checkpoint(Path(path))
+        checkpoint, rejected = resolve_checkpoint(path, verify=False)
+        for sentence in describe_fallbacks(checkpoint, rejected):
+            echo_error(sentence)
         summary = summarize_checkpoint(checkpoint)
         specs = {group: checkpoint.specs(group) for group in checkpoint.groups}
     else:
         source = open_model(path, config, optimizer=None)
-        summary, specs = summarize_source(source), {name: group.specs for name, group in source.groups.items()}
+        summary = summarize_source(source)
+        specs = {name: group.specs for name, group in source.groups.items()}
     if as_json:
         listed = {"tensors": {g: {n: [s.dtype, list(s.shape)] for n, s in t.items()} for g, t in specs.items()}}
         echo(json.dumps({**summary, **(listed if tensors else {})}, indent=2))
@@ -91,7 +85,7 @@ def verify(
     if ours:
         _verify_hashes(Path(path))
     if against or optimizer or not ours:
-        _verify_model(path, against, config, optimizer=optimizer)
+        _verify_model(path, against, config, optimizer=optimizer, is_hashed=ours)
 
 
 def _verify_hashes(path: Path) -> None:
@@ -116,18 +110,18 @@ def _verify_hashes(path: Path) -> None:
         raise CheckpointError(f"{path}: {bad} of {len(paths)} checkpoints did not verify")
 
 
-def _verify_model(path: str, against: str, config: Path | None, *, optimizer: bool) -> None:
-    """Check completeness (by opening), checksums, equal replicas, and equality with another model."""
+def _verify_model(path: str, against: str, config: Path | None, *, optimizer: bool, is_hashed: bool) -> None:
+    """Check completeness (by opening), checksums unless `is_hashed`, replicas, and equality with another model."""
     from lt_ckpt.checksums import describe_checksums, iter_damages
     from lt_ckpt.comparison import compare, find_replica_mismatches
     from lt_ckpt.errors import CheckpointError
     from lt_ckpt.model_files import carries_files, find_differences
 
-    source = open_model(path, config, optimizer=None)
+    source = open_model(path, config, optimizer=None, verify=not is_hashed)
     if optimizer and source.groups.keys() == {"weights"}:
         raise CheckpointError(f"{path}: has no optimizer state; leave out --optimizer to verify the weights")
     with progress_bar("checking") as progress:
-        problems = [] if source.format == "lt" else list(iter_damages(source, progress=progress))
+        problems = [] if is_hashed else list(iter_damages(source, progress=progress))
     with progress_bar("comparing replicas") as progress:
         problems += find_replica_mismatches(source, progress=progress)
     if against:
@@ -223,7 +217,9 @@ def prune(
 
     if not path.is_dir():
         raise CheckpointError(f"{path}: is no folder; give a folder of checkpoints, or a run")
-    removed = prune_root(checkpoint_root(path), keep_last=keep_last, keep_every=keep_every)
+    root = checkpoint_root(path)
+    with progress_bar("verifying") as progress:
+        removed = prune_root(root, keep_last=keep_last, keep_every=keep_every, progress=progress)
     for folder in removed:
         echo(f"removed {folder}")
     echo(f"{len(removed)} removed")

@@ -53,17 +53,15 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int, str], None]]:
         yield lambda done, total, _: bars.update(task, completed=done, total=total)
 
 
-def open_model(path: str, config: Path | None, **nxd: Any) -> "Source":
-    """Open a model in any format; a hub model is downloaded with a progress bar.
+def open_model(path: str, config: Path | None, *, verify: bool = True, **nxd: Any) -> "Source":
+    """Open a model in any format, with a progress bar while a hub model is downloaded or a run's newest one verified.
 
     Newer checkpoints of a run that are damaged are named on standard error.
     """
-    from lt_ckpt.formats import HUB, open_source
+    from lt_ckpt.formats import open_source
 
-    if not path.startswith(HUB):
-        source = open_source(path, config=config, **nxd)
-        for sentence in source.fallbacks:
-            echo_error(sentence)
-        return source
-    with progress_bar(f"downloading {path}") as progress:
-        return open_source(path, config=config, progress=progress, **nxd)
+    with progress_bar(f"opening {path}") as progress:
+        source = open_source(path, config=config, verify=verify, progress=progress, **nxd)
+    for sentence in source.fallbacks:
+        echo_error(sentence)
+    return source

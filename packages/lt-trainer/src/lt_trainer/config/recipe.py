@@ -247,7 +247,8 @@ def _from_pretrained(field: str, address: str, config: str) -> tuple[ModelConfig
             values, about = fetch_config(address)
             pinned = str(replace(Address.parse(address), revision=about["revision"]))
         else:
-            values, pinned = read_config(Path(config)) if config else dict(open_source(address).config), address
+            pinned = address
+            values = read_config(Path(config)) if config else dict(open_source(address, verify=False).config)
         check_trainable(values, address)
         return config_from_hf(values), pinned
 
