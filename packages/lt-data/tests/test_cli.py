@@ -32,7 +32,7 @@ def test_the_whole_road(corpus, run, texts):
     store = TokenStore("store")
     assert out.startswith(f"59 documents, {store.n_tokens} tokens of {store.manifest.text_bytes} bytes in store\n")
     assert "1 documents left out: empty" in out
-    assert re.fullmatch(r"prepare: .* s\n", err, re.DOTALL)
+    assert re.fullmatch(r"tokenizer tok: transformers .*--split-rule qwen2\)\nprepare: .* s\n", err, re.DOTALL)
     assert (code, store.manifest.bos, store.manifest.eos) == (0, False, True)
     assert run("pack", "store", "--seq-len", 128)[0] == 0
     code, out, _ = run("pack", "store", "--seq-len", 128, "--mode", "concat")

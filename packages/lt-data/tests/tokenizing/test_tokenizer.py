@@ -57,8 +57,12 @@ def test_names_of_special_tokens(tokenizer):
     both = {**old, "tokenizer_config.json": b'{"eos_token": "<|bos|>", "bos_token": null, "pad_token": "fo"}'}
     with pytest.raises(DataError, match="pad_token 'fo' is not in the vocabulary"):
         Tokenizer.from_bytes(both)
-    both["tokenizer_config.json"] = b'{"eos_token": "<|bos|>", "bos_token": null}'
-    assert (Tokenizer.from_bytes(both).bos_id, Tokenizer.from_bytes(both).eos_id) == (None, 0)
+    for decoder, eos in (("", 1), (', "added_tokens_decoder": {}', 0)):
+        both["tokenizer_config.json"] = f'{{"eos_token": "<|bos|>", "bos_token": null{decoder}}}'.encode()
+        assert (Tokenizer.from_bytes(both).bos_id, Tokenizer.from_bytes(both).eos_id) == (None, eos)
+    both["tokenizer_config.json"] = b'{"added_tokens_decoder": {"300": {"text": "<x>"}}}'
+    with pytest.raises(DataError, match=r"a special or added token has another form .*; save the tokenizer again"):
+        Tokenizer.from_bytes(both)
     for content, message in ((b"{", "not JSON"), (b"[]", "holds a list, not an object")):
         both["tokenizer_config.json"] = content
         with pytest.raises(DataError, match=rf"tokenizer_config\.json: .*{message}.*; save the tokenizer again"):

@@ -10,6 +10,7 @@ from lt_data.display.terminal import echo, echo_error
 
 if TYPE_CHECKING:
     from lt_data.sources.options import OnBad
+    from lt_data.tokenizing.tokenizer import SplitRule
 
 app = typer.Typer(
     name="data",
@@ -32,6 +33,9 @@ def train_tokenizer(
     sources: _Sources,
     vocab_size: Annotated[int, typer.Option(help="Number of ids, with special tokens and 256 bytes.")],
     out: Annotated[Path, typer.Option(help="Folder of the new tokenizer.")],
+    split_rule: Annotated[
+        str, typer.Option("--split-rule", help="How text is divided into words: llama3, or qwen2 for such models.")
+    ] = "llama3",
     suffix: _Suffixes = None,
     text_field: _TextField = "text",
     on_bad: Annotated[str, typer.Option(help="Bad input: error, or skip (left out and counted).")] = "error",
@@ -66,6 +70,7 @@ def train_tokenizer(
         tokenizer = Tokenizer.train(
             texts,
             vocab_size=vocab_size,
+            split=cast("SplitRule", split_rule),
             progress=lambda _done, _total, _unit: report(reader.read_bytes, reader.total_bytes, "bytes"),
         )
     tokenizer.save(out)

@@ -119,6 +119,7 @@ def prepare(
         source_options=source_options,
     )
     unit_options.make_encoder()  # errors before the sources are listed
+    _notify_of_split(unit_options.tokenizer, notify)
     load_record_map(record_map, map_args, source_options)
     out = Path(out)
     documents, paths = _divide_input(sources)
@@ -147,6 +148,16 @@ def prepare(
     for notice in divided.notices():
         notify(notice)
     return manifest
+
+
+def _notify_of_split(tokenizer: Tokenizer, notify: NoticeCallback) -> None:
+    """Warn before the work that `transformers` reads other ids for one type of models."""
+    if not tokenizer.has_split("qwen2"):
+        notify(
+            f"tokenizer {tokenizer.name}: transformers reads these ids with every type of model but qwen2, whose class "
+            "divides text by its own rule; train a model of another type, or use a tokenizer with that rule "
+            "(lt data train-tokenizer --split-rule qwen2)"
+        )
 
 
 def _notify_of_columns(manifest: StoreManifest, notify: NoticeCallback) -> None:

@@ -19,7 +19,6 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from lt_data.errors import DataError
-from lt_data.tokenizing.files import MODEL_FILE
 from lt_data.tokenizing.tokenizer import SpecialTokensAs, Tokenizer
 
 EngineRequest = Literal["auto", "hf", "gigatoken"]
@@ -72,7 +71,7 @@ class GigatokenEngine:
         except ImportError as exc:
             raise DataError(f'engine = "gigatoken": not installed ({exc}): pip install "lt-data[fast]"') from exc
         self._load_json: Any = gigatoken_rs.load_hf_json
-        model: dict[str, Any] = json.loads(tokenizer.files[MODEL_FILE])
+        model: dict[str, Any] = json.loads(tokenizer.definition)
         model["truncation"] = model["padding"] = None  # supported by neither gigatoken nor this package
         if special_tokens_as == "text":
             model["added_tokens"] = [token for token in model.get("added_tokens") or [] if not token.get("special")]

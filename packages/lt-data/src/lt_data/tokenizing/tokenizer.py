@@ -13,27 +13,32 @@ import json
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import tokenizers
-from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
-from lt_data import strict_json
 from lt_data.errors import DataError
 from lt_data.progress import Progress, no_progress
 from lt_data.storage import atomic_folder, write_file
 from lt_data.tokenizing.files import CONFIG_FILE, MODEL_FILE, TOKENIZER_FILES, read_tokenizer_files
+from lt_data.tokenizing.special_tokens import SpecialTokens, read_special_tokens
 
 N_BYTES = 256  # ids of single bytes in a byte-level tokenizer
 SpecialTokensAs = Literal["text", "ids"]
 _CALL_CHARACTERS = 1 << 19  # per call of `tokenizers`
+_REFUSED_IF_MISSING = ("bos_token", "eos_token", "pad_token")
 
-# Split regex of Llama 3: contractions, words, numbers of at most three digits, punctuation, line ends, spaces.
+# Contractions, words, numbers of at most three digits, punctuation, line ends, spaces.
 LLAMA3_SPLIT_REGEX = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# The same with each digit alone.
+QWEN2_SPLIT_REGEX = LLAMA3_SPLIT_REGEX.replace(r"\p{N}{1,3}", r"\p{N}")
+SplitRule = Literal["llama3", "qwen2"]
+"""Rule that divides text before the merges: the regex of Llama 3, or NFC and the regex of Qwen2."""
 
 
 class TokenizerFailure(DataError):
@@ -56,6 +61,7 @@ class Tokenizer:
         eos_id: EOS id, None if the files name none.
         pad_id: padding id, None if the files name none.
         special_strings: strings of the special tokens.
+        definition: tokenizer.json, with the tokens that only the other files name.
     """
 
     def __init__(self, files: Mapping[str, bytes], *, name: str = "") -> None:
@@ -65,6 +71,9 @@ class Tokenizer:
         self.name = name
         self.sha256 = _digest(self.files)
         self._tokenizer = _build_tokenizer(self.files[MODEL_FILE], f"{name or 'tokenizer'}: {MODEL_FILE}")
+        special = read_special_tokens(self.files, name)
+        is_changed = _add_tokens(self._tokenizer, special)
+        self.definition: bytes = self._tokenizer.to_str().encode() if is_changed else self.files[MODEL_FILE]
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise DataError(f"tokenizer {name}: {MODEL_FILE} has no tokens")
@@ -72,10 +81,9 @@ class Tokenizer:
         added = self._tokenizer.get_added_tokens_decoder().values()
         self.special_strings: tuple[str, ...] = tuple(sorted(token.content for token in added if token.special))
         self._with_specials: tokenizers.Tokenizer | None = None
-        names = _read_special_token_names(self.files, name)
-        self.bos_id: int | None = _token_id(names, "bos_token", vocabulary, name)
-        self.eos_id: int | None = _token_id(names, "eos_token", vocabulary, name)
-        self.pad_id: int | None = _token_id(names, "pad_token", vocabulary, name)
+        self.bos_id: int | None = _token_id(special, "bos_token", vocabulary, name)
+        self.eos_id: int | None = _token_id(special, "eos_token", vocabulary, name)
+        self.pad_id: int | None = _token_id(special, "pad_token", vocabulary, name)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return what another process needs to make the same tokenizer."""
@@ -123,34 +131,35 @@ class Tokenizer:
         *,
         vocab_size: int,
         special_tokens: Sequence[str] = ("<|bos|>", "<|eos|>"),
+        split: SplitRule = "llama3",
         progress: Progress = no_progress,
     ) -> "Tokenizer":
-        """Train a byte-level BPE tokenizer with the split of Llama 3, deterministically.
+        """Train a byte-level BPE tokenizer, deterministically.
 
         Args:
             texts: training texts, iterated once.
             vocab_size: number of ids, including special tokens and the 256 bytes. A small corpus may give fewer.
             special_tokens: the first is BOS and the last is EOS; they get the first ids.
+            split: rule that divides text before the merges; a model of type qwen2 needs "qwen2".
             progress: called with the characters read.
 
         Returns:
             A tokenizer whose files `transformers.AutoTokenizer` can load; it adds no BOS or EOS.
 
         Raises:
-            DataError: `vocab_size` is too small for the bytes and the special tokens, or there is no text.
+            DataError: `vocab_size` is too small for the bytes and the special tokens, the rule is unknown, or there is
+                no text.
         """
+        if split not in get_args(SplitRule):
+            raise DataError(f"split = {split!r}: choose {' or '.join(get_args(SplitRule))}")
         min_size = N_BYTES + len(special_tokens)
         if vocab_size < min_size:
             raise DataError(
                 f"vocab_size = {vocab_size}: at least {min_size} (256 bytes and {len(special_tokens)} special tokens)"
             )
         tokenizer = tokenizers.Tokenizer(models.BPE())
-        split = pre_tokenizers.Split(Regex(LLAMA3_SPLIT_REGEX), behavior="isolated")
-        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        # the type stubs of `tokenizers` lack these setters
-        untyped = cast(Any, tokenizer)
-        untyped.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
-        untyped.decoder = decoders.ByteLevel()
+        _set_split(tokenizer, split)
+        cast(Any, tokenizer).decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size,
             special_tokens=list(special_tokens),
@@ -201,7 +210,7 @@ class Tokenizer:
         tokenizer = self._tokenizer
         if special_tokens_as == "ids":
             if self._with_specials is None:
-                self._with_specials = _build_tokenizer(self.files[MODEL_FILE], self.name, special_tokens_as="ids")
+                self._with_specials = _build_tokenizer(self.definition, self.name, special_tokens_as="ids")
             tokenizer = self._with_specials
         ids: list[np.ndarray] = []
         begin = characters = 0
@@ -220,6 +229,12 @@ class Tokenizer:
     def tokens_by_id(self) -> dict[int, str]:
         """Return the tokens, added ones too, by id."""
         return {number: token for token, number in self._tokenizer.get_vocab(with_added_tokens=True).items()}
+
+    def has_split(self, split: SplitRule) -> bool:
+        """Return whether this rule divides the text; a property of the files, not of ids."""
+        expected = tokenizers.Tokenizer(models.BPE())
+        _set_split(expected, split)
+        return _split_settings(self.definition) == _split_settings(expected.to_str())
 
     def save(self, folder: str | Path) -> None:
         """Write the files to a new or empty folder, atomically.
@@ -269,27 +284,60 @@ def _build_tokenizer(
     return tokenizer
 
 
-def _read_special_token_names(files: Mapping[str, bytes], name: str) -> dict[str, str]:
-    """Return the strings of bos_token, eos_token and pad_token; the configuration overrides the older map."""
-    names: dict[str, str] = {}
-    for file in ("special_tokens_map.json", CONFIG_FILE):
-        if file not in files:
-            continue
-        values = strict_json.load_object(files[file], f"tokenizer {name}: {file}", "save the tokenizer again")
-        for key in ("bos_token", "eos_token", "pad_token"):
-            value = values.get(key)
-            value = value.get("content") if isinstance(value, dict) else value
-            if isinstance(value, str):
-                names[key] = value
-    return names
+def _set_split(tokenizer: tokenizers.Tokenizer, split: SplitRule) -> None:
+    untyped = cast(Any, tokenizer)  # the type stubs of `tokenizers` lack these setters
+    regex = LLAMA3_SPLIT_REGEX
+    if split == "qwen2":
+        regex = QWEN2_SPLIT_REGEX
+        untyped.normalizer = normalizers.NFC()
+    words = pre_tokenizers.Split(Regex(regex), behavior="isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    untyped.pre_tokenizer = pre_tokenizers.Sequence([words, byte_level])
 
 
-def _token_id(names: Mapping[str, str], key: str, vocabulary: Mapping[str, int], name: str) -> int | None:
-    if key not in names:
+def _split_settings(definition: str | bytes) -> list[Any]:
+    """Return normalizer and pre-tokenizer of a tokenizer.json, without a setting that changes no id."""
+    values = json.loads(definition, object_hook=lambda table: {k: v for k, v in table.items() if k != "trim_offsets"})
+    return [values.get("normalizer"), values.get("pre_tokenizer")]
+
+
+def _add_tokens(tokenizer: tokenizers.Tokenizer, special: SpecialTokens) -> bool:
+    """Add the tokens that the tokenizer lacks, or has with other flags; return whether there are any.
+
+    `transformers` does the same when it loads a tokenizer. BOS, EOS and padding must be in the vocabulary.
+    """
+    present = tokenizer.get_added_tokens_decoder().values()
+    named_strings = {token.content for token in special.names.values()}
+    flags_of_present = {repr(token) for token in present}
+    missing: list[AddedToken] = []
+    for token in special.decoder:
+        added = AddedToken(token.content, **token.flags)
+        if repr(added) not in flags_of_present:
+            added.special |= token.content in named_strings
+            missing.append(added)
+    known = {token.content for token in (*present, *missing)}
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    for name, token in special.names.items():
+        is_refused = name in _REFUSED_IF_MISSING and token.content not in vocabulary
+        if token.content not in known and not is_refused:
+            known.add(token.content)
+            missing.append(AddedToken(token.content, **token.flags))
+    for token in special.additional:
+        if token.content not in known:
+            known.add(token.content)
+            missing.append(AddedToken(token.content, **token.flags))
+    tokenizer.add_tokens(missing)
+    return bool(missing)
+
+
+def _token_id(special: SpecialTokens, key: str, vocabulary: Mapping[str, int], name: str) -> int | None:
+    string = special.string(key)
+    if string is None:
         return None
-    if names[key] not in vocabulary:
-        raise DataError(f"tokenizer {name}: {key} {names[key]!r} is not in the vocabulary of {MODEL_FILE}")
-    return vocabulary[names[key]]
+    if string not in vocabulary:
+        problem = f"{key} {string!r} is not in the vocabulary of {MODEL_FILE}"
+        raise DataError(f"tokenizer {name}: {problem}; load and save the tokenizer with transformers, which adds it")
+    return vocabulary[string]
 
 
 def _digest(files: Mapping[str, bytes]) -> str:
