@@ -216,15 +216,11 @@ def of_state(state: Any) -> type[Stateful]:
     return type("Odd", (Stateful,), {"state_dict": lambda self: state})
 
 
-EMPTY = {"input_ids": row(0)["input_ids"], "labels": np.full(SEQ_LEN, -100)}
-
-
 @pytest.mark.parametrize(
     ("factory", "message"),
     [
         (lambda **facts: (row(n) if n < 11 else {}["disk"] for n in range(12)), "after 11 rows of dp_rank 0: KeyError"),
         (lambda **facts: 1 // 0, "after 0 rows of dp_rank 0: ZeroDivisionError"),
-        (lambda **facts: [*map(row, range(8)), *[EMPTY] * 8], "step 2 has no labels"),
         (of_state({"at": {1, 2}}), "not JSON serializable"),
         (of_state({1: "at"}), "dicts with string keys"),
     ],

@@ -211,6 +211,8 @@ class Engine(Protocol):
     def step(self, batch: StepBatch, lr: float) -> Any:
         """Run all micro-batches and the optimizer step; return a handle without waiting for the device.
 
+        The loop does not call it for a batch without labels (`valid_tokens` 0), whose loss would not be finite.
+
         If the loss or gradient norm of any rank is not finite, all ranks skip the step without a change of weights and
         optimizer state. The device decides this too.
 

@@ -57,7 +57,7 @@ def pack(store: TokenStore, *, seq_len: int, mode: PackMode = "bfd", overwrite: 
         overwrite: make it again if it exists.
 
     Raises:
-        DataError: bad `seq_len` or `mode`, other files in its folder, or a file system error.
+        DataError: bad `seq_len` or `mode`, other files in its folder, no position with a label, or a file system error.
     """
     check_mode(mode, seq_len)
     folder = store.pack_folder(f"{mode}-{seq_len}")
@@ -81,7 +81,7 @@ def pack(store: TokenStore, *, seq_len: int, mode: PackMode = "bfd", overwrite: 
         if store.packs is not None or not isinstance(exc.__cause__, OSError):
             raise
         raise DataError(f"{exc}; or give another folder for packs (--packs, in a recipe data.packs)") from exc
-    return PackIndex.load(folder)
+    return _open_checked(folder, store, seq_len, mode)
 
 
 def open_pack(store: TokenStore, *, seq_len: int, mode: PackMode = "bfd") -> PackIndex:
@@ -91,7 +91,8 @@ def open_pack(store: TokenStore, *, seq_len: int, mode: PackMode = "bfd") -> Pac
         'bfd'
 
     Raises:
-        DataError: no such pack, or it belongs to another store; the message names the command that makes it.
+        DataError: no such pack, or it belongs to another store; the message names the command that makes it. Or none of
+            its positions has a label.
     """
     check_mode(mode, seq_len)
     folder = store.pack_folder(f"{mode}-{seq_len}")
@@ -113,6 +114,11 @@ def _open_checked(folder: Path, store: TokenStore, seq_len: int, mode: PackMode)
         raise DataError(f"{folder} belongs to another store; {remedy}")
     if (index.seq_len, index.mode) != (seq_len, mode):
         raise DataError(f"{folder} is {index.mode}-{index.seq_len}, not {mode}-{seq_len}; {remedy}")
+    if index.n_rows and not index.valid.any():  # reads up to the first row with a label
+        raise DataError(
+            f"{folder}: no position has a label, since no document of {store.path} has two tokens; there is nothing to "
+            "train on: prepare longer texts"
+        )
     return index
 
 

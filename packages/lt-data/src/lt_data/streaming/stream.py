@@ -98,7 +98,7 @@ class StreamBatch:
 
     Attributes:
         tokens: this rank's rows in the store's dtype, [global_batch_size / dp_size, seq_len].
-        valid_tokens: positions with a label in the *global* batch.
+        valid_tokens: positions with a label in the *global* batch; 0: there is nothing to train on.
         row_ids: indices of this rank's rows in the pack or mixture (int64).
         step: index of the batch, from 0.
         state: state of the stream after this batch.

@@ -121,8 +121,6 @@ class LoaderBatches:
             return sum(int((rows.labels != IGNORE_INDEX).sum()) for rows in items)
 
         n_labels = sum(self._gather(read).values())
-        if not n_labels:
-            raise LoaderError(f"data.loader = {recipe.data.loader!r}: step {state.step + 1} has no labels")
         self.state = replace(state, step=state.step + 1, row=state.row + n_rows)
         rows = Rows(*(np.concatenate([getattr(part, name) for part in items]) for name in ROW_FIELDS))
         starts = find_document_starts(rows.doc_ids)

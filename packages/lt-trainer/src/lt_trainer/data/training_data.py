@@ -169,7 +169,14 @@ def _validation_set(recipe: Recipe, name: str, store: TokenStore, n_sets: int) -
         n_tokens = interval * recipe.batch.global_batch_size * reader.seq_len // (10 * n_sets)
     n_rows = reader.n_rows if n_tokens < 0 else min(reader.n_rows, max(1, -(-n_tokens // reader.seq_len)))
     rows = np.sort(reader.rows_at(0, n_rows, seed=0, shuffle=True))
-    share = reader.count_labels(rows) / max(1, int(reader.valid.sum(dtype=np.int64)))
+    n_labels = reader.count_labels(rows)
+    if not n_labels and reader.n_rows:
+        raise RecipeError(
+            f"no position of the {rows.size} rows that validation{f' {name}' if name else ''} reads has a label",
+            values={"metrics.validation_tokens": recipe.metrics.validation_tokens},
+            remedy="set it higher, or to -1 for all rows",
+        )
+    share = n_labels / max(1, int(reader.valid.sum(dtype=np.int64)))
     return ValidationSet(name=name, reader=reader, rows=rows, text_bytes=round(text_bytes(store) * share))
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from lt_data import RowReader, TokenStore
 from lt_trainer.data.training_data import text_bytes, validation_batches, validation_rows
-from lt_trainer.evaluation.scorer import BatchShape, EvaluationError, Scorer
+from lt_trainer.evaluation.scorer import BatchShape, Scorer
 
 RECORD_BITS = 40
 """Bits of the record in a document's source; those above are the index of its file."""
@@ -48,9 +48,6 @@ def evaluate_store(
         A dict for each group of documents: `store`, `group` ("all", "source" or "length"), `name` (source file, or
         range of lengths in tokens such as "256-511"), `documents`, `tokens` (positions with a label), `loss_sum`
         (nats), `loss` (nats per token), `perplexity`; that of the whole also has `text_bytes` and `bits_per_byte`.
-
-    Raises:
-        EvaluationError: the store has no label.
     """
     assert reader.seq_len == shape.seq_len
     topology, pack = scorer.topology, reader.pack
@@ -82,8 +79,6 @@ def evaluate_store(
         return {**found, "tokens": n_tokens, "loss_sum": loss_sum, "loss": loss, "perplexity": perplexity}
 
     whole = total("all", "", range(len(keys)))
-    if not whole["tokens"]:
-        raise EvaluationError(f"{name} has no label: its documents have at most one token; prepare longer ones")
     n_bytes = text_bytes(reader.store)
     bits_per_byte = whole["loss_sum"] / math.log(2) / n_bytes if n_bytes else math.nan
     losses = [{**whole, "text_bytes": n_bytes, "bits_per_byte": bits_per_byte}]

@@ -90,7 +90,7 @@ def _draw(runs: Sequence[RunHistory], name: str, title: str, fields: Sequence[st
 
 def _points(records: Sequence[Mapping[str, Any]], field: str) -> np.ndarray:
     """Return steps and finite values of a field, float64 [2, n]; of a field by layer [1 + layers, n]."""
-    points = [np.append(record["step"], record[field]) for record in records if field in record]
+    points = [np.append(record["step"], record[field]) for record in records if record.get(field) is not None]
     table = np.stack(points).T.astype(float) if points else np.empty((2, 0))
     return table[:, np.isfinite(table).all(axis=0)]
 

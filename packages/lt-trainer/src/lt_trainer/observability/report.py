@@ -115,7 +115,7 @@ def _columns(
 def _facts(run: RunHistory) -> dict[str, object]:
     """Return state and key numbers by name."""
     start = run.last_event("start")
-    losses = [record["loss"] for record in run.train if math.isfinite(record["loss"])]
+    losses = [loss for loss in run.losses if math.isfinite(loss)]
     tail = losses[-max(len(losses) // 40, 1) :]
     facts: dict[str, object] = {
         "state": run.state,
@@ -123,7 +123,7 @@ def _facts(run: RunHistory) -> dict[str, object]:
         "training time": f"{run.seconds / 3600:.2f} h",
         "devices": f"{start['world']} x {start['device']}" if start else "-",
         "loss": f"{math.fsum(tail) / len(tail):.4f}, mean of {len(tail)} records" if tail else "-",
-        "records without a finite loss": len(run.train) - len(losses),
+        "records without a finite loss": len(run.losses) - len(losses),
     }
     for name, records in run.validation.items():
         bits = records[-1].get("val_bits_per_byte")

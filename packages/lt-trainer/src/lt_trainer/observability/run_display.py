@@ -50,6 +50,9 @@ class RunDisplay:
                 self.print(HEADER)
             self._n_lines += 1
             step = f"{record['step']:,}/{self._last_step:,}"
+            if record["loss"] is None:
+                self.print(f"{step:>15} no labels")
+                return
             left = str(timedelta(seconds=round(seconds_left))) if math.isfinite(seconds_left) else ""
             self.print(
                 f"{step:>15} {record['loss']:>9.4f} {record['learning_rate']:>9.2e} {record['grad_norm']:>8.3f} "

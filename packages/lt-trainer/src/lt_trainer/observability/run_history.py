@@ -71,6 +71,11 @@ class RunHistory:
             raise RunDirError(f"{path} is damaged ({exc}); start the run again to rewrite it") from exc
 
     @property
+    def losses(self) -> list[float]:
+        """Losses of the training records; a step without labels has none."""
+        return [record["loss"] for record in self.train if record["loss"] is not None]
+
+    @property
     def step(self) -> int:
         """Last reported step; 0 without one."""
         return self.train[-1]["step"] if self.train else 0
@@ -111,7 +116,11 @@ class RunHistory:
     def numbers(self) -> dict[str, str]:
         """Return the numbers of the newest record, as text by title."""
         last = self.train[-1] if self.train else {}
-        return {title: template.format(last[field]) for field, (title, template) in NUMBERS.items() if field in last}
+        return {
+            title: template.format(last[field])
+            for field, (title, template) in NUMBERS.items()
+            if last.get(field) is not None
+        }
 
 
 def seconds_of(record: Mapping[str, Any]) -> float:

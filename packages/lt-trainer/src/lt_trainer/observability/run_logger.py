@@ -184,7 +184,7 @@ class RunLogger:
         now, last = self._clock(), records[-1]
         seconds = self._trained_s + now - (now if self._since is None else self._since)
         self._trained_s, self._since = 0.0, now
-        amounts = self._cost.amounts(records)
+        amounts = self._cost.amounts([record for record in records if record.valid_tokens])
         rates = [amount / seconds / self._device.count if seconds > 0 else math.nan for amount in amounts]
         peak = self._device.peak_flops or math.nan
         n_done = last.step - records[0].step + 1
@@ -192,15 +192,19 @@ class RunLogger:
         self._seconds_left = (self._last_step - last.step) * (seconds / n_done + self._paused_s / self._n_steps)
         rate_names = ("batches_per_sec", "samples_per_sec", "tokens_per_sec", "flops_per_sec")
         record: dict[str, Any] = {name: getattr(last, name) for name in ("step", "loss", "learning_rate", "grad_norm")}
-        record |= dict(zip(rate_names, rates[:4], strict=True))
-        record |= {"mfu": rates[3] / peak, "memory_gib": memory_bytes / GIB, "valid_tokens": last.valid_tokens}
-        record |= {"elapsed_s": now - self._start, "hfu": rates[4] / peak, "mfu_documents": rates[5] / peak}
+        has_trained = amounts[0] > 0
+        if has_trained:
+            record |= dict(zip(rate_names, rates[:4], strict=True)) | {"mfu": rates[3] / peak}
+        record |= {"memory_gib": memory_bytes / GIB, "valid_tokens": last.valid_tokens}
+        record["elapsed_s"] = now - self._start
+        if has_trained:
+            record |= {"hfu": rates[4] / peak, "mfu_documents": rates[5] / peak}
         if last.experts is not None:
             record |= {f"expert_{name}": list(values) for name, values in vars(last.experts).items()}
         record |= {f"{part}_s": seconds for part, seconds in times.items()}
         joules = None if self._energy is None else self._energy.energy_joules()
         if joules is not None:
-            if self._joules is not None:  # the first reading is the baseline
+            if self._joules is not None and has_trained:  # the first reading is the baseline
                 record["joules_per_token"] = (joules - self._joules) / amounts[2]
             record["energy_kwh"] = joules / JOULES_PER_KWH
         self._joules = joules
@@ -237,6 +241,11 @@ class RunLogger:
         record = {"step": step, "eval_task": result.task, "eval_items": result.n_items}
         record |= {"elapsed_s": self._clock() - self._start}
         self._write(record | {f"eval_{name}": value for name, value in result.metrics.items()})
+
+    def log_step_without_labels(self, record: StepRecord) -> None:
+        """Log a step that had nothing to predict."""
+        self.log_event("step_without_labels", step=record.step)
+        self.log_message(f"step {record.step} has no labels: nothing was trained, weights and optimizer are unchanged")
 
     def log_skipped_step(self, record: StepRecord, count: int) -> None:
         """Log a step that did not change the weights."""

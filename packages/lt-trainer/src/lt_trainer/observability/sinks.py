@@ -94,7 +94,7 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
         group, prefix = f"validation/{record.get('val_set', '')}".rstrip("/"), "val_"
     numbers: dict[str, Any] = {}
     for name, value in record.items():
-        if name.startswith(prefix) and name != "step" and not isinstance(value, str):
+        if name.startswith(prefix) and name != "step" and not isinstance(value, str | None):
             tag = f"{group}/{name.removeprefix(prefix)}"
             numbers |= (
                 {f"{tag}/{layer}": one for layer, one in enumerate(value)} if isinstance(value, list) else {tag: value}

@@ -61,8 +61,9 @@ def _rows(run: RunHistory) -> Iterator[tuple[str, str]]:
         left = "" if math.isnan(run.seconds_left) else f", {timedelta(seconds=round(run.seconds_left))} left"
         newest = time.time() - (run.path / "metrics.jsonl").stat().st_mtime
         yield "step", f"{run.step:,} of {run.max_steps:,}{left}; written {timedelta(seconds=round(newest))} ago"
-        yield "loss", f"{run.train[-1]['loss']:.4f}"
-        yield "", _curve([record["loss"] for record in run.train])
+    if run.losses:
+        yield "loss", f"{run.losses[-1]:.4f}"
+        yield "", _curve(run.losses)
     yield from run.numbers().items()
     for name, records in run.validation.items():
         last = records[-1]

@@ -132,7 +132,8 @@ def _store_section(facts: Facts, store: StoreFacts) -> str:
 def _report_parts(facts: Facts) -> dict[str, str]:
     values = flatten(facts.recipe)
     given = [(plain(name), plain(values.get(name))) for name, origin in facts.origins.items() if not is_default(origin)]
-    losses = [(record["step"], f"{record['loss']:.6g}") for record in (*facts.train[:1], *facts.train[-1:])]
+    train = [record for record in facts.train if record["loss"] is not None]
+    losses = [(record["step"], f"{record['loss']:.6g}") for record in (*train[:1], *train[-1:])]
     shape, experts = facts.shape, ""
     if shape.has_experts:
         experts = f"; {shape.n_experts} experts of width {shape.expert_size:,}, {shape.experts_per_token} for a token"

@@ -137,8 +137,10 @@ def _compare_losses(facts: Facts, train: Sequence[Mapping[str, Any]], run: Path)
     return told, largest <= tolerance
 
 
-def _difference(a: float, b: float) -> float:
-    """Return the relative difference: 0 for equal bits, infinity where one is not finite."""
+def _difference(a: float | None, b: float | None) -> float:
+    """Return the relative difference: 0 for equal bits, infinity where one is not finite, or None."""
+    if a is None or b is None:
+        return 0.0 if a is b else math.inf
     if a == b or (math.isnan(a) and math.isnan(b)):
         return 0.0
     return abs(a - b) / max(abs(a), abs(b)) if math.isfinite(a - b) else math.inf

@@ -144,9 +144,9 @@ def format_record(record: Mapping[str, Any]) -> str:
         >>> format_record({"step": 20, "val_loss": 3.25, "val_tokens": 4096, "elapsed_s": 12.3456789})
         'step=20 val_loss=3.25 val_tokens=4096 elapsed_s=12.3457'
     """
-    return " ".join(
-        f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value}" for name, value in record.items()
-    )
+    texts = {name: f"{value:.6g}" if isinstance(value, float) else str(value) for name, value in record.items()}
+    texts |= {name: "null" for name, value in record.items() if value is None}
+    return " ".join(f"{name}={text}" for name, text in texts.items())
 
 
 def _io_error(action: str, path: Path, exc: OSError) -> RunDirError:

@@ -2,8 +2,8 @@
 
 Records are rows of plain values, written as JSON (metrics.jsonl) and as `key=value` lines (`jsonl.format_record`).
 `METRIC_DEFINITIONS` has the regular expressions with which SageMaker finds the six metrics of the Litespark algorithm
-in such lines. What is not available (no energy counter, say) is omitted; nan is a value that could not be computed. All
-fields are described in docs/reference/metrics.md.
+in such lines. What is not available (no energy counter, say) is omitted; nan is a value that could not be computed,
+null what a step without labels does not have. All fields are described in docs/reference/metrics.md.
 """
 
 import math
@@ -19,19 +19,27 @@ class StepRecord:
     """One completed step, counted from 1; values are equal on all ranks.
 
     Attributes:
+        loss: None of a step without labels.
+        grad_norm: the same.
         rows: Rows of the whole run.
         document_length: Length of a position's document, averaged over the positions of rank 0.
         experts: Load of the experts, of a model that has some.
     """
 
     step: int
-    loss: float
-    grad_norm: float
+    loss: float | None
+    grad_norm: float | None
     learning_rate: float
     valid_tokens: int
     rows: int
     document_length: float
     experts: ExpertLoad | None = None
+
+    @property
+    def was_skipped(self) -> bool:
+        """True if the engine skipped the step, whose loss or gradient norm is not finite."""
+        values = (self.loss, self.grad_norm)
+        return any(value is not None and not math.isfinite(value) for value in values)
 
 
 NUMBER_REGEX = r"([-+]?(?:[0-9][0-9.]*(?:[eE][-+]?[0-9]+)?|nan|inf))"

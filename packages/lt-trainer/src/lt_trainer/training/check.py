@@ -31,6 +31,8 @@ from lt_trainer.run_directory.run_dir import RunDir
 from lt_trainer.training.run import Run, open_run, read_inputs
 
 SCRATCH_SUFFIX = ".lt-check"
+MAX_STEPS_WITHOUT_LABELS = 20
+"""Steps that may follow one another without a label, each of which changes nothing."""
 
 
 class CheckError(TrainerError):
@@ -72,15 +74,17 @@ def check_run(resolved: ResolvedRecipe, world: World) -> None:
 
 
 def _check_steps(run: Run) -> None:
-    recipe, engine, first, say = run.recipe, run.engine, run.batches.state.step, run.log.log_message
+    recipe, engine, say = run.recipe, run.engine, run.log.log_message
 
     def step(batch: StepBatch, number: int) -> StepMetrics:
         rate = learning_rate(number, recipe.schedule, recipe.optimizer.lr)
         (metrics,) = engine.fetch_metrics([engine.step(batch, rate)])
         return metrics
 
+    batch = _next_batch_with_labels(run)
+    first = run.batches.state.step - 1
     began = time.monotonic()
-    metrics = step(run.batches.next_batch(), first)
+    metrics = step(batch, first)
     say(
         f"check: step {first + 1} in {time.monotonic() - began:.1f} s: loss {metrics.loss:.4f} (uniform prediction: "
         f"{math.log(run.model.vocab_size):.4f}), grad_norm {metrics.grad_norm:.4g}, peak memory "
@@ -100,7 +104,7 @@ def _check_steps(run: Run) -> None:
             "warning: a stop would be killed before its save is complete; raise fault_tolerance.grace_period_s = "
             f"{grace_s:g}, and the time between your scheduler's signal and SIGKILL"
         )
-    following = run.batches.next_batch()
+    following = _next_batch_with_labels(run)
     expected = step(following, first + 1)
     saved = run.checkpoints.find_latest()
     if saved is None:
@@ -111,3 +115,15 @@ def _check_steps(run: Run) -> None:
         raise CheckError(f"the step after a restore has loss {restored.loss}, without it {expected.loss}")
     say(f"check: restored; the next step has loss {restored.loss!r}, without it {expected.loss!r}")
     say("check: nothing was left behind")
+
+
+def _next_batch_with_labels(run: Run) -> StepBatch:
+    """Return the next batch that a run would train on."""
+    for _ in range(MAX_STEPS_WITHOUT_LABELS):
+        batch = run.batches.next_batch()
+        if batch.valid_tokens:
+            return batch
+        run.log.log_message(f"check: step {run.batches.state.step} has no labels, so a run trains nothing in it")
+    last = run.batches.state.step
+    first = last - MAX_STEPS_WITHOUT_LABELS + 1
+    raise CheckError(f"steps {first} to {last} have no labels, so nothing would be trained; inspect the data")

@@ -4,6 +4,9 @@ At each step boundary, in this order: take the next batch, step the engine, sync
 due, fetch metrics, validate, evaluate, save. Metrics are fetched only at logging steps, so a device runs ahead of the
 host in between. A stop always saves. With asynchronous saves, the stop synchronization includes whether one has failed.
 
+A step without any label is not given to the engine, on no rank, as its batch says on all: weights, optimizer state and
+step count stay, while the schedule and the data go on.
+
 The engine skips a step whose loss or gradient norm is not finite; the loop learns of it when it fetches metrics. After
 too many, the run rolls back to its newest checkpoint and skips all rows read since: the rows before the first bad step
 may have contributed (as in PaLM, https://arxiv.org/abs/2204.02311, section 5.1). The count is reset once no step was
@@ -13,7 +16,6 @@ skipped between two checkpoints.
 from __future__ import annotations
 
 import gc
-import math
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
@@ -88,7 +90,8 @@ class TrainingLoop:
         self._run, self._recipe, self._engine, self._log = run, run.recipe, run.engine, run.log
         self._batches = run.batches
         self._pending: list[tuple[StepRecord, Any]] = []
-        """Steps whose metrics have not been fetched."""
+        """Steps whose metrics have not been fetched, with the engine's handle; None of a step without labels."""
+        self._had_labels = self.step > 0
         self._n_skipped = 0
         """Skipped steps, reset once none was skipped between two checkpoints."""
         self._no_skips_since_save = True
@@ -110,6 +113,11 @@ class TrainingLoop:
                 if _is_due(self.step, gc_interval):
                     gc.collect(YOUNG_GENERATION)
                 stop_signal, is_last = self._sync_stop(), self.step == last
+                if is_last and not self._had_labels:
+                    raise TrainingError(
+                        f"no step up to {last} had a label, so the weights are the initial ones; look at the labels "
+                        "of data.loader: -100 is none"
+                    )
                 save = bool(stop_signal) or is_last or _is_due(self.step, recipe.checkpoint.interval)
                 pauses = is_last or not stop_signal  # a stop must be quick: no validation, no evaluation
                 validate = pauses and validates and (is_last or _is_due(self.step, recipe.metrics.validation_interval))
@@ -141,13 +149,16 @@ class TrainingLoop:
         batch = self._batches.next_batch()
         lr = learning_rate(number - 1, self._recipe.schedule, self._recipe.optimizer.lr)
         watchdog.mark("step", number)
-        pending = self._engine.step(batch, lr)
+        pending = None
+        if batch.valid_tokens:
+            pending = self._engine.step(batch, lr)
+            self._had_labels = True
         stopwatch.begin("rest")
         document_lengths = np.diff(batch.cu_seqlens.astype(np.int64))
         return StepRecord(
             step=number,
-            loss=math.nan,
-            grad_norm=math.nan,
+            loss=None,
+            grad_norm=None,
             learning_rate=lr,
             valid_tokens=batch.valid_tokens,
             rows=batch.input_ids.size // self._recipe.data.seq_len * self._engine.topology.dp_size,
@@ -171,13 +182,16 @@ class TrainingLoop:
     def _fetch_metrics(self) -> None:
         """Wait for the pending steps and log them."""
         self._run.watchdog.mark("fetch_metrics", self.step)
-        metrics = self._engine.fetch_metrics([handle for _, handle in self._pending])
-        pairs = zip(self._pending, metrics, strict=True)
-        records = [replace(record, **vars(values)) for (record, _), values in pairs]
+        metrics = iter(self._engine.fetch_metrics([handle for _, handle in self._pending if handle is not None]))
+        records = []
+        for record, handle in self._pending:
+            records.append(record if handle is None else replace(record, **vars(next(metrics))))
         self._pending = []
         self._log.log_steps(records, self._engine.peak_memory_bytes(), self._engine.stopwatch.pop_times())
         for record in records:
-            if not (math.isfinite(record.loss) and math.isfinite(record.grad_norm)):
+            if not record.valid_tokens:
+                self._log.log_step_without_labels(record)
+            elif record.was_skipped:
                 self._n_skipped, self._no_skips_since_save = self._n_skipped + 1, False
                 self._log.log_skipped_step(record, self._n_skipped)
 
