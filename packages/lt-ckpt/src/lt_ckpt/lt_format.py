@@ -20,6 +20,7 @@ from lt_ckpt.checkpoint import Checkpoint
 from lt_ckpt.dtypes import TORCH_NAMES, item_bytes
 from lt_ckpt.errors import CheckpointError
 from lt_ckpt.hf.folder import CONFIG, GENERATION_CONFIG
+from lt_ckpt.hf.tokenizer_classes import adapt_tokenizer, special_token_names, token_ids
 from lt_ckpt.llama_tensors import HEAD, add_tied_head, cast_dtypes, stored_shapes
 from lt_ckpt.manifest import CheckpointMetadata
 from lt_ckpt.model_files import with_architecture
@@ -31,6 +32,8 @@ from lt_ckpt.tensorfile import TensorSpec
 from lt_model import ModelConfig, config_to_hf
 
 SLICE_BYTES = 8 * 2**20
+CONVERTED_FROM = "converted_from"
+"""Key of the layout of a checkpoint that is no run's: the format of what it was converted from."""
 
 
 def open_lt(checkpoint: Checkpoint) -> Source:
@@ -74,19 +77,23 @@ def _model_files(checkpoint: Checkpoint, model: ModelConfig, dtype: str) -> tupl
     """Return config.json and the other files of the model.
 
     They are those of the model that the run or the conversion began with. Without any, the token ids are the
-    tokenizer's.
+    tokenizer's. A run's tokenizer is one that AutoTokenizer reads as the run did; that of a conversion is unchanged.
     """
     saved, tokenizer = checkpoint.hf_files(), checkpoint.tokenizer_files()
     if CONFIG in saved:
         where = f"{checkpoint.path}: hf/{CONFIG}"
         config = with_architecture(json_objects.loads(saved.pop(CONFIG), where), model)
         config.pop("dtype", None)
-        return {**config, "torch_dtype": dtype}, {**tokenizer, **saved}
-    ids = {f"{kind}_token_id": _token_id(f"{kind}_token", tokenizer) for kind in ("bos", "eos", "pad")}
-    known = {name: value for name, value in ids.items() if value is not None}
-    config = config_to_hf(model, bos_token_id=ids["bos_token_id"], eos_token_id=ids["eos_token_id"], dtype=dtype)
-    generation = json_objects.dumps(known, GENERATION_CONFIG, indent=2)
-    return {**config, **known}, {**tokenizer, GENERATION_CONFIG: generation, **saved}
+        config["torch_dtype"] = dtype
+    else:
+        ids = {f"{kind}_token_id": _token_id(f"{kind}_token", tokenizer) for kind in ("bos", "eos", "pad")}
+        known = {name: value for name, value in ids.items() if value is not None}
+        config = config_to_hf(model, bos_token_id=ids["bos_token_id"], eos_token_id=ids["eos_token_id"], dtype=dtype)
+        config |= known
+        saved = {GENERATION_CONFIG: json_objects.dumps(known, GENERATION_CONFIG, indent=2), **saved}
+    if CONVERTED_FROM not in checkpoint.manifest.layout:
+        tokenizer = adapt_tokenizer(tokenizer, config["model_type"])
+    return config, {**tokenizer, **saved}
 
 
 def _param_groups(checkpoint: Checkpoint) -> list[dict[str, Any]]:
@@ -118,14 +125,11 @@ def _tensor_group(checkpoint: Checkpoint, group: str) -> TensorGroup:
 
 def _token_id(name: str, files_by_name: Mapping[str, bytes]) -> int | None:
     """Return the id of a special token in the tokenizer's files, e.g. `bos_token`; None without one."""
+    string = special_token_names(files_by_name).get(name)
+    if string is None:
+        return None
     with json_objects.translate_format_errors(f"the tokenizer's {name}"):
-        about = json_objects.loads(files_by_name.get("tokenizer_config.json", b"{}"), "tokenizer_config.json")
-        token = about.get(name)
-        text = token["content"] if isinstance(token, dict) else token
-        if text is None:
-            return None
-        table = json_objects.loads(files_by_name["tokenizer.json"], "tokenizer.json")
-        return {**table["model"]["vocab"], **{t["content"]: t["id"] for t in table.get("added_tokens", ())}}[text]
+        return token_ids(files_by_name)[string]
 
 
 def hf_model_files(source: Source) -> dict[str, bytes]:
@@ -169,7 +173,7 @@ def save_lt(
             model=model.to_dict(),
             tokenizer_files=tokenizer,
             hf_files=hf_model_files(source),
-            layout={"converted_from": source.format, **dict(source.format_info)},
+            layout={CONVERTED_FROM: source.format, **dict(source.format_info)},
             optimizer=source.optimizer,
         )
         return commit_save(tmp, world_size=1, metadata=meta)

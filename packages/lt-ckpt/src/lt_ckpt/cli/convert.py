@@ -63,6 +63,7 @@ def convert(
     from lt_ckpt.dtypes import parse_float_dtype
     from lt_ckpt.errors import CheckpointError
     from lt_ckpt.formats import FORMATS, ConvertOptions, convert_checkpoint
+    from lt_ckpt.hf.tokenizer_classes import describe_other_ids
     from lt_ckpt.nxd.options import NxdOptions
 
     if to not in FORMATS:
@@ -108,3 +109,7 @@ def convert(
     checked = describe_checksums(source) if verify else "its files were not compared with any checksum (--no-verify)"
     step = f" step {source.format_info['step']}" if "step" in source.format_info else ""
     echo(f"{source.format} {path}{step} converted to {to}: {output}; {checked}")
+    if to == "hf":
+        note = describe_other_ids(source.aux_files, source.config["model_type"])
+        if note:
+            echo(f"note: {note}")
