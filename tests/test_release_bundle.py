@@ -14,8 +14,10 @@ from markdown_it import MarkdownIt
 
 from lt_ckpt.finished_folder import list_finished_files
 from lt_ckpt.hash_list import HASH_LIST, format_hash_list
+from lt_model import config_from_hf, config_to_hf
 from lt_trainer.config.recipe import load
 from lt_trainer.release.bundle import ReleaseError, hash_file, list_files
+from lt_trainer.release.cards import make_documents
 from lt_trainer.release.facts import Facts
 from lt_trainer.release.make import make_release
 from lt_trainer.release.reproduce import reproduce_release
@@ -124,6 +126,17 @@ def replace(old: str, new: str) -> Callable[[Path], object]:
 def flip_last_byte(path: Path) -> None:
     content = path.read_bytes()
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+def test_the_card_loads_the_tokenizer_with_the_ids_of_training(bundle: Path) -> None:
+    assert "tokenizer = AutoTokenizer.from_pretrained" in (bundle / "README.md").read_text()
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2}
+    model = config_from_hf({"model_type": "qwen2", "vocab_size": 300, "num_hidden_layers": 1, **sizes})
+    (bundle / "model" / "config.json").write_text(json.dumps(config_to_hf(model)))
+    card = make_documents(Facts(bundle))["README.md"]
+    assert "import AutoModelForCausalLM, PreTrainedTokenizerFast" in card
+    assert "tokenizer = PreTrainedTokenizerFast.from_pretrained" in card
+    assert "AutoTokenizer gives other ids than those of training" in card
 
 
 def test_a_release_has_what_a_reader_looks_for_and_is_verified(

@@ -42,6 +42,14 @@ def test_says_what_it_found_and_leaves_nothing(recipe_base, fake_engine, tmp_pat
     assert engine.closed
 
 
+def test_says_that_transformers_will_read_other_ids(recipe_base, fake_engine, capsys) -> None:
+    for shape, n_warnings in (('{"family": "qwen2", "qkv_bias": true}', 1), ('{"family": "llama"}', 0)):
+        checked(recipe_base, f"model.shape={shape}")
+        lines = capsys.readouterr().out.splitlines()
+        warnings = [line for line in lines if "PreTrainedTokenizerFast.from_pretrained, train a model of" in line]
+        assert len(warnings) == n_warnings, lines
+
+
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_stop_signal_leaves_nothing_behind(recipe_base, fake_engine, tmp_path, number) -> None:
     if signal.getsignal(number) is signal.SIG_IGN:

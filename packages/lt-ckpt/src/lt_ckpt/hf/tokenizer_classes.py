@@ -48,7 +48,7 @@ def adapt_tokenizer(files: Mapping[str, bytes], model_type: str) -> dict[str, by
 
 
 def describe_other_ids(files: Mapping[str, bytes], model_type: str) -> str:
-    """Return a sentence if AutoTokenizer reads other ids of these files for a type of model, whatever they say, or ""."""
+    """Return a sentence if AutoTokenizer gives other ids for this type of model, whatever the files say, or ""."""
     tokenizer_class = _table()["model_types"].get(model_type)
     if tokenizer_class is None or TOKENIZER not in files or _keeps_ids(files, tokenizer_class):
         return ""
@@ -60,7 +60,10 @@ def describe_other_ids(files: Mapping[str, bytes], model_type: str) -> str:
 
 
 def special_token_names(files: Mapping[str, bytes]) -> dict[str, str]:
-    """Return `bos_token` and the like, as AutoTokenizer reads them: the older map counts without `added_tokens_decoder`."""
+    """Return `bos_token` and the like, as AutoTokenizer reads them.
+
+    The older file, special_tokens_map.json, counts where the configuration has no `added_tokens_decoder`.
+    """
     values = _read(files, TOKENIZER_CONFIG)
     if "added_tokens_decoder" not in values:
         values |= _read(files, SPECIAL_TOKENS_MAP)

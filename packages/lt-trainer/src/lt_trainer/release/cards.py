@@ -35,13 +35,20 @@ def make_documents(facts: Facts) -> dict[str, str]:
     """Return file of the release → its text."""
     given = facts.info.component_license("Model parameters (Final)") or NOT_GIVEN
     description = plain(facts.info.release.description) or "No description was given."
-    card = _fill("README.md", facts, description=description, license=plain(given))
+    card = _fill("README.md", facts, description=description, license=plain(given), **_tokenizer_parts(facts))
     return {
         "README.md": _front_matter(facts) + card,
         "DATA_CARD.md": _data_card(facts),
         "REPORT.md": _fill("REPORT.md", facts, **_report_parts(facts)),
         "mof.yml": _mof_document(facts),
     }
+
+
+def _tokenizer_parts(facts: Facts) -> dict[str, str]:
+    """Return the class that loads the tokenizer with the ids of training, and why it is not AutoTokenizer."""
+    if not facts.tokenizer_problem:
+        return {"tokenizer_class": "AutoTokenizer", "tokenizer_note": ""}
+    return {"tokenizer_class": "PreTrainedTokenizerFast", "tokenizer_note": f"{plain(facts.tokenizer_problem)}.\n\n"}
 
 
 def _fill(template: str, facts: Facts, **parts: Any) -> str:

@@ -10,6 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lt_ckpt.hf.folder import read_aux_files
+from lt_ckpt.hf.tokenizer_classes import describe_other_ids
 from lt_model import config_from_hf, n_parameters
 from lt_trainer.release.bundle import LICENSE_FILE, SOURCE_ARCHIVE, Release, ReleaseError
 from lt_trainer.release.data_files import SourceEntry, read_source_list
@@ -47,6 +49,7 @@ class Facts:
         environment: The run's environment.json.
         model: model/config.json.
         shape: The model that it says, in one form for all families.
+        tokenizer_problem: Why AutoTokenizer gives other ids than those of training, or "".
         train: Training records by step.
         validation: Last validation record of each set.
         start_event: Newest start event (device, number of ranks); empty without one.
@@ -71,6 +74,7 @@ class Facts:
         self.environment = _read_json(bundle / "run" / "environment.json")
         self.model = _read_json(bundle / "model" / "config.json")
         self.shape = config_from_hf(dict(self.model))
+        self.tokenizer_problem = describe_other_ids(read_aux_files(bundle / "model"), self.shape.family)
         records = drop_superseded_records(read_jsonl(bundle / METRICS))
         records = [record for record in records if record["step"] <= self.release.step]
         self.train = [record for record in records if "loss" in record]

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lt_ckpt.discovery import find_latest_valid
+from lt_ckpt.hf.tokenizer_classes import describe_other_ids
 from lt_trainer.checkpointing.checkpoints import Checkpoints
 from lt_trainer.checkpointing.mirror import RunMirror
 from lt_trainer.config.recipe import ResolvedRecipe, complete, model_config, to_dict
@@ -170,6 +171,7 @@ def open_run(
         )
         if run_dir is not None:
             _log_start(log, recipe, engine, run_dir)
+            _warn_of_tokenizer(log, inputs)
             log.log_sink_failures(failures)
         mirror = enter(RunMirror(recipe, run_dir, engine, log, stop, watchdog.heartbeat))
         tokenizer_files, heartbeat = inputs.data.tokenizer_files, watchdog.heartbeat
@@ -217,6 +219,16 @@ def _node_monitor(
         log=log.write,
         nvml=load_nvml if engine.device.kind == "cuda" else None,
     )
+
+
+def _warn_of_tokenizer(log: RunLogger, inputs: Inputs) -> None:
+    """Say before the first step that `transformers` will read other ids."""
+    problem = describe_other_ids(inputs.data.tokenizer_files, inputs.model.family)
+    if problem:
+        log.log_message(
+            f"warning: {problem}, train a model of another type, or prepare the data with a tokenizer that has this "
+            "rule (lt data train-tokenizer --split-rule)"
+        )
 
 
 @contextmanager
