@@ -246,8 +246,8 @@ def test_all_that_is_wrong_is_in_one_list_and_nothing_is_written(work: Path, lt:
     text = lt("release", "make", "run", "--out", "out", cwd=work, code=64)
     for told in (
         "remove this checkpoint",
-        "data.store = 'nowhere'",
-        "data.validation = 'train': the store has changed: the run has read",
+        'data.store = "nowhere"',
+        'data.validation = "train": the store has changed: the run has read',
     ):
         assert told in text
     for checkpoint in (work / "run" / "checkpoints").iterdir():
@@ -255,7 +255,7 @@ def test_all_that_is_wrong_is_in_one_list_and_nothing_is_written(work: Path, lt:
     (work / "licences.toml").write_text('[release]\nname = "x"\nproducer = "y"\n[licenses]\ndata = ""\n')
     text = lt("release", "make", "run", "--out", "out", cwd=work, code=64)
     assert "no committed checkpoint that verifies" in text
-    assert "licenses.data = '': not an SPDX expression" in text
+    assert 'licenses.data = "": not an SPDX expression' in text
     assert not list(work.glob("*out*"))
     text = lt("release", "make", "run", "--out", "out", "--licenses", "none", cwd=work, code=64)
     assert "--licenses = none: No such file" in text

@@ -311,7 +311,7 @@ def test_a_stop_ends_all_that_runs_and_begins_nothing_more(lt: Lt) -> None:
     ("text", "code", "says"),
     [
         ('[job]\nargv = ["true"]\nnodes = 2\n', 64, "job.nodes = 2: stage run cannot run on local"),
-        ('[job]\nargv = ["true"]\ncontainer.image = "x"\n', 64, "job.container.image = 'x'"),
+        ('[job]\nargv = ["true"]\ncontainer.image = "x"\n', 64, 'job.container.image = "x"'),
         ('[job]\nargv = ["true"]\npass_env = ["MY_OWN_TOKEN"]\n', 64, "export MY_OWN_TOKEN, or leave it out"),
         ('[job]\nargv = ["true"]\noutputs = ["gone.txt"]\n', 70, "did not make gone.txt"),
     ],

@@ -23,7 +23,7 @@ PROVED = {"device_type": "cuda", "torch_version": "2.15.0+cu132", "missing_compi
         ({"device_type": "cpu"}, {}, "auto compiles on cuda only, not on cpu"),
         ({"torch_version": "2.13.1"}, {}, "the parity tests with torch 2.13.1; they have with 2.11 or 2.14 or 2.15"),
         ({"missing_compiler": "Triton is not installed"}, {}, "eager, as Triton is not installed"),
-        ({}, {"attention": "split"}, "attention = 'split' would be recompiled for every batch"),
+        ({}, {"attention": "split"}, 'attention = "split" would be recompiled for every batch'),
     ],
 )
 def test_auto_compiles_with_a_proved_torch_and_a_compiler_and_else_says_why_not(
@@ -43,7 +43,7 @@ def test_what_is_given_is_kept_without_a_note(given: bool) -> None:
 def test_a_memory_budget_is_refused_where_auto_is_eager() -> None:
     options = GpuOptions(activation_checkpointing="memory_budget")
     assert choose_compile(options, **PROVED)[0]
-    with pytest.raises(RecipeError, match=r"'memory_budget'.* = 'auto': .* not on cpu; set .*selective"):
+    with pytest.raises(RecipeError, match=r'"memory_budget".* = "auto": .* not on cpu; set .*selective'):
         choose_compile(options, **PROVED | {"device_type": "cpu"})
 
 

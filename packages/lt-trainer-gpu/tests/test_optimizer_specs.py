@@ -112,9 +112,9 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
         adamw.restore(Checkpoint.open(path))
     adamw.close()
     assert str(caught.value) == (
-        f"optimizer.name = 'adamw': {path} holds the state of 'by_row' (row_square), but 'adamw' needs its own "
+        f"optimizer.name = \"adamw\": {path} holds the state of 'by_row' (row_square), but 'adamw' needs its own "
         "(exp_avg, exp_avg_sq); start a new run from its weights alone with "
-        f"model.init_from = '{path}'"
+        f'model.init_from = "{path}"'
     )
 
 
@@ -122,10 +122,10 @@ def test_its_options_and_its_name_are_checked() -> None:
     for sets, message in (
         (
             ["optimizer.name=by_row", "optimizer.beta1=0.5"],
-            r"beta1 = 0.5 .*: has no effect with optimizer\.name = 'by_row'",
+            r'beta1 = 0.5 .*: has no effect with optimizer\.name = "by_row"',
         ),
-        (["optimizer.name=by_raw"], r"optimizer.name = 'by_raw' .*: unknown optimizer; did you mean 'by_row'\?"),
-        (["optimizer.momentum=0.5"], r"optimizer\.momentum = 0\.5 .*: has no effect with optimizer\.name = 'adamw'"),
+        (["optimizer.name=by_raw"], r'optimizer.name = "by_raw" .*: unknown optimizer; did you mean "by_row"\?'),
+        (["optimizer.momentum=0.5"], r'optimizer\.momentum = 0\.5 .*: has no effect with optimizer\.name = "adamw"'),
         (
             ["optimizer.name=muon", "optimizer.momentum=0.999", "optimizer.moments_dtype=bfloat16"],
             r"optimizer\.momentum = 0\.999 .*a moment in bfloat16",

@@ -174,7 +174,7 @@ def test_the_command_plans_with_the_engine_that_trains(resolved) -> None:
 @pytest.mark.parametrize(
     ("given", "sets", "told"),
     [
-        ({"device": "trn9"}, (), "--device = 'trn9': unknown device of the neuron engine; use trn1"),
+        ({"device": "trn9"}, (), '--device = "trn9": unknown device of the neuron engine; use trn1'),
         ({"devices": 16}, (), "--devices = 16, engine.neuron.num_neuroncores = 32"),
         ({}, ("engine.neuron.backend=cpu",), "without the cpu backend"),
         ({"mfu": 2.0}, (), "--mfu = 2.0: must be a fraction of the peak"),

@@ -239,7 +239,7 @@ def test_too_little_memory_is_refused_before_the_first_step(recipe_base, fake_en
     remedy = ".*set checkpoint.async_save to false"
     monkeypatch.setattr(Control, "all_gather", lambda self, value: [value] * 8)
     available(monkeypatch, 8 * 128 - 1)
-    with pytest.raises(RecipeError, match=r"async_save = True.*: 8 rank\(s\) need 0\.00 GiB on .*" + remedy):
+    with pytest.raises(RecipeError, match=r"async_save = true.*: 8 rank\(s\) need 0\.00 GiB on .*" + remedy):
         start(recipe_base)
     assert fake_engine.opened[-1].calls == 0
     available(monkeypatch, 8 * 128)

@@ -163,7 +163,7 @@ def test_an_iterable_that_ends_is_walked_again_and_an_iterator_is_not(base, fake
     assert trained(fake_engine.opened[0]) == ids(*(n % 6 for n in range(24)))
     base["run"]["dir"] += "-2"
     give(lambda **facts: iter([row(n) for n in range(20)]))
-    with pytest.raises(LoaderError, match=r"their_rows:make', after 20 rows of dp_rank 0: ended after 20 rows"):
+    with pytest.raises(LoaderError, match=r'their_rows:make", after 20 rows of dp_rank 0: ended after 20 rows'):
         start(base)
 
 

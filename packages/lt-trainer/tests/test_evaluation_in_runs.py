@@ -84,7 +84,7 @@ def test_a_resumed_run_has_the_results_of_the_uninterrupted_one(
     ("overrides", "problem"),
     [
         (["evaluation.tasks=[choise]"], r"evaluation.tasks = .*'choise' is not a registered task.* lm-eval ls tasks"),
-        (["evaluation.stores=true", "data.validation="], r"evaluation\.stores = True.*there is no validation data"),
+        (["evaluation.stores=true", "data.validation="], r"evaluation\.stores = true.*there is no validation data"),
         (["evaluation.stores=true", "evaluation.tasks=[validation]"], "a task and a validation set have the same name"),
         (["data.synthetic=true", "data.store=", "data.validation=", "model.vocab_size=9"], "there is no tokenizer"),
     ],

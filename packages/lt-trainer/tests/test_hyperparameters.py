@@ -52,9 +52,9 @@ def test_every_one_of_them_sets_its_field_from_text() -> None:
 def test_unknown_names_and_wrong_values() -> None:
     cases = {"hidden_size": r"did you mean HIDDEN_SIZE\?", "QQ": "the hyperparameters are .*MIN_LR"}
     for name, remedy in cases.items():
-        with pytest.raises(RecipeError, match=f"{name} = '512': unknown hyperparameter; {remedy}"):
+        with pytest.raises(RecipeError, match=f"{name} = 512: unknown hyperparameter; {remedy}"):
             hyperparameter_values({name: "512"})
-    with pytest.raises(RecipeError, match=r"model\.n_layers = '1\.5' \(hyperparameter N_LAYERS\): must be a valid int"):
+    with pytest.raises(RecipeError, match=r"model\.n_layers = 1\.5 \(hyperparameter N_LAYERS\): must be a valid int"):
         load(base={"data": {"store": "s"}}, hyperparameters={"N_LAYERS": "1.5"})
 
 

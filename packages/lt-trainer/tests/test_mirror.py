@@ -173,7 +173,7 @@ def test_the_bucket_of_another_run_is_refused(bucket, url, recipe_base, fake_eng
     for act in (start, check):
         with pytest.raises(RecipeError, match=r"already has checkpoints \(newest: step 6\)"):
             act(recipe_base, "checkpoint.resume=false")
-    with pytest.raises(MirrorError, match=r"another recipe \(optimizer.lr: 0.0016 there, 0.001 here\)") as caught:
+    with pytest.raises(MirrorError, match=r"another recipe \(optimizer.lr: 0.0016 there, 0.001 here; ") as caught:
         start(recipe_base, "optimizer.lr=1e-3")
     assert caught.value.exit_code == 64
     other = bucket.create_bucket()
@@ -350,11 +350,11 @@ def test_what_an_empty_machine_may_have_otherwise(recipe_base) -> None:
     free += ["checkpoint.interval=7", "fault_tolerance.hang_timeout_s=9"]
     bound = {
         "run.seed=3": "run.seed: 0 there, 3 here",
-        "data.packing=concat": "data.packing: 'bfd' there, 'concat' here",
+        "data.packing=concat": 'data.packing: "bfd" there, "concat" here',
         "batch.global_batch_size=16": "batch.global_batch_size: 8 there, 16 here",
         "schedule.max_steps=30": "schedule.max_steps: 20 there, 30 here",
         "model.n_layers=3": "model.n_layers: 2 there, 3 here",
-        "run.engine=neuron": "run.engine: 'gpu' there, 'neuron' here",
+        "run.engine=neuron": 'run.engine: "gpu" there, "neuron" here',
     }
     for setting, told in (dict.fromkeys(free, "") | bound).items():
         there, here = (to_dict(load(base=recipe_base, overrides=overrides).recipe) for overrides in ([], [setting]))

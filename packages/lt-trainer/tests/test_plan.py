@@ -209,7 +209,7 @@ def test_smaller_passes_come_before_recomputation_and_that_before_more_sharding(
         (["parallel.dp_shard=3"], "h100", "dp_shard = 3"),
         (["batch.global_batch_size=4"], "h100", "global_batch_size = 4"),
         (["model.vocab_size=0"], "h100", r"model\.vocab_size=N"),
-        ([], "h10", "--device = 'h10': unknown device; choose one of .*h100, "),
+        ([], "h10", '--device = "h10": unknown device; choose one of .*h100, '),
     ],
 )
 def test_what_cannot_be_laid_out_is_refused_by_name(overrides: list[str], device: str, named: str) -> None:

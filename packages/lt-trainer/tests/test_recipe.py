@@ -89,7 +89,7 @@ def test_every_field_has_an_origin_and_a_description() -> None:
 
 
 def test_store_is_required() -> None:
-    assert message_of(load).startswith("data.store = '': a run needs data; set data.store to a token store (lt data ")
+    assert message_of(load).startswith('data.store = "": a run needs data; set data.store to a token store (lt data ')
 
 
 @pytest.mark.parametrize(
@@ -99,12 +99,12 @@ def test_store_is_required() -> None:
         ("[optimizer]\nseq_len = 5\n", "optimizer.seq_len = 5 (RUN): unknown field; did you mean data.seq_len?"),
         ("[batch]\nzzz = 5\n", "batch.zzz = 5 (RUN): unknown field; there are batch.global_batch_size, batch.micro"),
         ("[model]\nn_experts = 8\n", "model.n_experts = 8 (RUN): a part of the architecture, not a field; write it in"),
-        ("[model]\nshape = '8 experts'\n", "model.shape = '8 experts' (RUN): not JSON: Extra data"),
+        ("[model]\nshape = '8 experts'\n", 'model.shape = "8 experts" (RUN): not JSON: Extra data'),
         ("batch = 5\n", "batch = 5 (RUN): not a value but a section; set its fields"),
-        ('[optimizer]\nlr = "1e-x"\n', "optimizer.lr = '1e-x' (RUN): must be a valid number"),
+        ('[optimizer]\nlr = "1e-x"\n', 'optimizer.lr = "1e-x" (RUN): must be a valid number'),
         (
             '[data.validation_sets.web]\nstroe = "b"\n',
-            "data.validation_sets.web.stroe = 'b' (RUN): unknown field; did you mean data.validation_sets.web.store?",
+            'data.validation_sets.web.stroe = "b" (RUN): unknown field; did you mean data.validation_sets.web.store?',
         ),
         ("[data.validation_sets.web]\n", "data.validation_sets.web.store is missing"),
     ],
@@ -162,7 +162,7 @@ def test_an_installed_engine_gets_its_own_options() -> None:
     assert resolved.unchecked == ()
     assert load(base=STORE, overrides=["run.engine=fake"]).recipe.engine == {"fake": FakeOptions()}
     assert message_of(load, base=STORE, overrides=["run.engine=fake", "engine.fake.dpth=5"]) == (
-        "engine.fake.dpth = '5' (--set): unknown field; did you mean engine.fake.depth?"
+        "engine.fake.dpth = 5 (--set): unknown field; did you mean engine.fake.depth?"
     )
 
 
@@ -176,7 +176,8 @@ def test_an_engine_that_is_not_installed_stays_raw_and_is_reported() -> None:
     assert from_dict(json.loads(json.dumps(to_dict(resolved.recipe)))) == resolved.recipe
     assert engine_options(Recipe(engine={"fake": {"depth": 4}}), "fake", FakeOptions) == FakeOptions(depth=4)
     assert message_of(load, base=STORE, overrides=["run.engine=gup"]) == (
-        "run.engine = 'gup' (--set): unknown engine; installed here: fake; lt has gpu, neuron"
+        'run.engine = "gup" (--set): unknown engine; installed here: fake; lt has "gpu", which runs on '
+        'NVIDIA and AMD GPUs and on CPUs, and "neuron" for AWS Trainium'
     )
     assert ": unknown engine" in message_of(load, base={**STORE, "engine": {"gup": {"x": 1}}})
 

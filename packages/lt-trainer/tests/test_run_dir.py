@@ -30,7 +30,8 @@ def refusal(out: Path) -> str:
 
 def test_a_new_run_directory_and_what_a_later_start_changes_in_it(tmp_path: Path) -> None:
     out = tmp_path / "a" / "run"
-    for steps, changes in ((10000, {}), (20000, {"schedule.max_steps": (10000, 20000)})):
+    longer = {"schedule.max_steps": (10000, 20000), "schedule.warmup_steps": (500, 1000)}
+    for steps, changes in ((10000, {}), (20000, longer)):
         given = resolved(f"schedule.max_steps={steps}")
         with RunDir.open(out, resolved=given) as run_dir:
             run_dir.append_event("start", step=0)
@@ -51,7 +52,7 @@ def test_a_foreign_folder_is_not_touched_and_what_a_killed_start_left_is_not_for
     (tmp_path / ".lt-run.lock").write_text("")
     (tmp_path / "thesis.tex").write_text("x")
     assert refusal(tmp_path) == (
-        f"run.dir = '{tmp_path}': the folder is not empty and not a run directory (no .lt-run); "
+        f'run.dir = "{tmp_path}": the folder is not empty and not a run directory (no .lt-run); '
         "set run.dir to a new or empty folder"
     )
     assert len(list(tmp_path.iterdir())) == 3
@@ -99,7 +100,7 @@ def test_a_second_process_is_refused_and_told_who_holds_it(tmp_path: Path) -> No
         message = refusal(tmp_path)
         holder.kill()
     assert message == (
-        f"run.dir = '{tmp_path}': in use by process {holder.pid} on {os.uname().nodename}; "
+        f'run.dir = "{tmp_path}": in use by process {holder.pid} on {os.uname().nodename}; '
         "wait for it or stop it, or set run.dir to another folder"
     )
     with RunDir.open(tmp_path):

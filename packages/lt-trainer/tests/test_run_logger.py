@@ -271,7 +271,7 @@ def test_the_parts_of_a_run_are_told_apart_and_only_training_counts_in_rates(
     ("capable", "overrides", "message"),
     [
         (False, ["profile_steps=2"], r"metrics.profile_steps = 2 \(--set\), .*: the fake engine does not support this"),
-        (False, ["memory_snapshot_on_oom=true"], r"metrics.memory_snapshot_on_oom = True .*does not support this"),
+        (False, ["memory_snapshot_on_oom=true"], r"metrics.memory_snapshot_on_oom = true .*does not support this"),
         (True, ["profile_steps=10"], r"the run ends before step 20; .*"),
         (True, ["profile_steps=1", "profile_ranks=0,1"], r"ranks must be between 0 and 0"),
         (True, ["memory_snapshot_step=20"], r"before step 20; change or remove metrics.memory_snapshot_step"),

@@ -204,9 +204,9 @@ def test_what_a_run_cannot_go_on_with_is_refused(recipe_base, fake_engine, overr
     ("override", "error", "words"),
     [
         ("model.vocab_size=32000", RecipeError, r"vocab_size = 32000 \(--set\): the data's tokenizer has 300 ids"),
-        ("data.tokenizer=meta/other", RecipeError, r"data.tokenizer = 'meta/other' \(--set\)"),
+        ("data.tokenizer=meta/other", RecipeError, r'data.tokenizer = "meta/other" \(--set\)'),
         ("data.seq_len=64", DataError, "--seq-len 64"),
-        ("data.document_mask=true", RecipeError, r"data.document_mask = True \(--set\): the fake engine does not"),
+        ("data.document_mask=true", RecipeError, r"data.document_mask = true \(--set\): the fake engine does not"),
     ],
 )
 def test_what_no_run_can_begin_with_is_refused_before_anything_is_written(

@@ -7,7 +7,10 @@ import pytest
 from lt_trainer.config.model_section import ModelOptions
 from lt_trainer.config.optimizer_section import OptimizerOptions
 from lt_trainer.config.recipe import from_dict, load, to_dict
+from lt_trainer.config.section import leaves
 from lt_trainer.config.sections import BatchOptions, ParallelOptions, RampOptions, Recipe, ScheduleOptions
+from lt_trainer.config.usual_names import USUAL_NAMES
+from lt_trainer.engine import engine_spec
 from lt_trainer.errors import RecipeError
 
 STORE = {"data": {"store": "stores/train"}}
@@ -29,13 +32,13 @@ RAMP = "batch.ramp.start batch.ramp.increment batch.global_batch_size"
 SETS = "data.validation_sets.a.store=a"
 REFUSED = [
     # limits of single fields, and what has no effect, are one mechanism each; a few show its words
-    ("data.packing=bdf", "data.packing", "must be 'bfd' or 'concat'"),
-    ("data.mixture.a/b.store=a", "data.mixture.a/b", "must match"),
+    ("data.packing=bdf", "data.packing", 'must be "bfd" or "concat"'),
+    ("data.mixture.a/b.store=a", "data.mixture.a/b", "must be a name of"),
     # model
     ("model.n_heads=7 model.n_kv_heads=7", "model.hidden_size model.n_heads", "the head size must be an even number"),
     ("model.n_kv_heads=5", "model.n_heads model.n_kv_heads", "n_heads must be a multiple of n_kv_heads"),
     ("model.preset=llama2-7b model.init_from=x", "model.init_from", ""),
-    ("model.resize_vocab=true", "model.resize_vocab", "has no effect with init_from = ''; set init_from"),
+    ("model.resize_vocab=true", "model.resize_vocab", 'has no effect with init_from = ""; set init_from'),
     ("model.rope_scaling.factor=8 model.rope_scaling.low_freq_factor=4", ROPE, "must be below high_freq_factor"),
     # data
     ("data.synthetic=true model.vocab_size=9", "data.store data.synthetic", "only one of these can be trained on"),
@@ -50,7 +53,7 @@ REFUSED = [
     ("batch.ramp.start=6 batch.ramp.steps=5", RAMP, "every step must be a whole number of micro-batches of 4 rows"),
     ("batch.micro_batch_size=6", "batch.global_batch_size batch.micro_batch_size", "a divisor of 256 such as 2"),
     # optimizer, schedule, parallel
-    ("optimizer.momentum=0.9", "optimizer.momentum", "has no effect with optimizer.name = 'adamw'"),
+    ("optimizer.momentum=0.9", "optimizer.momentum", 'has no effect with optimizer.name = "adamw"'),
     ("optimizer.decay_embeddings=true optimizer.weight_decay=0", "optimizer.decay_embeddings", "has no effect"),
     ("optimizer.moments_dtype=bfloat16 optimizer.beta2=0.999", "optimizer.beta2", "a moment in bfloat16 that decays"),
     ("schedule.max_steps=100 schedule.warmup_steps=101", "schedule.warmup_steps schedule.max_steps", "longer than the"),
@@ -75,6 +78,62 @@ def test_a_contradiction_names_fields_and_sources(sets: str, fields: str, words:
     assert words in message
     assert all(name in message for name in fields.split())
     assert "(--set)" in message or not given & {*fields.split()}
+
+
+WORDS = [
+    ("optimizer.learning_rate=1", "did you mean optimizer.lr?"),
+    ("checkpoint.every=10", "did you mean checkpoint.interval?"),
+    ("checkpoint.save_steps=10", "did you mean checkpoint.interval?"),
+    ("data.path=foo", "did you mean data.store?"),
+    ("model.name=llama", "did you mean model.preset?"),
+    ("optimizer.betas=0.9,0.95", "did you mean optimizer.beta1 and optimizer.beta2?"),
+    ("train.bf16=true", "did you mean engine.gpu.dtype?"),
+    ("num_train_epochs=3", 'did you mean schedule.max_steps = "3 epochs"?'),
+    ("metrics.interval=5", "did you mean metrics.log_interval?"),
+    ("optimiser.lr=5", "optimiser.lr = 5 (--set): unknown field; did you mean optimizer.lr?"),
+    ("batch.gradient_accumulation_steps=4", "it follows: batch.global_batch_size / (batch.micro_batch_size x data-"),
+    ("zzz=1", "zzz = 1 (--set): unknown field; there are batch, checkpoint, data, engine, evaluation, fault_tolerance"),
+    ("engine.device=cpu", 'engine.device = "cpu" (--set): unknown field; did you mean engine.gpu.device?'),
+    ("run.engine=cpu", 'lt has "gpu", which runs on NVIDIA and AMD GPUs and on CPUs, and "neuron" for AWS Trainium'),
+    ("schedule.max_steps=10k", '"10k" (--set): must be a number of steps such as 10000, or text such as "3 epochs"'),
+    ('schedule.max_steps="three epochs"', 'steps such as 10000, or text such as "3 epochs"'),
+    ("schedule.warmup_steps=1e", 'must be a number of steps, or a share of the run such as "5%"'),
+    ("optimizer.lr=-1", "optimizer.lr = -1 (--set): must be greater than 0"),
+    ("data.shuffle=yep", 'data.shuffle = "yep" (--set): must be true or false'),
+    ("engine.gpu.compile=yes", 'engine.gpu.compile = "yes" (--set): must be "auto", true or false'),
+    (
+        "checkpoint.mirror_url=(file)",
+        'checkpoint.mirror_url = "(file)" (--set): must be of the form s3://bucket/folder',
+    ),
+    ("data.loader=1 x", 'data.loader = "1 x" (--set): must be of the form module:function'),
+    ("data.mixture.a/b.store=x", "must be a name of letters, digits, - and _"),
+    ("evaluation.tasks=nosuch evaluation.stores=true", 'evaluation.stores = true (--set), data.validation = ""'),
+    ("metrics.profile_ranks=[]", "must have at least 1 item"),
+    ("model.n_kv_heads=5", "n_heads must be a multiple of n_kv_heads; set model.n_kv_heads to 1, 2, 3, 4, 6 or 12"),
+    ("model.preset=llama3-9b", 'unknown preset; did you mean "llama3-8b"? `lt model list` shows all presets'),
+]
+
+
+@pytest.mark.parametrize(("sets", "words"), WORDS)
+def test_the_words_of_an_error(sets: str, words: str) -> None:
+    pytest.importorskip("lt_trainer_gpu")
+    overrides = [sets] if '"' in sets or "loader" in sets else sets.split()
+    message = message_of(load, base=STORE, overrides=overrides)
+    assert words in message
+    assert not any(word in message for word in ("True", "False", "^", "{", "('"))
+
+
+def test_usual_names_lead_to_fields() -> None:
+    known = leaves(Recipe) | leaves(engine_spec("gpu").options, "engine.gpu.")
+    targets = " and ".join(USUAL_NAMES.values()).replace(' = "3 epochs"', "").split(" and ")
+    assert {*targets} <= {*known}
+    assert not any(name in known for name in USUAL_NAMES)
+
+
+@pytest.mark.parametrize("name", ["schedule.max_steps", "batch.global_batch_size", "checkpoint.interval"])
+def test_a_number_of_a_set_is_read_as_in_toml(name: str) -> None:
+    resolved = load(base=STORE, overrides=[f"{name}=1.2e4", "batch.micro_batch_size=1"])
+    assert repr(resolved.recipe.value(name)) == "12000"
 
 
 def test_sections_made_in_python_are_checked_and_named() -> None:

@@ -76,7 +76,7 @@ def test_settings_that_all_fail_end_the_search() -> None:
         (1, "Traceback\ntorch.OutOfMemoryError: CUDA out of memory. Tried", "out of memory: torch.OutOfMemoryError"),
         (70, "Traceback\nRuntimeError: [enforce] can't allocate memory", "out of memory: RuntimeError"),
         (-9, "", "killed"),
-        (64, "error: engine.gpu.compile = True: no compiler; set it to false\n", "error: engine.gpu.compile"),
+        (64, "error: engine.gpu.compile = true: no compiler; set it to false\n", "error: engine.gpu.compile"),
         (70, "Traceback\nKeyError: 'x'\n", "KeyError: 'x'"),
         (139, "", "exit code 139"),
     ],

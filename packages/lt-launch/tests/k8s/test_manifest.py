@@ -75,10 +75,10 @@ def test_a_neuron_pod_asks_for_a_core_of_each_process_and_its_variables_arrive_a
     ("changes", "given", "words"),
     [
         ({"pass_env": ("HF_TOKEN",)}, {}, "job.pass_env.*: Kubernetes passes no variables from this machine"),
-        ({}, {"image": ""}, "job.container.image = '/fsx/lt.sqsh': a pod needs an image"),
-        ({}, {"image": "./lt.sqsh"}, "k8s.image = './lt.sqsh': a pod needs an image"),
+        ({}, {"image": ""}, 'job.container.image = "/fsx/lt.sqsh": a pod needs an image'),
+        ({}, {"image": "./lt.sqsh"}, 'k8s.image = "./lt.sqsh": a pod needs an image'),
         ({"recipe": ""}, {}, "only a training job"),
-        ({"env": {"PET_NODE_RANK": "0"}}, {}, "job.env.PET_NODE_RANK = '0'.*set by the controller of a trainjob"),
+        ({"env": {"PET_NODE_RANK": "0"}}, {}, 'job.env.PET_NODE_RANK = "0".*set by the controller of a trainjob'),
         ({"env": {"JOB_COMPLETION_INDEX": "0"}}, {"kind": "jobset"}, "set by the controller of a jobset"),
         ({"out": "runs/llama"}, {}, "pods share no folder.*put run.dir below k8s.mount_path"),
         ({}, {"persistent_volume_claim": ""}, "pods share no folder"),

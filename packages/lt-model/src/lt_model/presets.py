@@ -35,7 +35,7 @@ def preset(name: str, **overrides: Any) -> ModelConfig:
     if name not in PRESETS:
         near = difflib.get_close_matches(name, PRESETS, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ModelError(f"preset {name!r}: unknown; {hint}The presets are {', '.join(PRESETS)}")
+        raise ModelError(f"preset {name!r}: unknown; {hint}`lt model list` shows all presets")
     if unknown := sorted(set(overrides) - set(ModelConfig.__dataclass_fields__)):
         raise ModelError(f"preset {name!r}: unknown field {unknown[0]!r}")
     return override(PRESETS[name], **overrides)

@@ -19,6 +19,7 @@ from typing import Any
 from lt_model.attention import BACKENDS
 from lt_model.decoder import DecoderBlock
 from lt_model.feed_forward import MoE
+from lt_trainer.config.toml import format_value
 from lt_trainer.errors import RecipeError
 from lt_trainer_gpu import checks
 from lt_trainer_gpu.checks import parse_torch_version
@@ -49,7 +50,7 @@ def choose_compile(
     if device_type != "cuda":
         reason = f"auto compiles on cuda only, not on {device_type}"
     elif options.attention != "auto" and not BACKENDS[options.attention].supports_compile:
-        reason = f"attention = {options.attention!r} would be recompiled for every batch"
+        reason = f"attention = {format_value(options.attention)} would be recompiled for every batch"
     elif parse_torch_version(torch_version) not in checks.COMPILE_TORCH_VERSIONS:
         passed = checks.passed_versions()
         reason = f"compiled blocks have not passed the parity tests with torch {torch_version}; they have with {passed}"

@@ -23,7 +23,7 @@ from lt_trainer_gpu.options import GpuOptions
 BACKENDS = {"cuda": "nccl", "neuron": "cpu:gloo,neuron:neuron", "mps": "gloo", "cpu": "gloo"}
 """Process-group backend by device type."""
 NEURON_NEEDS = (
-    "torch-neuronx 2.13 or newer, of this torch's version (older ones are the XLA line: run.engine = 'neuron'), and "
+    "torch-neuronx 2.13 or newer, of this torch's version (older ones are the XLA line: run.engine = neuron), and "
     "TORCH_DEVICE_BACKEND_AUTOLOAD not 0"
 )
 """What torch's device "neuron" needs besides the driver."""
@@ -79,14 +79,14 @@ def choose_device_type(wanted: str, accelerator: Accelerator | None, world: Worl
     if accelerator is None or wanted != found:
         title = "Neuron" if wanted == "neuron" else wanted.upper()
         raise DeviceError(
-            f"engine.gpu.device = '{wanted}': torch finds no {title} device"
+            f'engine.gpu.device = "{wanted}": torch finds no {title} device'
             + (f", but {found}" if found else "")
             + "; set it to 'cpu' or 'auto', or fix the driver"
             + (f"; it needs {NEURON_NEEDS}" if wanted == "neuron" else "")
         )
     if wanted == "mps" and world.size > 1:
         raise DeviceError(
-            f"engine.gpu.device = 'mps': an Apple GPU trains in one process, and {world.size} ranks were started; "
+            f'engine.gpu.device = "mps": an Apple GPU trains in one process, and {world.size} ranks were started; '
             "start one, or set it to 'cpu'"
         )
     if world.local_rank >= accelerator.count:
@@ -144,7 +144,7 @@ def compute_dtype(options: GpuOptions, device: torch.device) -> torch.dtype:
         return torch.float32 if device.type == "mps" else torch.bfloat16
     if options.dtype == "float64" and device.type in WITHOUT_FLOAT64:
         raise DeviceError(
-            f"engine.gpu.dtype = 'float64': {device.type} has no float64; set it to 'float32', or engine.gpu.device to "
+            f'engine.gpu.dtype = "float64": {device.type} has no float64; set it to "float32", or engine.gpu.device to '
             "'cpu'"
         )
     return {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}[options.dtype]

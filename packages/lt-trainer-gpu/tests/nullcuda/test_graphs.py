@@ -43,5 +43,5 @@ def test_the_third_step_of_a_shape_is_one_launch(run_job, case: str) -> None:
 
 
 def test_what_cannot_be_recorded_is_one_clear_error(run_job) -> None:
-    with pytest.raises(Exception, match=r"cuda_graphs = True: a step cannot be recorded: .*; set it to false"):
+    with pytest.raises(Exception, match=r"cuda_graphs = true: a step cannot be recorded: .*; set it to false"):
         run_job(replace(CASES["documents"][0], row_lengths=ROWS, fault="read the loss"))

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from lt_trainer.config.recipe import engine_options
 from lt_trainer.config.sections import Recipe
+from lt_trainer.config.toml import format_value
 from lt_trainer.files import write_atomic
 from lt_trainer_neuron.compile_cache import CompileCacheError, cache_url
 from lt_trainer_neuron.options import NeuronOptions
@@ -148,7 +149,7 @@ def diff_keys(key: Mapping[str, Any], known: Sequence[Mapping[str, Any]]) -> lis
     """Return the differences from the closest known key, as text; empty if the key is known."""
     differences_by_key = [
         [
-            f"{name}: precompiled with {other.get(name)!r}, now {key.get(name)!r}"
+            f"{name}: precompiled with {format_value(other.get(name))}, now {format_value(key.get(name))}"
             for name in sorted({*key, *other})
             if key.get(name) != other.get(name)
         ]

@@ -18,6 +18,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from lt_trainer.config.toml import format_value
 from lt_trainer.control import Control
 from lt_trainer.errors import RecipeError
 
@@ -340,6 +341,6 @@ def engine_spec(name: str) -> EngineSpec:
     if name in (entries := engine_entries()):
         return entries[name].load()
     raise RecipeError(
-        f"run.engine = {name!r}: engine not installed (installed: {', '.join(engine_names()) or 'none'}); "
+        f"run.engine = {format_value(name)}: engine not installed (installed: {', '.join(engine_names()) or 'none'}); "
         f"pip install lt-trainer-{name}"
     )

@@ -6,6 +6,7 @@ A recipe section checks its values without knowing their sources; `load` adds th
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from lt_trainer.config.toml import format_value
 from lt_trainer.constants import EXIT_REQUEUE, EXIT_USER
 
 
@@ -72,7 +73,7 @@ class RecipeError(TrainerError):
 
     def _message(self) -> str:
         sources = {name: f" ({source})" for name, source in self.origins.items() if source}
-        shown = [f"{name} = {value!r}{sources.get(name, '')}" for name, value in self.values.items()]
+        shown = [f"{name} = {format_value(value)}{sources.get(name, '')}" for name, value in self.values.items()]
         message = f"{', '.join(shown)}: {self.problem}" if shown else self.problem
         return f"{message}; {self.remedy}" if self.remedy else message
 

@@ -42,12 +42,12 @@ def test_all_mistakes_are_in_one_list() -> None:
         parse_license_file(text, "licences.toml")
     assert raised.value.exit_code == 64
     assert sorted(problem.split(";")[0] for problem in raised.value.problems) == [
-        "licenses.components.Model cards = 'Model cards': no such component",
-        "licenses.distribution = '': not an SPDX expression",
-        "release.color = 'red': Extra inputs are not permitted",
+        'licenses.components.Model cards = "Model cards": no such component',
+        'licenses.distribution = "": not an SPDX expression',
+        'release.color = "red": Extra inputs are not permitted',
         "release.producer: Field required",
-        "sources.0.license = 'Public, mostly': not an SPDX expression",
-        "stores.train.prepare.text = 'text': Input should be 'text_field', 'tokens_field', 'on_bad', "
+        'sources.0.license = "Public, mostly": not an SPDX expression',
+        "stores.train.prepare.text = \"text\": Input should be 'text_field', 'tokens_field', 'on_bad', "
         "'max_document_bytes' or 'unit_bytes'",
     ]
 

@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from lt_trainer.config.toml import format_value
+
 app = typer.Typer(add_completion=False)
 
 
@@ -38,5 +40,5 @@ def env(
         if export:
             echo(f"export {item.name}={quote_for_shell(item.value)}")
             continue
-        note = f"  (yours; the recipe says {item.recipe_value!r})" if item.is_overridden else ""
+        note = f"  (yours; the recipe says {format_value(item.recipe_value)})" if item.is_overridden else ""
         echo(f"{item.name}={item.value}{note}\n    {item.reason}")

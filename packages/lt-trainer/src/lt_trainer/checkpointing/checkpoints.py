@@ -36,6 +36,7 @@ from lt_ckpt.errors import CheckpointError, SaveCancelledError, translate_os_err
 from lt_ckpt.manifest import CheckpointManifest, CheckpointMetadata
 from lt_ckpt.save import begin_save, commit_save, discard_save, write_rank_files
 from lt_trainer.config.recipe import to_dict
+from lt_trainer.config.toml import format_value
 from lt_trainer.constants import GIB
 from lt_trainer.data.training_data import STORES
 from lt_trainer.errors import PeerError, RecipeError
@@ -306,7 +307,7 @@ class Checkpoints:
         """
         saved, model = dict(manifest.model), self._model.to_dict()
         differences = [
-            f"{key}: {saved.get(key)!r} there, {model.get(key)!r} here"
+            f"{key}: {format_value(saved.get(key))} there, {format_value(model.get(key))} here"
             for key in sorted(saved | model)
             if saved.get(key) != model.get(key)
         ]

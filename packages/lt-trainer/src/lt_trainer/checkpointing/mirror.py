@@ -44,6 +44,7 @@ from lt_data.remote.s3_folder import S3Folder, UnreachableError
 from lt_trainer.config.recipe import to_dict
 from lt_trainer.config.section import flatten
 from lt_trainer.config.sections import Recipe
+from lt_trainer.config.toml import format_value
 from lt_trainer.constants import EXIT_REQUEUE, EXIT_USER
 from lt_trainer.engine import Engine
 from lt_trainer.errors import MirrorError, RecipeError
@@ -129,7 +130,7 @@ class RunMirror:
     def _download_latest(self, step: int, report: list[tuple[str, str, dict[str, Any]]]) -> str:
         """Download in a thread of rank 0; return the path, and append to `report` what the main thread logs."""
         assert self._run_dir is not None
-        root, field, start = S3Folder(self._url), f"checkpoint.mirror_url = {self._url!r}", time.monotonic()
+        root, field, start = S3Folder(self._url), f"checkpoint.mirror_url = {format_value(self._url)}", time.monotonic()
         try:
             check_upload_access(root)
             owner = self._set_owner(resolve_mirror_name(root, self._recipe)[0])
@@ -313,7 +314,7 @@ def recipe_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> lis
     """Return the differences of two recipes (nested tables) that change the training."""
     remote, local = flatten(there), flatten(here)
     return [
-        f"{name}: {remote[name]!r} there, {local[name]!r} here"
+        f"{name}: {format_value(remote[name])} there, {format_value(local[name])} here"
         for name in sorted(remote.keys() & local.keys())
         if remote[name] != local[name] and not UNCHECKED.fullmatch(name)
     ]
@@ -332,7 +333,10 @@ def resolve_mirror_name(root: S3Folder, recipe: Recipe) -> tuple[str, str]:
         RemoteError: S3 rejects requests or is unreachable.
     """
     name, owner, newest = read_mirror_name(Path(recipe.run.dir)), read_owner(root), find_latest_remote(root)
-    field, remedy = f"checkpoint.mirror_url = {root.url!r}", "set checkpoint.mirror_url to a folder of its own"
+    field, remedy = (
+        f"checkpoint.mirror_url = {format_value(root.url)}",
+        "set checkpoint.mirror_url to a folder of its own",
+    )
     if name and owner is not None and name != owner.run:
         raise MirrorError(f"{field}: belongs to another run (its name is {owner.run}, not {name}); {remedy}")
     if newest is None:

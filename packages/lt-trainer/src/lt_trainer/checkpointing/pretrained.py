@@ -30,6 +30,7 @@ from lt_data import Tokenizer
 from lt_data.tokenizing.files import MODEL_FILE
 from lt_model import ModelConfig, config_from_hf
 from lt_trainer.config.model_section import ModelOptions
+from lt_trainer.config.toml import format_value
 from lt_trainer.control import Control
 from lt_trainer.errors import RecipeError, as_recipe_error
 from lt_trainer.resilience.rank_sync import run_on_all_ranks, run_with_keepalive
@@ -212,10 +213,10 @@ def _check_architecture(options: ModelOptions, source_model: ModelConfig, model:
     both = dict.fromkeys((*actual, *expected))
     names = [name for name in both if name not in skipped and actual.get(name) != expected.get(name)]
     if names:
-        has = ", ".join(f"{name} = {expected.get(name, getattr(source_model, name))!r}" for name in names)
+        has = ", ".join(f"{name} = {format_value(expected.get(name, getattr(source_model, name)))}" for name in names)
         also = "; model.resize_vocab resizes the vocabulary" if "vocab_size" in names else ""
         raise RecipeError(
-            f"the model of model.init_from = {options.init_from!r} has {has}",
+            f"the model of model.init_from = {format_value(options.init_from)} has {has}",
             values={f"model.{name}": actual.get(name) for name in names},
             remedy=f"remove these fields to use the model's{also}",
         )
@@ -234,7 +235,7 @@ def _check_tokenizer(options: ModelOptions, model_files: Mapping[str, bytes], da
         i = differing[0]
         raise RecipeError(
             f"the data was prepared with another tokenizer than the model's: {len(differing)} ids differ, first {i}, "
-            f"{ours[i]!r} in the data and {theirs.get(i)!r} in the model",
+            f"{format_value(ours[i])} in the data and {format_value(theirs.get(i))} in the model",
             values={"model.init_from": options.init_from},
             remedy="prepare the data with the model's tokenizer (lt data prepare --tokenizer), or, if intended, set "
             "model.allow_tokenizer_mismatch (or model.resize_vocab for added tokens)",

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from lt_ckpt.checkpoint import Checkpoint
 from lt_ckpt.lt_format import hf_model_files
 from lt_trainer.config.recipe import to_dict
+from lt_trainer.config.toml import format_value
 from lt_trainer.data.batches import open_batches
 from lt_trainer.data.generations import changed_generations, reopen_data, resume_state
 from lt_trainer.errors import RecipeError, RestoreError
@@ -49,7 +50,7 @@ def restore_or_start(run: Run) -> None:
         return
     if not run.recipe.checkpoint.resume:
         raise RecipeError(
-            f"run.dir = {run.recipe.run.dir!r} already has checkpoints (newest: {newest.path.name})",
+            f"run.dir = {format_value(run.recipe.run.dir)} already has checkpoints (newest: {newest.path.name})",
             values={"checkpoint.resume": run.recipe.checkpoint.resume},
             remedy="set run.dir to a new folder for a new run, or remove checkpoint.resume to resume",
         )

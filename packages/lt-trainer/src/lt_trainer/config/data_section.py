@@ -38,7 +38,12 @@ class DataOptions(Section, table="data"):
     store: str = option("", "token store to train on, from `lt data prepare`")
     mixture: Annotated[dict[Name, SourceOptions], _SORTED] = option({}, "token stores to mix, by name")
     synthetic: bool = option(False, "train on random ids, for benchmarks and trials; needs model.vocab_size")
-    loader: str = option("", "module:function that returns this rank's rows", pattern=r"^(\w+(\.\w+)*:\w+(\.\w+)*)?$")
+    loader: str = option(
+        "",
+        "module:function that returns this rank's rows",
+        form="of the form module:function",
+        pattern=r"^(\w+(\.\w+)*:\w+(\.\w+)*)?$",
+    )
     loader_resume: Literal["error", "replay"] = option("error", "resume a loader without state: error, or read again")
     validation: str = option("", "token store for the validation loss")
     validation_sets: Annotated[dict[Name, ValidationOptions], _SORTED] = option({}, "other validation sets, by name")

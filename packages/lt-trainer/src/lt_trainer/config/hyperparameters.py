@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 
 from lt_trainer.config.section import extra_of, leaves, suggest
 from lt_trainer.config.sections import Recipe
+from lt_trainer.config.toml import Text
 from lt_trainer.errors import RecipeError
 
 
@@ -36,7 +37,8 @@ def hyperparameter_values(hyperparameters: Mapping[str, Any]) -> dict[str, tuple
         if fields is None:
             similar = suggest(name, known)
             remedy = f"did you mean {similar}?" if similar else f"the hyperparameters are {', '.join(known)}"
-            raise RecipeError("unknown hyperparameter", values={name: value}, remedy=remedy)
+            shown = Text(value) if isinstance(value, str) else value
+            raise RecipeError("unknown hyperparameter", values={name: shown}, remedy=remedy)
         for dotted, text in fields.items():
             if dotted in set_by:
                 values = {set_by[dotted]: hyperparameters[set_by[dotted]], name: value}

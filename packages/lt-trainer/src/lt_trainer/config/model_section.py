@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import model_validator
 
 from lt_trainer.config.section import Section, flatten, option, suggest, unflatten
+from lt_trainer.config.toml import format_value
 from lt_trainer.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -89,7 +90,9 @@ class ModelOptions(Section, table="model"):
             remedy = f"use a multiple of {2 * self.n_heads}, or another number of heads"
             raise self.wrong("hidden_size n_heads", "the head size must be an even number", remedy)
         if self.n_heads % self.n_kv_heads:
-            raise self.wrong("n_heads n_kv_heads", "n_heads must be a multiple of n_kv_heads")
+            *others, last = (str(number) for number in range(1, self.n_heads + 1) if self.n_heads % number == 0)
+            remedy = f"set model.n_kv_heads to {', '.join(others)} or {last}"
+            raise self.wrong("n_heads n_kv_heads", "n_heads must be a multiple of n_kv_heads", remedy)
         for one, other in (("preset", "init_from"), ("config", "init_from"), ("preset", "config")):
             if getattr(self, one) and getattr(self, other):
                 raise self.wrong(f"{one} {other}", "each has an architecture of its own", "remove one of them")
@@ -113,6 +116,6 @@ def preset_values(name: str) -> dict[str, Any]:
 
     if name not in PRESETS:
         similar = suggest(name, PRESETS)
-        remedy = f"{f'did you mean {similar}? ' if similar else ''}the presets are {', '.join(PRESETS)}"
-        raise RecipeError("unknown preset", values={"preset": name}, remedy=remedy)
+        meant = f"did you mean {format_value(similar)}? " if similar else ""
+        raise RecipeError("unknown preset", values={"preset": name}, remedy=f"{meant}`lt model list` shows all presets")
     return {field: value for field, value in architecture_values(PRESETS[name]).items() if field != "vocab_size"}

@@ -31,18 +31,17 @@ from lt_trainer.config.run_length import steps_from_words
 from lt_trainer.config.section import (
     Given,
     Section,
-    Text,
     build,
     default_of,
     flatten,
     inside,
     leaves,
     parse_text,
-    toml_value,
     unflatten,
+    unknown_field,
 )
 from lt_trainer.config.sections import CheckpointOptions, MoeOptions, Recipe, RunOptions
-from lt_trainer.config.toml import dump
+from lt_trainer.config.toml import Text, dump, toml_value
 from lt_trainer.errors import RecipeError, as_recipe_error
 
 if TYPE_CHECKING:
@@ -53,6 +52,7 @@ S = TypeVar("S", bound=Section)
 DEFAULT = "default"
 ENGINE_PACKAGES = {"gpu": "lt-trainer-gpu", "neuron": "lt-trainer-neuron"}
 """Engines that a recipe may name even if their package is not installed here, with that package."""
+_LT_ENGINES = '"gpu", which runs on NVIDIA and AMD GPUs and on CPUs, and "neuron" for AWS Trainium'
 HUB_PREFIX, PENDING = "hf://", "from hf://"
 _OF_OTHER_FAMILIES = ("rope_scaling.", "head_dim", "sliding_window", "init_std", "init_residual", "shape")
 """Beginnings of model fields that Llama does without: a recipe that gives all others need not read the model."""
@@ -298,11 +298,11 @@ def _engines(given: Mapping[str, Given]) -> dict[str, Any]:
     for name, value in inside(given, "engine").items():
         engine, _, option = name.partition(".")
         if not option and value.value != {}:
-            raise RecipeError("not a value but a section", values={f"engine.{name}": value.value})
+            raise _engine_value_error(name, value.value, str(selected))
         tables.setdefault(engine, {}).update({option: value} if option else {})
     for name in tables.keys() - {*installed, *ENGINE_PACKAGES}:
         field = "run.engine" if name == selected else f"engine.{name}"
-        remedy = f"installed here: {', '.join(installed) or 'none'}; lt has {', '.join(ENGINE_PACKAGES)}"
+        remedy = f"installed here: {', '.join(installed) or 'none'}; lt has {_LT_ENGINES}"
         raise RecipeError("unknown engine", values={field: name}, remedy=remedy)
     return {
         name: build(engine_spec(name).options, table, f"engine.{name}")
@@ -310,6 +310,18 @@ def _engines(given: Mapping[str, Given]) -> dict[str, Any]:
         else unflatten({k: toml_value(v) if isinstance(v, Text) else v for k, (v, _) in table.items()})
         for name, table in tables.items()
     }
+
+
+def _engine_value_error(name: str, value: Any, selected: str) -> RecipeError:
+    """Return the error about `engine.NAME` with a value: an engine has a section, and an option is in one."""
+    from lt_trainer.engine import engine_names, engine_spec
+
+    installed = engine_names()
+    if name in {*installed, *ENGINE_PACKAGES} or selected not in installed:
+        return RecipeError("not a value but a section", values={f"engine.{name}": value}, remedy="set its fields")
+    options = engine_spec(selected).options
+    meant = unknown_field(f"engine.{selected}.{name}", value, options, leaves(options, f"engine.{selected}."))
+    return RecipeError(meant.problem, values={f"engine.{name}": value}, remedy=meant.remedy)
 
 
 def engine_options(recipe: Recipe, name: str, options: type[S]) -> S:

@@ -12,7 +12,6 @@ Cost: pydantic takes about 0.1 s to import, and under 1 ms to check a recipe.
 
 import difflib
 import functools
-import tomllib
 import typing
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
@@ -20,6 +19,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
+from lt_trainer.config.toml import Text, format_value, toml_value
+from lt_trainer.config.usual_names import DERIVED_NAMES
 from lt_trainer.errors import RecipeError
 
 S = TypeVar("S", bound="Section")
@@ -30,24 +31,26 @@ _WORDS = {
         "not valid Unicode; use text that can be encoded as UTF-8"
     ),
     "Input should be": "must be",
-    "String should match pattern": "must match",
+    "String should": "must",
+    "Tuple should": "must",
     "greater than or equal to": "at least",
     "less than or equal to": "at most",
     "a valid tuple": "a list",
+    "a valid boolean, unable to interpret input": "true or false",
 }
 """Pydantic's words and ours."""
+_PYTHON_LITERALS = {"True": "true", "False": "false", "'": '"'}
+_NAME_FORM = "a name of letters, digits, - and _"
+_FORM_ERRORS = ("string_pattern_mismatch", "int_parsing", "int_from_float", "int_type")
 
 
-class Text(str):
-    """Text form of a value, which may also stand for a list."""
-
-
-def option(default: Any, help: str, *, unit: str = "", hyperparameter: str = "", **limits: Any) -> Any:
+def option(default: Any, help: str, *, unit: str = "", hyperparameter: str = "", form: str = "", **limits: Any) -> Any:
     """Return a field with description, unit, hyperparameter name and pydantic's limits.
 
-    A default that follows from fields above it is a function of their values by name.
+    A default that follows from fields above it is a function of their values by name. `form` is what an error says of a
+    value that cannot be read.
     """
-    extra: dict[str, Any] = {"unit": unit, "hyperparameter": hyperparameter}
+    extra: dict[str, Any] = {"unit": unit, "hyperparameter": hyperparameter, "form": form}
     values = {"default_factory" if callable(default) else "default": default}
     return Field(**values, description=help, json_schema_extra=extra, **limits)
 
@@ -75,6 +78,8 @@ class Section(BaseModel, metaclass=_Checked):
     needs: ClassVar[tuple[tuple[str, ...], ...]] = ()
     """Fields, separated by spaces; another one without which they have no effect; its values, or none for any value
     but its default."""
+    usual_names: ClassVar[Mapping[str, str]] = {}
+    """Field that a name stands for, by dotted name or its last part, for names of other programs."""
 
     @field_validator("*", mode="before")
     @classmethod
@@ -84,6 +89,9 @@ class Section(BaseModel, metaclass=_Checked):
             return [part.strip() for part in value.strip("[] ").split(",") if part.strip()]
         if isinstance(value, str) and typing.get_origin(hint) is Literal and True in typing.get_args(hint):
             return {"true": True, "false": False}.get(value.lower(), str(value))
+        if isinstance(value, Text) and hint in (int, float):  # --set schedule.max_steps=1e4
+            number = toml_value(value)
+            return number if type(number) in (int, float) else value
         return str(value) if isinstance(value, Text) else value
 
     @model_validator(mode="after")
@@ -95,7 +103,7 @@ class Section(BaseModel, metaclass=_Checked):
             for name in names.split():
                 if getattr(self, name) != default_of(type(self), name):
                     choice = f" to {values[0]}" if values else ""
-                    problem = f"has no effect with {other} = {given!r}"
+                    problem = f"has no effect with {other} = {format_value(given)}"
                     raise self.wrong(name, problem, f"set {other}{choice}, or remove {name}")
         self.check()
         return self
@@ -153,7 +161,7 @@ def _is_section(hint: Any) -> bool:
 
 
 def extra_of(field: FieldInfo, name: str) -> str:
-    """Return "unit" or "hyperparameter" of a field; "" if it has none."""
+    """Return "unit", "hyperparameter" or "form" of a field; "" if it has none."""
     extra = field.json_schema_extra
     return str(extra.get(name, "")) if isinstance(extra, dict) else ""
 
@@ -218,18 +226,10 @@ def parse_text(text: str) -> Any:
     return Text(value) if isinstance(value, str) else value
 
 
-def toml_value(text: str) -> Any:
-    """Return the value that a text is in TOML, with any case of true and false; else the text."""
-    try:
-        return tomllib.loads(f"value = {text.lower() if text.lower() in ('true', 'false') else text}")["value"]
-    except ValueError:
-        return str(text)
-
-
-def suggest(name: str, known: Iterable[str]) -> str:
+def suggest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
     """Return the known name closest to `name`, ignoring case; "" if none is close."""
     by_lower = {candidate.lower(): candidate for candidate in known}
-    matches = difflib.get_close_matches(name.lower(), list(by_lower), n=1, cutoff=0.6)
+    matches = difflib.get_close_matches(name.lower(), list(by_lower), n=1, cutoff=cutoff)
     return by_lower[matches[0]] if matches else ""
 
 
@@ -238,30 +238,58 @@ def recipe_error(exc: ValidationError, cls: type[Section], table: str = "") -> R
     table = table or cls.table
     error = min(exc.errors(include_url=False), key=lambda error: error["type"] != "extra_forbidden")
     loc = [str(part) for part in error["loc"] if not isinstance(part, int) and part != "[key]"]
-    name, kind, value, message = ".".join(filter(None, [table, *loc])), error["type"], error["input"], error["msg"]
+    name, kind, value = ".".join(filter(None, [table, *loc])), error["type"], error["input"]
     own = error.get("ctx", {}).get("error")
     if isinstance(own, RecipeError):
         values = {f"{name}.{field}" if name else field: shown for field, shown in own.values.items()}
         return RecipeError(own.problem, values=values, remedy=own.remedy, origins=own.origins)
     fields = leaves(cls, f"{table}." if table else "", entry=loc[-2] if len(loc) > 2 else "")
     if kind == "extra_forbidden":
-        return RecipeError("unknown field", values={name: value}, remedy=_known_fields(name, list(fields)))
+        name, value = next(iter(flatten({name: value}).items()))
+        return unknown_field(name, value, cls, fields)
     if kind == "missing":
         return RecipeError(f"{name} is missing")
     if kind.startswith(("model_", "dict_")):
         return RecipeError("not a value but a section", values={name: value}, remedy="set its fields")
-    for theirs, ours in _WORDS.items():
-        message = message.replace(theirs, ours)
     values = {} if kind == "value_error" and isinstance(value, dict | BaseModel) else {name: value}
-    remedy = fields[name].description or "" if "pattern" in kind and name in fields else ""
-    return RecipeError(message.partition(", unable to parse string")[0], values=values, remedy=remedy)
+    form = extra_of(fields[name], "form") if name in fields else ""
+    if "[key]" in error["loc"]:
+        form = _NAME_FORM
+    if form and kind in _FORM_ERRORS:
+        return RecipeError(f"must be {form}", values=values)
+    return RecipeError(_reword(error["msg"], kind), values=values)
 
 
-def _known_fields(name: str, known: list[str]) -> str:
-    """Return which known field an unknown one may be meant to be."""
+def _reword(message: str, kind: str) -> str:
+    """Return a message of pydantic in our words, without those of Python."""
+    for theirs, ours in {**_WORDS, **(_PYTHON_LITERALS if kind == "literal_error" else {})}.items():
+        message = message.replace(theirs, ours)
+    return message.partition(", unable to parse string")[0]
+
+
+def unknown_field(name: str, value: Any, cls: type[Section], known: Iterable[str]) -> RecipeError:
+    """Return the error about an unknown field of a section, with the known one that it may be meant to be.
+
+    Names of other programs come first, then the last part of the name, in its own section and in all.
+    """
     parent, _, last = name.rpartition(".")
-    same = [field for field in known if field.rpartition(".")[2] == last]
-    similar = same[0] if same else suggest(name, known)
-    inside = [field for field in known if field.rpartition(".")[0] == parent]
-    sections = {field.split(".")[0] for field in known}
-    return f"did you mean {similar}?" if similar else f"there are {', '.join(inside or sorted(sections))}"
+    by_last: dict[str, list[str]] = {}
+    siblings = {field: field for field in cls.model_fields} if not parent else dict[str, str]()
+    for field in known:
+        section, _, own = field.rpartition(".")
+        by_last.setdefault(own, []).append(field)
+        if section == parent:
+            siblings[own] = field
+    same = by_last.get(last, [])
+    similar = (
+        cls.usual_names.get(name)
+        or cls.usual_names.get(last)
+        or (same[0] if len(same) == 1 else "")
+        or siblings.get(suggest(last, siblings))
+        or next(iter(same or by_last.get(suggest(last, by_last, cutoff=0.75), [])), "")
+    )
+    if similar:
+        remedy = f"did you mean {similar}?"
+    else:
+        remedy = f"there are {', '.join(siblings.values() if parent and siblings else sorted(cls.model_fields))}"
+    return RecipeError("unknown field", values={name: value}, remedy=DERIVED_NAMES.get(last, remedy))

@@ -14,6 +14,8 @@ from lt_trainer.config.data_section import DataOptions
 from lt_trainer.config.model_section import ModelOptions
 from lt_trainer.config.optimizer_section import OptimizerOptions
 from lt_trainer.config.section import Section, default_of, option, suggest
+from lt_trainer.config.toml import format_value
+from lt_trainer.config.usual_names import USUAL_NAMES
 from lt_trainer.errors import RecipeError
 from lt_trainer.optimizers import OPTIMIZERS
 
@@ -119,9 +121,20 @@ class ScheduleOptions(Section, table="schedule"):
     needs = (("decay_steps decay_shape", "kind", "wsd"), ("min_lr", "kind", "cosine", "linear", "wsd"))
 
     kind: Literal["cosine", "linear", "constant", "wsd"] = option("cosine", "decay of the learning rate")
-    max_steps: int = option(DEFAULT_MAX_STEPS, "steps of the run", hyperparameter="MAX_STEPS", ge=1, le=MAX_INT)
+    max_steps: int = option(
+        DEFAULT_MAX_STEPS,
+        "steps of the run",
+        hyperparameter="MAX_STEPS",
+        form='a number of steps such as 10000, or text such as "3 epochs"',
+        ge=1,
+        le=MAX_INT,
+    )
     warmup_steps: int = option(
-        _default_warmup_steps, "steps until the peak learning rate", hyperparameter="WARMUP_STEPS", ge=0
+        _default_warmup_steps,
+        "steps until the peak learning rate",
+        hyperparameter="WARMUP_STEPS",
+        form='a number of steps, or a share of the run such as "5%"',
+        ge=0,
     )
     min_lr: float = option(4e-4, "learning rate of the last step", hyperparameter="MIN_LR", ge=0)
     decay_steps: int = option(0, "steps of the wsd decay to min_lr; 0 = a tenth of max_steps", ge=0)
@@ -148,6 +161,12 @@ class ParallelOptions(Section, table="parallel"):
     ep: int = option(1, "expert-parallel degree, of the ranks of dp_shard, cp and tp: each has whole experts", ge=1)
     sequence_parallel: bool = option(False, "shard activations along the sequence between tensor-parallel blocks")
 
+    def _start_line(self, ranks: int) -> str:
+        """Return the command that starts this many ranks on one machine; "" for several machines."""
+        if self.n_nodes > 1:
+            return ""
+        return f"on one machine by `lt train torchrun RUN.toml --nproc-per-node {ranks}`, "
+
     def data_parallel_size(self, world: int) -> int:
         """Return the number of data-parallel ranks, dp_replicate * dp_shard, out of `world` ranks.
 
@@ -162,7 +181,8 @@ class ParallelOptions(Section, table="parallel"):
             values = {
                 f"parallel.{name}": getattr(self, name) for name in ("tp", "pp", "cp", "dp_replicate", "dp_shard")
             }
-            remedy = f"start {wanted} ranks, or change the degrees (dp_shard = 0 uses all remaining)"
+            start = f"start {wanted} ranks, {self._start_line(fixed)}"
+            remedy = f"{start}or change the degrees (dp_shard = 0 uses all remaining)"
             raise RecipeError(problem, values=values, remedy=remedy)
         return world // model_ranks
 
@@ -186,7 +206,12 @@ class CheckpointOptions(Section, table="checkpoint"):
     keep_every: int = option(0, "also keep checkpoints whose step is a multiple of this; 0 = none, 1 = all", ge=0)
     async_save: bool = option(False, "write checkpoints in the background, from a copy in host memory")
     resume: bool = option(True, "resume from the newest valid checkpoint of the run directory or the mirror")
-    mirror_url: str = option("", "s3://bucket/folder: uploads, from which a run also resumes", pattern=_S3_FOLDER)
+    mirror_url: str = option(
+        "",
+        "s3://bucket/folder: uploads, from which a run also resumes",
+        form="of the form s3://bucket/folder",
+        pattern=_S3_FOLDER,
+    )
     mirror_keep_last: int = option(0, "number of newest checkpoints to keep in the mirror; 0 = all", ge=0)
     mirror_keep_every: int = option(0, "also keep those whose step is a multiple of this; 0 = none", ge=0)
 
@@ -241,6 +266,8 @@ class FaultToleranceOptions(Section, table="fault_tolerance"):
 
 class Recipe(Section):
     """Recipe of a training run, from `load`, or constructed from its sections in Python."""
+
+    usual_names = USUAL_NAMES
 
     run: RunOptions = RunOptions()
     model: ModelOptions = ModelOptions()
@@ -322,11 +349,11 @@ def _check_optimizer(options: OptimizerOptions) -> None:
     """Check that the optimizer exists and has the options that are set."""
     if options.name not in OPTIMIZERS:
         similar = suggest(options.name, OPTIMIZERS)
-        remedy = f"did you mean {similar!r}?" if similar else f"use one of {', '.join(OPTIMIZERS)}"
+        remedy = f"did you mean {format_value(similar)}?" if similar else f"use one of {', '.join(OPTIMIZERS)}"
         raise RecipeError("unknown optimizer", values={"optimizer.name": options.name}, remedy=remedy)
     spec = OPTIMIZERS[options.name]
     for name in sorted(set().union(*(other.options for other in OPTIMIZERS.values())) - spec.options):
         if (value := getattr(options, name)) != default_of(OptimizerOptions, name):
-            problem = f"has no effect with optimizer.name = {spec.name!r}"
+            problem = f"has no effect with optimizer.name = {format_value(spec.name)}"
             raise RecipeError(problem, values={f"optimizer.{name}": value}, remedy="remove it")
     spec.check(options)

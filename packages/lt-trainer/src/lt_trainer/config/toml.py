@@ -1,30 +1,47 @@
-"""TOML writer for recipe values: one table per section, comments behind values; `tomllib` reads them back."""
+"""Values of recipes as TOML writes them: one table per section, comments behind values; `tomllib` reads them back."""
 
 import json
 import re
+import tomllib
 from collections.abc import Mapping
+from pathlib import PurePath
 from typing import Any
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
+class Text(str):
+    """Text form of a value, as `--set` and hyperparameters have it: a number, a list or a text."""
+
+
+def toml_value(text: str) -> Any:
+    """Return the value that a text is in TOML, with any case of true and false; else the text."""
+    try:
+        return tomllib.loads(f"value = {text.lower() if text.lower() in ('true', 'false') else text}")["value"]
+    except ValueError:
+        return str(text)
+
+
 def format_value(value: Any) -> str:
-    """Format one TOML value.
+    """Format one TOML value; what TOML has no form for is quoted as text.
 
     Example:
         >>> format_value(("a", 1e-05, True))
         '["a", 1e-05, true]'
     """
+    if isinstance(value, Text):
+        value = toml_value(value)
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, str):
+    if isinstance(value, str | PurePath):
+        value = str(value)
         return _escape(json.dumps(value, ensure_ascii=False))
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(format_value, value))}]"
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{_key(name)} = {format_value(item)}' for name, item in value.items())}}}"
-    return repr(value)
+    return str(value)
 
 
 def _escape(text: str) -> str:

@@ -32,6 +32,7 @@ from lt_data.streaming.rows import Rows
 from lt_data.streaming.stream import StreamState
 from lt_trainer.config.recipe import to_dict
 from lt_trainer.config.sections import Recipe
+from lt_trainer.config.toml import format_value
 from lt_trainer.control import Control
 from lt_trainer.data.document_boundaries import find_document_starts
 from lt_trainer.data.loader_factory import import_loader_factory
@@ -202,5 +203,5 @@ class LoaderBatches:
         gathered = self._control.all_gather([self._topology.dp_rank, value, error])
         for _, _, problem in gathered:
             if problem:
-                raise LoaderError(f"data.loader = {self._recipe.data.loader!r}, {problem}") from failure
+                raise LoaderError(f"data.loader = {format_value(self._recipe.data.loader)}, {problem}") from failure
         return {dp_rank: value for dp_rank, value, _ in gathered}

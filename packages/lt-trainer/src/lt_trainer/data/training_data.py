@@ -18,6 +18,7 @@ from lt_data.streaming.rows import Rows
 from lt_data.streaming.stream import StreamBatch, StreamState
 from lt_trainer.config.data_section import DataOptions
 from lt_trainer.config.sections import Recipe
+from lt_trainer.config.toml import format_value
 from lt_trainer.data.document_boundaries import micro_batch_cu_seqlens
 from lt_trainer.data.loader_factory import import_loader_factory
 from lt_trainer.data.synthetic import SyntheticRows
@@ -135,7 +136,7 @@ def open_stores(data: DataOptions, paths: Mapping[str, str]) -> dict[str, TokenS
     first = next(iter(stores), "")
     for name, store in stores.items():
         if store.manifest.tokenizer.sha256 != stores[first].manifest.tokenizer.sha256:
-            problem = f"prepared with another tokenizer than {first} = {paths[first]!r}"
+            problem = f"prepared with another tokenizer than {first} = {format_value(paths[first])}"
             raise RecipeError(problem, values={name: paths[name]}, remedy="prepare both with the same tokenizer")
     return stores
 

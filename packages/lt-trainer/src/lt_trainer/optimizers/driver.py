@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lt_ckpt import Checkpoint, OptimizerRecord
 from lt_model.stochastic_rounding import round_stochastically, rounding_key
+from lt_trainer.config.toml import format_value
 from lt_trainer.errors import RecipeError
 from lt_trainer.optimizers.spec import OptimizerSpec, ParamSlice, Slots, StateSlot, UpdateFn
 
@@ -180,5 +181,5 @@ def check_optimizer(checkpoint: Checkpoint, spec: OptimizerSpec) -> None:
     if saved != optimizer_record(spec):
         held = f"the state of {saved.name!r} ({', '.join(saved.slots)})" if saved else "no optimizer state"
         problem = f"{checkpoint.path} holds {held}, but {spec.name!r} needs its own ({', '.join(spec.slot_names)})"
-        remedy = f"start a new run from its weights alone with model.init_from = {str(checkpoint.path)!r}"
+        remedy = f"start a new run from its weights alone with model.init_from = {format_value(str(checkpoint.path))}"
         raise RecipeError(problem, values={"optimizer.name": spec.name}, remedy=remedy)

@@ -24,7 +24,7 @@ from lt_data.display.terminal import echo
 from lt_model import PRESETS, ModelError
 from lt_trainer.config.recipe import load
 from lt_trainer.config.section import flatten
-from lt_trainer.config.toml import dump
+from lt_trainer.config.toml import dump, format_value
 from lt_trainer.constants import EXIT_DONE, EXIT_REQUEUE
 from lt_trainer.files import write_atomic
 from lt_trainer.quickstart.corpus import write_corpus
@@ -43,7 +43,7 @@ def main(*, out: Path, source: str, preset: str, steps: int, overwrite: bool) ->
         QuickstartError: Invalid settings, a command failed, or the resume was not exact.
     """
     if preset not in PRESETS:
-        raise ModelError(f"--preset = {preset!r}: unknown preset; the presets are {', '.join(PRESETS)}")
+        raise ModelError(f"--preset = {format_value(preset)}: unknown preset; `lt model list` shows all")
     if steps < MIN_STEPS:
         raise QuickstartError(f"--steps = {steps}: must be at least {MIN_STEPS}, to stop halfway and resume")
     source = os.path.realpath(source) if source and "://" not in source else source

@@ -38,6 +38,7 @@ from typing import Annotated, Any, Literal
 from packaging.licenses import InvalidLicenseExpression, canonicalize_license_expression
 from pydantic import AfterValidator, Field, ValidationError
 
+from lt_trainer.config.toml import format_value
 from lt_trainer.release.bundle import InsidePath, Record, ReleaseError
 from lt_trainer.release.mof import COMPONENTS, OPEN_FOR_ALL
 
@@ -132,5 +133,5 @@ def parse_license_file(text: str, source: str) -> LicenseFile:
 
 def _describe(error: Mapping[str, Any]) -> str:
     name = ".".join(str(part) for part in error["loc"] if part != "[key]")
-    value = "" if error["type"] == "missing" else f" = {error['input']!r}"
+    value = "" if error["type"] == "missing" else f" = {format_value(error['input'])}"
     return f"{name}{value}: {error['msg'].removeprefix('Value error, ')}"

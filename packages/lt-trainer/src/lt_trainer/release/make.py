@@ -20,6 +20,7 @@ from lt_data import DataError, TokenStore
 from lt_data import verify as verify_store
 from lt_trainer.config.recipe import from_dict, to_dict, to_toml
 from lt_trainer.config.section import flatten, unflatten
+from lt_trainer.config.toml import format_value
 from lt_trainer.data.training_data import STORES
 from lt_trainer.release.bundle import LICENSE_FILE, RUN_DIR, Release, ReleasedStore, ReleaseError, hash_file, list_files
 from lt_trainer.release.cards import make_documents
@@ -130,7 +131,9 @@ class _Run:
             return
         self.paper = license_path.parent / licenses.release.paper if licenses.release.paper else None
         if self.paper and not self.paper.is_file():
-            self.problems.append(f"release.paper = {licenses.release.paper!r} ({license_path}): no such file beside it")
+            self.problems.append(
+                f"release.paper = {format_value(licenses.release.paper)} ({license_path}): no such file beside it"
+            )
         self._open_stores(licenses, source_folders)
 
     def _make_filter(self) -> TextFilter:
@@ -158,7 +161,7 @@ class _Run:
                     self.stores.append(StoreToRelease(name, store, data, licenses, self.text_filter, source_folders))
             except DataError as exc:
                 found = [f"{exc}; relative paths are taken from the current folder"]
-            self.problems += [f"{field} = {path!r}: {problem}" for problem in found]
+            self.problems += [f"{field} = {format_value(path)}: {problem}" for problem in found]
 
     def describe(self) -> Release:
         """Return the contents of release.json."""

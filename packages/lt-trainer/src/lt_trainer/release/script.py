@@ -9,6 +9,7 @@ import re
 from pathlib import PurePosixPath
 
 from lt_data.display.terminal import quote_for_shell
+from lt_trainer.config.toml import format_value
 from lt_trainer.release.bundle import RUN_DIR
 from lt_trainer.release.facts import Facts, StoreFacts
 
@@ -28,7 +29,7 @@ steps=${1:-0}
 def reproduction_script(facts: Facts) -> str:
     """Return reproduce.sh."""
     fields = {"data.loader": facts.recipe["data"].get("loader"), "model.init_from": facts.recipe["model"]["init_from"]}
-    absent = [f"{field} = {value!r} is not in the release" for field, value in fields.items() if value]
+    absent = [f"{field} = {format_value(value)} is not in the release" for field, value in fields.items() if value]
     lines = [f"echo {quote(text)} >&2; exit 1" for text in absent]
     lines += [f"export {name}={quote(value)}" for name, value in _thread_variables(facts).items()]
     lines.append("mkdir -p data")

@@ -33,6 +33,7 @@ from typing import Any
 
 from lt_trainer.config.recipe import ResolvedRecipe, to_dict, to_toml
 from lt_trainer.config.section import flatten
+from lt_trainer.config.toml import format_value
 from lt_trainer.errors import RunDirError
 from lt_trainer.files import write_atomic
 from lt_trainer.run_directory.environment import describe_environment
@@ -133,7 +134,7 @@ def read_mirror_name(path: str | Path) -> str:
 
 def _is_run_dir(path: Path) -> bool:
     """Return True if an existing folder has a run, False if it is empty; raise RunDirError otherwise."""
-    marker, name = path / MARKER_FILE, f"run.dir = {str(path)!r}"
+    marker, name = path / MARKER_FILE, f"run.dir = {format_value(path)}"
     if not marker.exists():
         if all(item.name.startswith(OWN_PREFIXES) for item in path.iterdir()):
             return False
@@ -160,7 +161,8 @@ def _lock(path: Path, descriptor: int, kind: int = fcntl.LOCK_EX) -> None:
     except BlockingIOError:
         holder = os.read(descriptor, 4096).decode(errors="replace").strip() or "another process"
         raise RunDirError(
-            f"run.dir = {str(path)!r}: in use by {holder}; wait for it or stop it, or set run.dir to another folder"
+            f"run.dir = {format_value(path)}: in use by {holder}; wait for it or stop it, or set "
+            "run.dir to another folder"
         ) from None
 
 
@@ -172,7 +174,7 @@ def _translate_os_errors(path: Path) -> Iterator[None]:
         is_full = exc.errno in (errno.ENOSPC, errno.EDQUOT)
         remedy = "free space on its disk" if is_full else "set run.dir to a writable folder"
         raise RunDirError(
-            f"run.dir = {str(path)!r}: cannot use {exc.filename or path}: {exc.strerror}; {remedy}"
+            f"run.dir = {format_value(path)}: cannot use {exc.filename or path}: {exc.strerror}; {remedy}"
         ) from exc
 
 

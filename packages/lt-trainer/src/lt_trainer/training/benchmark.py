@@ -47,7 +47,7 @@ def resolve_bench_recipe(
         raise RecipeError(
             "exactly one is required",
             values={"RUN.toml": path or "", "--preset": preset},
-            remedy=f"use lt train bench RUN.toml, or --preset with one of {', '.join(PRESETS)}",
+            remedy="use lt train bench RUN.toml, or --preset with a name of `lt model list`",
         )
     if preset:
         base = {

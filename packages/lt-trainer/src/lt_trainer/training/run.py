@@ -23,6 +23,7 @@ from lt_trainer.checkpointing.checkpoints import Checkpoints
 from lt_trainer.checkpointing.mirror import RunMirror
 from lt_trainer.config.recipe import ResolvedRecipe, complete, model_config, to_dict
 from lt_trainer.config.sections import Recipe
+from lt_trainer.config.toml import format_value
 from lt_trainer.data.batches import Batches
 from lt_trainer.data.training_data import STORES, TrainingData, open_data
 from lt_trainer.engine import Engine, EngineSpec, World, engine_spec
@@ -257,4 +258,6 @@ def _log_start(log: RunLogger, recipe: Recipe, engine: Engine, run_dir: RunDir) 
     for note in device.notes:
         log.log_message(note)
     for name, (before, now) in sorted(run_dir.changes.items()):
-        log.log_message(f"recipe changed since the last start: {name} was {before!r}, is {now!r}")
+        log.log_message(
+            f"recipe changed since the last start: {name} was {format_value(before)}, is {format_value(now)}"
+        )
