@@ -18,8 +18,8 @@ from lt_trainer.config.optimizer_section import OptimizerOptions
 from lt_trainer.config.recipe import engine_options, from_dict, is_default, load, model_config, to_dict, to_toml
 from lt_trainer.config.section import Section, leaves, option, unflatten
 from lt_trainer.config.sections import Recipe
-from lt_trainer.config.toml import dump
 from lt_trainer.errors import RecipeError
+from lt_trainer.toml import dump
 
 STORE = {"data": {"store": "stores/train"}}
 

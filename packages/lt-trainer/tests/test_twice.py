@@ -12,8 +12,8 @@ import pytest
 from lt_ckpt import find_latest_valid, list_steps
 from lt_test_helpers.runs import events, losses, start
 from lt_trainer.config.section import flatten
-from lt_trainer.config.toml import dump
 from lt_trainer.resilience.stop_signals import STOP_SIGNALS
+from lt_trainer.toml import dump
 
 TOLERANT = "fault_tolerance.max_skipped_steps=1"
 

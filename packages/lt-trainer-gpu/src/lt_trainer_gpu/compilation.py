@@ -19,8 +19,8 @@ from typing import Any
 from lt_model.attention import BACKENDS
 from lt_model.decoder import DecoderBlock
 from lt_model.feed_forward import MoE
-from lt_trainer.config.toml import format_value
 from lt_trainer.errors import RecipeError
+from lt_trainer.toml import format_value
 from lt_trainer_gpu import checks
 from lt_trainer_gpu.checks import parse_torch_version
 from lt_trainer_gpu.options import GpuOptions

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from lt_trainer.config.recipe import engine_options
 from lt_trainer.config.sections import Recipe
-from lt_trainer.config.toml import format_value
 from lt_trainer.files import write_atomic
+from lt_trainer.toml import format_value
 from lt_trainer_neuron.compile_cache import CompileCacheError, cache_url
 from lt_trainer_neuron.options import NeuronOptions
 

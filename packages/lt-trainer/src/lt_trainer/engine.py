@@ -18,9 +18,9 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from lt_trainer.config.toml import format_value
 from lt_trainer.control import Control
 from lt_trainer.errors import RecipeError
+from lt_trainer.toml import format_value
 
 if TYPE_CHECKING:
     import numpy as np

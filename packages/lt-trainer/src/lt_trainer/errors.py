@@ -6,8 +6,8 @@ A recipe section checks its values without knowing their sources; `load` adds th
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from lt_trainer.config.toml import format_value
 from lt_trainer.constants import EXIT_REQUEUE, EXIT_USER
+from lt_trainer.toml import format_value
 
 
 class TrainerError(ValueError):

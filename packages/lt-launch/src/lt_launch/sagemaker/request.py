@@ -31,9 +31,9 @@ from lt_launch.sagemaker.service_model import check_request
 from lt_trainer.config.hyperparameters import hyperparameter_fields
 from lt_trainer.config.section import default_value, flatten, leaves
 from lt_trainer.config.sections import DERIVED_DEFAULTS, FaultToleranceOptions, Recipe
-from lt_trainer.config.toml import format_value
 from lt_trainer.engine import engine_names, engine_spec
 from lt_trainer.run_directory.records import METRIC_DEFINITIONS
+from lt_trainer.toml import format_value
 
 OVERRIDE_PREFIX = "LT_SET_"
 LAUNCHER_ONLY_FIELDS = ("run.dir", "model.preset", "parallel.n_nodes")

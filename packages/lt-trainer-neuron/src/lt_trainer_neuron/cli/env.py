@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from lt_trainer.config.toml import format_value
+from lt_trainer.toml import format_value
 
 app = typer.Typer(add_completion=False)
 

@@ -36,12 +36,12 @@ from lt_ckpt.errors import CheckpointError, SaveCancelledError, translate_os_err
 from lt_ckpt.manifest import CheckpointManifest, CheckpointMetadata
 from lt_ckpt.save import begin_save, commit_save, discard_save, write_rank_files
 from lt_trainer.config.recipe import to_dict
-from lt_trainer.config.toml import format_value
 from lt_trainer.constants import GIB
 from lt_trainer.data.training_data import STORES
 from lt_trainer.errors import PeerError, RecipeError
 from lt_trainer.files import write_atomic
 from lt_trainer.resilience.rank_sync import attempt_on_all_ranks, run_on_rank0
+from lt_trainer.toml import format_value
 
 if TYPE_CHECKING:
     from lt_data.streaming.stream import StreamState

@@ -44,13 +44,13 @@ from lt_data.remote.s3_folder import S3Folder, UnreachableError
 from lt_trainer.config.recipe import to_dict
 from lt_trainer.config.section import flatten
 from lt_trainer.config.sections import Recipe
-from lt_trainer.config.toml import format_value
 from lt_trainer.constants import EXIT_REQUEUE, EXIT_USER
 from lt_trainer.engine import Engine
 from lt_trainer.errors import MirrorError, RecipeError
 from lt_trainer.resilience.rank_sync import run_with_keepalive
 from lt_trainer.resilience.stop_signals import StopSignals
 from lt_trainer.run_directory.run_dir import RunDir, read_mirror_name
+from lt_trainer.toml import format_value
 
 if TYPE_CHECKING:
     from lt_trainer.observability.run_logger import RunLogger

@@ -30,10 +30,10 @@ from lt_data import Tokenizer
 from lt_data.tokenizing.files import MODEL_FILE
 from lt_model import ModelConfig, config_from_hf
 from lt_trainer.config.model_section import ModelOptions
-from lt_trainer.config.toml import format_value
 from lt_trainer.control import Control
 from lt_trainer.errors import RecipeError, as_recipe_error
 from lt_trainer.resilience.rank_sync import run_on_all_ranks, run_with_keepalive
+from lt_trainer.toml import format_value
 
 HUB_PREFIX = "hf://"
 BLOCK_BYTES = 2**24

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 from lt_ckpt.checkpoint import Checkpoint
 from lt_ckpt.lt_format import hf_model_files
 from lt_trainer.config.recipe import to_dict
-from lt_trainer.config.toml import format_value
 from lt_trainer.data.batches import open_batches
 from lt_trainer.data.generations import changed_generations, reopen_data, resume_state
 from lt_trainer.errors import RecipeError, RestoreError
+from lt_trainer.toml import format_value
 
 if TYPE_CHECKING:
     from lt_trainer.training.run import Run

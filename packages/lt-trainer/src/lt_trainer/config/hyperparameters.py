@@ -13,8 +13,8 @@ from pydantic import TypeAdapter
 
 from lt_trainer.config.section import extra_of, leaves, suggest
 from lt_trainer.config.sections import Recipe
-from lt_trainer.config.toml import Text
 from lt_trainer.errors import RecipeError
+from lt_trainer.toml import Text
 
 
 def hyperparameter_fields() -> dict[str, str]:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import model_validator
 
 from lt_trainer.config.section import Section, flatten, option, suggest, unflatten
-from lt_trainer.config.toml import format_value
 from lt_trainer.errors import RecipeError
+from lt_trainer.toml import format_value
 
 if TYPE_CHECKING:
     from lt_model import ModelConfig

@@ -41,8 +41,8 @@ from lt_trainer.config.section import (
     unknown_field,
 )
 from lt_trainer.config.sections import CheckpointOptions, MoeOptions, Recipe, RunOptions
-from lt_trainer.config.toml import Text, dump, toml_value
 from lt_trainer.errors import RecipeError, as_recipe_error
+from lt_trainer.toml import Text, dump, toml_value
 
 if TYPE_CHECKING:
     from lt_model import ModelConfig

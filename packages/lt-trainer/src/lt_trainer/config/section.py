@@ -19,9 +19,9 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-from lt_trainer.config.toml import Text, format_value, toml_value
 from lt_trainer.config.usual_names import DERIVED_NAMES
 from lt_trainer.errors import RecipeError
+from lt_trainer.toml import Text, format_value, toml_value
 
 S = TypeVar("S", bound="Section")
 

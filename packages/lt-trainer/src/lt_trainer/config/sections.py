@@ -14,10 +14,10 @@ from lt_trainer.config.data_section import DataOptions
 from lt_trainer.config.model_section import ModelOptions
 from lt_trainer.config.optimizer_section import OptimizerOptions
 from lt_trainer.config.section import Section, default_of, option, suggest
-from lt_trainer.config.toml import format_value
 from lt_trainer.config.usual_names import USUAL_NAMES
 from lt_trainer.errors import RecipeError
 from lt_trainer.optimizers import OPTIMIZERS
+from lt_trainer.toml import format_value
 
 if TYPE_CHECKING:
     from lt_data.streaming.ramp import BatchRamp

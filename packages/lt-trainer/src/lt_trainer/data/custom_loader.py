@@ -32,13 +32,13 @@ from lt_data.streaming.rows import Rows
 from lt_data.streaming.stream import StreamState
 from lt_trainer.config.recipe import to_dict
 from lt_trainer.config.sections import Recipe
-from lt_trainer.config.toml import format_value
 from lt_trainer.control import Control
 from lt_trainer.data.document_boundaries import find_document_starts
 from lt_trainer.data.loader_factory import import_loader_factory
 from lt_trainer.data.training_data import IGNORE_INDEX, ROW_FIELDS, parse_stream_state, to_micro_batches
 from lt_trainer.engine import StepBatch, Topology
 from lt_trainer.errors import LoaderError, TrainerError
+from lt_trainer.toml import format_value
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,12 +18,12 @@ from lt_data.streaming.rows import Rows
 from lt_data.streaming.stream import StreamBatch, StreamState
 from lt_trainer.config.data_section import DataOptions
 from lt_trainer.config.sections import Recipe
-from lt_trainer.config.toml import format_value
 from lt_trainer.data.document_boundaries import micro_batch_cu_seqlens
 from lt_trainer.data.loader_factory import import_loader_factory
 from lt_trainer.data.synthetic import SyntheticRows
 from lt_trainer.engine import StepBatch, Topology
 from lt_trainer.errors import RecipeError
+from lt_trainer.toml import format_value
 
 IGNORE_INDEX = -100
 ROW_FIELDS = {"input_ids": 0, "labels": IGNORE_INDEX, "position_ids": 0, "doc_ids": -1}

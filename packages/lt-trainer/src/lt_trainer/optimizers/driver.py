@@ -17,9 +17,9 @@ from torch import Tensor
 
 from lt_ckpt import Checkpoint, OptimizerRecord
 from lt_model.stochastic_rounding import round_stochastically, rounding_key
-from lt_trainer.config.toml import format_value
 from lt_trainer.errors import RecipeError
 from lt_trainer.optimizers.spec import OptimizerSpec, ParamSlice, Slots, StateSlot, UpdateFn
+from lt_trainer.toml import format_value
 
 if TYPE_CHECKING:
     from lt_trainer.config.optimizer_section import OptimizerOptions

@@ -24,12 +24,12 @@ from lt_data.display.terminal import echo
 from lt_model import PRESETS, ModelError
 from lt_trainer.config.recipe import load
 from lt_trainer.config.section import flatten
-from lt_trainer.config.toml import dump, format_value
 from lt_trainer.constants import EXIT_DONE, EXIT_REQUEUE
 from lt_trainer.files import write_atomic
 from lt_trainer.quickstart.corpus import write_corpus
 from lt_trainer.quickstart.settings import QuickstartError, claim_folder
 from lt_trainer.run_directory.jsonl import read_jsonl
+from lt_trainer.toml import dump, format_value
 
 MODULES = {"data": "lt_data", "train": "lt_trainer", "ckpt": "lt_ckpt"}
 VOCAB_SIZE, SEQ_LEN, BATCH_SIZE, LEARNING_RATE = 2048, 256, 4, 2e-3

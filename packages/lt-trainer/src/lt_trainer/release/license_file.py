@@ -38,9 +38,9 @@ from typing import Annotated, Any, Literal
 from packaging.licenses import InvalidLicenseExpression, canonicalize_license_expression
 from pydantic import AfterValidator, Field, ValidationError
 
-from lt_trainer.config.toml import format_value
 from lt_trainer.release.bundle import InsidePath, Record, ReleaseError
 from lt_trainer.release.mof import COMPONENTS, OPEN_FOR_ALL
+from lt_trainer.toml import format_value
 
 
 def _check_license(text: str) -> str:

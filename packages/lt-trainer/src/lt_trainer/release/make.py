@@ -20,7 +20,6 @@ from lt_data import DataError, TokenStore
 from lt_data import verify as verify_store
 from lt_trainer.config.recipe import from_dict, to_dict, to_toml
 from lt_trainer.config.section import flatten, unflatten
-from lt_trainer.config.toml import format_value
 from lt_trainer.data.training_data import STORES
 from lt_trainer.release.bundle import LICENSE_FILE, RUN_DIR, Release, ReleasedStore, ReleaseError, hash_file, list_files
 from lt_trainer.release.cards import make_documents
@@ -33,6 +32,7 @@ from lt_trainer.release.script import reproduction_script
 from lt_trainer.release.source_files import find_source_tree, release_sources
 from lt_trainer.release.weight_files import release_weights, verified_checkpoints
 from lt_trainer.run_directory.jsonl import read_jsonl
+from lt_trainer.toml import format_value
 
 RUN_FILES = ("recipe.json", "environment.json", "metrics.jsonl", "events.jsonl", "monitor/*.jsonl", "evaluation/**/*")
 REPLACED_FIELDS: Mapping[str, Any] = {

@@ -9,9 +9,9 @@ import re
 from pathlib import PurePosixPath
 
 from lt_data.display.terminal import quote_for_shell
-from lt_trainer.config.toml import format_value
 from lt_trainer.release.bundle import RUN_DIR
 from lt_trainer.release.facts import Facts, StoreFacts
+from lt_trainer.toml import format_value
 
 THREADS = re.compile(r"(\d+) threads")
 """Number of threads in a run's start event."""

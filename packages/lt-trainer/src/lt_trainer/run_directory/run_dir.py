@@ -33,11 +33,11 @@ from typing import Any
 
 from lt_trainer.config.recipe import ResolvedRecipe, to_dict, to_toml
 from lt_trainer.config.section import flatten
-from lt_trainer.config.toml import format_value
 from lt_trainer.errors import RunDirError
 from lt_trainer.files import write_atomic
 from lt_trainer.run_directory.environment import describe_environment
 from lt_trainer.run_directory.jsonl import JsonlWriter
+from lt_trainer.toml import format_value
 
 MARKER = {"format": "lt-run", "version": 1}
 MARKER_FILE, LOCK_FILE = ".lt-run", ".lt-run.lock"

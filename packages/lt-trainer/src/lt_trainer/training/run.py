@@ -23,7 +23,6 @@ from lt_trainer.checkpointing.checkpoints import Checkpoints
 from lt_trainer.checkpointing.mirror import RunMirror
 from lt_trainer.config.recipe import ResolvedRecipe, complete, model_config, to_dict
 from lt_trainer.config.sections import Recipe
-from lt_trainer.config.toml import format_value
 from lt_trainer.data.batches import Batches
 from lt_trainer.data.training_data import STORES, TrainingData, open_data
 from lt_trainer.engine import Engine, EngineSpec, World, engine_spec
@@ -36,6 +35,7 @@ from lt_trainer.resilience.stop_signals import StopSignals
 from lt_trainer.resilience.watchdog import Watchdog
 from lt_trainer.run_directory.jsonl import RankLog
 from lt_trainer.run_directory.run_dir import RunDir
+from lt_trainer.toml import format_value
 
 if TYPE_CHECKING:
     from lt_model import ModelConfig

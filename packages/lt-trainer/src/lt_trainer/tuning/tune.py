@@ -12,11 +12,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from lt_trainer.config.recipe import ResolvedRecipe, values_of
-from lt_trainer.config.toml import dump
 from lt_trainer.constants import GIB
 from lt_trainer.errors import RecipeError, TrainerError
 from lt_trainer.files import write_atomic
 from lt_trainer.run_directory.jsonl import JsonlWriter, read_jsonl
+from lt_trainer.toml import dump
 from lt_trainer.tuning.probe import ProbeResult
 from lt_trainer.tuning.search import TunedSetting, candidates, find_fastest
 
