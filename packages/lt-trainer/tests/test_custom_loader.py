@@ -200,6 +200,7 @@ BAD = [
     ({name: array[:5] for name, array in row(3).items()}, "row 3: input_ids are int64 [5]; expected integers [8] or"),
     ({**row(3), "labels": row(3)["labels"] * 1.0}, "row 3: labels are float64 [8]; expected integers"),
     (7, "row 3: input_ids are missing"),
+    ({**row(3), "attention_mask": np.ones(SEQ_LEN, np.int64)}, "row 3: unknown key attention_mask"),
 ]
 
 
@@ -210,6 +211,33 @@ def test_bad_rows_are_named(base, fake_engine, give, item: Any, message: str) ->
         start(base)
     assert message in str(caught.value)
     assert caught.value.exit_code == 64
+
+
+def test_labels_that_are_not_shifted_are_refused(base, fake_engine, give) -> None:
+    """As transformers' collators make them; a row of one token has equal labels when they are shifted, too."""
+    ids_of_row = row(1)["input_ids"]
+    padded = {"input_ids": ids_of_row, "labels": np.append(ids_of_row[:5], [-100] * 3)}
+    unlabeled = {"input_ids": ids_of_row, "labels": np.full(SEQ_LEN, -100)}
+    give(lambda **facts: [unlabeled, padded])
+    with pytest.raises(LoaderError, match=r"row 1: labels are equal to input_ids.*; shift them"):
+        start(base)
+    same = {"input_ids": np.full(SEQ_LEN, 4), "labels": np.append([4] * (SEQ_LEN - 1), -100)}
+    give(lambda **facts: [same])
+    assert start(base, "schedule.max_steps=2") == 0
+
+
+def test_a_module_that_cannot_be_imported_is_an_error_of_the_recipe(base, fake_engine, tmp_path, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "rows_of_nobody.py").write_text("1 // 0\n")
+    (tmp_path / "rows_that_leave.py").write_text("raise SystemExit(0)\n")
+    for loader, message in (
+        ("rows_of_nobody:make", "ZeroDivisionError: integer division"),
+        ("rows_that_leave:make", "SystemExit: 0"),
+        ("1abc:x", "ValueError: invalid format"),
+    ):
+        base["data"]["loader"] = loader
+        with pytest.raises(RecipeError, match=rf"data\.loader = '{loader}' .*cannot be imported: {message}"):
+            start(base)
 
 
 def of_state(state: Any) -> type[Stateful]:

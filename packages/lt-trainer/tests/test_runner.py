@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,19 @@ def test_a_signal_when_nothing_is_left_to_do_is_not_a_stop(recipe_base, fake_eng
         assert start(recipe_base, stop=stop) == 0
         assert stop.received == signal.SIGUSR1
         assert start(recipe_base, "schedule.max_steps=30", stop=stop) == 75, "here is something left to do"
+
+
+def test_a_run_outside_of_the_main_thread_leaves_the_signals_alone(recipe_base, fake_engine, capsys) -> None:
+    handlers = [signal.getsignal(number) for number in STOP_SIGNALS]
+    with ThreadPoolExecutor() as threads:
+        assert threads.submit(start, recipe_base).result() == 0
+        assert "not in the main thread: stop signals do not save" in capsys.readouterr().out
+        with StopSignals() as stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+            longer = threads.submit(start, recipe_base, "schedule.max_steps=30", stop=stop)
+            assert longer.result() == 75
+            assert "not in the main thread" not in capsys.readouterr().out
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == handlers
 
 
 def test_reads_the_device_only_where_something_is_due(recipe_base, fake_engine) -> None:

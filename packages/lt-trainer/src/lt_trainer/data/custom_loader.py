@@ -7,8 +7,9 @@ The function is called once on every rank, with keyword arguments only:
 `recipe` is the recipe as nested tables. It returns an iterable of this dp_rank's rows. Each item has one or more rows:
 a mapping or an object with `input_ids` and `labels` ([T] or [n, T], integers), and optionally `position_ids` and
 `doc_ids`, as rows of lt-data: a document is a run of equal numbers. Labels are already shifted, -100 where there is
-none. Ranks with the same dp_rank must return the same rows: rows are selected by dp_rank, never by rank. Every dp_rank
-supplies equally many rows per step, and an item must not cross steps.
+none. Refused are labels that equal the input ids of their own positions, and other keys, such as attention_mask. Ranks
+with the same dp_rank must return the same rows: rows are selected by dp_rank, never by rank. Every dp_rank supplies
+equally many rows per step, and an item must not cross steps.
 
 An iterable is restarted when it ends; an iterator that ends is an error. A loader with `state_dict` and
 `load_state_dict` (JSON-serializable) resumes exactly: its state is saved on every rank with a checkpoint. A loader
@@ -60,6 +61,7 @@ class LoaderBatches:
         self._ramp = recipe.batch.batch_ramp(recipe.data.seq_len)
         self._rows_read = 0
         """Rows that this rank's loader has returned so far."""
+        self._is_shift_checked = False
         self._max_documents_per_row = 1
         """A power of two, so that compiled blocks are recompiled only a few times."""
         self._loader: Any = None
@@ -152,6 +154,7 @@ class LoaderBatches:
     def _check(self, item: Any) -> Rows:
         """Return an item as `_read_until` yields it."""
         row, seq_len, ids = self._rows_read, self._recipe.data.seq_len, (0, self._recipe.model.vocab_size)
+        _check_keys(item, row)
         bounds = {"input_ids": ids, "labels": ids, "position_ids": (0, seq_len), "doc_ids": (-1, seq_len)}
         found: dict[str, np.ndarray] = {}
         for name, (low, high) in bounds.items():
@@ -168,6 +171,8 @@ class LoaderBatches:
             for i, t in np.argwhere(((array < low) | (array >= high)) & ~is_label)[:1]:
                 problem = f"{name} = {array[i, t]} is not in {low}..{high - 1}"
                 raise LoaderError(f"row {row + i}, position {t}: {problem}")
+        if not self._is_shift_checked:
+            self._is_shift_checked = _check_shift(found["input_ids"], found["labels"], row)
         found.setdefault("doc_ids", np.zeros_like(found["input_ids"]))
         try:
             starts = find_document_starts(found["doc_ids"])
@@ -205,3 +210,29 @@ class LoaderBatches:
             if problem:
                 raise LoaderError(f"data.loader = {format_value(self._recipe.data.loader)}, {problem}") from failure
         return {dp_rank: value for dp_rank, value, _ in gathered}
+
+
+def _check_keys(item: Any, row: int) -> None:
+    """Raise LoaderError if a mapping has keys that no row has."""
+    if not isinstance(item, Mapping):
+        return
+    for key in item:
+        if key not in ROW_FIELDS:
+            expected = "a row has input_ids, labels and, optionally, position_ids and doc_ids"
+            raise LoaderError(f"row {row}: unknown key {key}: {expected}; padding is marked by labels of -100 instead")
+
+
+def _check_shift(input_ids: np.ndarray, labels: np.ndarray, row: int) -> bool:
+    """Return whether rows [n, T] have labels to check.
+
+    Raises:
+        LoaderError: the labels are the input ids of the same positions, and not those of the next ones.
+    """
+    has_label = labels != IGNORE_INDEX
+    is_same = labels == input_ids
+    is_next = labels[:, :-1] == input_ids[:, 1:]
+    if has_label.any() and is_same[has_label].all() and not is_next[has_label[:, :-1]].all():
+        problem = "labels are equal to input_ids, and a model would learn to repeat its input"
+        remedy = "shift them: the label of a position is the input id of the next one, and -100 at the end"
+        raise LoaderError(f"row {row}: {problem}; {remedy}")
+    return bool(has_label.any())

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from functools import cache
@@ -21,8 +22,18 @@ from typing import Any
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
+def is_main_thread() -> bool:
+    """Return whether this thread may handle signals."""
+    return threading.current_thread() is threading.main_thread()
+
+
 def install_handlers(handler: Callable[[int, FrameType | None], None]) -> dict[signal.Signals, Any]:
-    """Handle every stop signal with `handler`; return the previous handlers. Respects nohup."""
+    """Handle every stop signal with `handler`; return the previous handlers. Respects nohup.
+
+    In another thread than the main one, for which Python refuses handlers, nothing changes.
+    """
+    if not is_main_thread():
+        return {}
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     numbers = [number for number in STOP_SIGNALS if not (ignored and number == signal.SIGHUP)]
     return {number: signal.signal(number, handler) for number in numbers}

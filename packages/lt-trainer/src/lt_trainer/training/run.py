@@ -31,7 +31,7 @@ from lt_trainer.evaluation.during_training import RunEvaluation
 from lt_trainer.observability.monitor import NodeMonitor, load_nvml
 from lt_trainer.observability.run_logger import ComputeCost, RunLogger, check_metrics_options
 from lt_trainer.observability.sinks import open_sinks
-from lt_trainer.resilience.stop_signals import StopSignals
+from lt_trainer.resilience.stop_signals import StopSignals, is_main_thread
 from lt_trainer.resilience.watchdog import Watchdog
 from lt_trainer.run_directory.jsonl import RankLog
 from lt_trainer.run_directory.run_dir import RunDir
@@ -132,7 +132,7 @@ def open_run(
     Args:
         resolved: Recipe with origins.
         world: Ranks of the run.
-        stop: Installed signal handlers; None installs them until the run is closed.
+        stop: Installed signal handlers; None installs them until the run is closed, if this is the main thread.
         inputs: Result of `read_inputs`; None reads them.
 
     Raises:
@@ -143,6 +143,7 @@ def open_run(
     with _origins(resolved), ExitStack() as stack:
         enter = stack.enter_context
         inputs = inputs or read_inputs(resolved, world)
+        handles_signals = stop is not None or is_main_thread()
         stop = stop or enter(StopSignals())
         stop.announce = is_rank0
         os.environ.update(inputs.spec.env(recipe))  # before the run directory records it
@@ -173,6 +174,8 @@ def open_run(
         if run_dir is not None:
             _log_start(log, recipe, engine, run_dir)
             _warn_of_tokenizer(log, inputs)
+            if not handles_signals:
+                log.log_message("note: not in the main thread: stop signals do not save and end this run")
             log.log_sink_failures(failures)
         mirror = enter(RunMirror(recipe, run_dir, engine, log, stop, watchdog.heartbeat))
         tokenizer_files, heartbeat = inputs.data.tokenizer_files, watchdog.heartbeat
