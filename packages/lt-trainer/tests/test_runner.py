@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from lt_ckpt import Checkpoint, CheckpointError, find_latest_valid, list_steps
-from lt_data import DataError, RowReader, Stream, TokenStore, open_pack
+from lt_data import DataError, RowReader, Stream, Tokenizer, TokenStore, open_pack
 from lt_model import ModelConfig, flops_per_token
 from lt_model.costs import attention_flops_per_token
 from lt_test_helpers.runs import losses, start
@@ -233,6 +233,16 @@ def test_what_no_run_can_begin_with_is_refused_before_anything_is_written(
     assert not Path(recipe_base["run"]["dir"]).exists()
 
 
+def test_the_tokenizer_may_be_a_path(recipe_base, fake_engine, little_data, tmp_path) -> None:
+    tokenizer = TokenStore(little_data / "train").tokenizer()
+    tokenizer.save(tmp_path / "elsewhere")
+    assert start(recipe_base, f"data.tokenizer={tmp_path / 'elsewhere'}", "schedule.max_steps=2") == 0
+    other = Tokenizer.train(["another text"], vocab_size=260)
+    other.save(tmp_path / "other")
+    with pytest.raises(RecipeError, match=rf"{tokenizer.sha256}\), not with that of this path .*{other.sha256}"):
+        start(recipe_base, f"data.tokenizer={tmp_path / 'other'}")
+
+
 def test_the_records_of_a_run_name_the_tokenizer_of_its_store(recipe_base, fake_engine, little_data) -> None:
     """Where the store is only validated on, a tokenizer has no effect; each written recipe can be loaded again."""
     name = TokenStore(little_data / "train").manifest.tokenizer.name
@@ -242,6 +252,8 @@ def test_the_records_of_a_run_name_the_tokenizer_of_its_store(recipe_base, fake_
         recipe_base["run"]["dir"] += "-2"
         assert start(recipe_base, "schedule.max_steps=2") == 0
         out = Path(recipe_base["run"]["dir"])
+        text = (out / "recipe.toml").read_text()
+        assert (f'tokenizer = "{name}"' in text, "mindbeam" in text) == (not training, False)
         written = load(out / "recipe.toml").recipe
         saved = Checkpoint.open(list_steps(out / "checkpoints")[0][1]).manifest.recipe
         wanted = DataOptions().tokenizer if training else name

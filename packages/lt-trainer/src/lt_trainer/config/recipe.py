@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from lt_trainer.config.data_section import DataOptions
 from lt_trainer.config.hyperparameters import hyperparameter_values
 from lt_trainer.config.model_section import ModelOptions, architecture_values, preset_values
 from lt_trainer.config.run_length import steps_from_words
@@ -358,10 +359,15 @@ def from_dict(table: Mapping[str, Any], *, source: str = "recipe") -> Recipe:
 def to_toml(recipe: Recipe, origins: Mapping[str, str] | None = None) -> str:
     """Convert a recipe to TOML that `load` reads back to an equal one, with `origins` as comments.
 
-    Of a field that a model on a hub has, only the origin is written.
+    Of a field that a model on a hub has, only the origin is written. The default name of the tokenizer is left out: it
+    stands for any store's.
     """
     pending = {name for name, origin in (origins or {}).items() if origin.startswith(PENDING)}
-    return dump({name: None if name in pending else value for name, value in values_of(recipe).items()}, origins)
+    values = {name: None if name in pending else value for name, value in values_of(recipe).items()}
+    name, origin = recipe.data.tokenizer, (origins or {}).get("data.tokenizer", DEFAULT)
+    if name == default_of(DataOptions, "tokenizer") and origin == DEFAULT:
+        del values["data.tokenizer"]
+    return dump(values, origins)
 
 
 def check_features(model: ModelConfig, implementation: str, lacks: Collection[str] | None = None) -> None:

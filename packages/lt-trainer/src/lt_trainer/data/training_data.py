@@ -6,13 +6,14 @@ decoded once to count the bytes of its text.)
 Shapes: M micro-batches, B rows per micro-batch, T positions per row; a stream's rows are [M * B, T].
 """
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from lt_data import Mixture, Phase, RowReader, Stream, TokenStore, open_pack
+from lt_data import Mixture, Phase, RowReader, Stream, Tokenizer, TokenStore, open_pack
 from lt_data.store.generations import locate_generation, names_generation
 from lt_data.streaming.rows import Rows
 from lt_data.streaming.stream import StreamBatch, StreamState
@@ -142,13 +143,20 @@ def open_stores(data: DataOptions, paths: Mapping[str, str]) -> dict[str, TokenS
 
 
 def _check_tokenizer(recipe: Recipe, store: TokenStore) -> None:
-    """Raise RecipeError if the recipe names another tokenizer."""
-    tokenizer = store.manifest.tokenizer
+    """Raise RecipeError if the recipe names another tokenizer: by its name, the hash of its files, or their path."""
+    tokenizer, name = store.manifest.tokenizer, recipe.data.tokenizer
     # The default name stands for every store's.
-    if recipe.data.tokenizer not in (DataOptions().tokenizer, tokenizer.name, tokenizer.sha256):
-        problem = f"{store.path} was prepared with the tokenizer {tokenizer.name!r} (sha256 {tokenizer.sha256})"
-        remedy = "remove data.tokenizer (TOKENIZER) to use the store's, or prepare the data with this tokenizer"
-        raise RecipeError(problem, values={"data.tokenizer": recipe.data.tokenizer}, remedy=remedy)
+    if name in (DataOptions().tokenizer, tokenizer.name, tokenizer.sha256):
+        return
+    found = ""
+    if os.path.exists(name):
+        loaded = Tokenizer.load(name)
+        if loaded.sha256 == tokenizer.sha256:
+            return
+        found = f", not with that of this path (sha256 {loaded.sha256})"
+    problem = f"{store.path} was prepared with the tokenizer {tokenizer.name!r} (sha256 {tokenizer.sha256}){found}"
+    remedy = "remove data.tokenizer (TOKENIZER) to use the store's, or prepare the data with this tokenizer"
+    raise RecipeError(problem, values={"data.tokenizer": name}, remedy=remedy)
 
 
 def _reader(data: DataOptions, store: TokenStore) -> RowReader:
