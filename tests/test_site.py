@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+READING_ORDER = ["quickstart", "data", "recipe", "parallelism", "checkpoints", "launch", "launch-slurm", "migration"]
 
 
 def test_it_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
@@ -22,3 +23,8 @@ def test_it_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path: Path) -> 
     assert 'href="guides/launch.html"' in start
     assert 'href="packages/lt-data/index.html"' in start
     assert "test_kill.py" not in start, "a link to a test becomes text"
+    assert "every flipped byte is found." in start.replace("\n", " "), "(test) would be dead words"
+    guide = (site / "guides" / "quickstart.html").read_text()
+    links = re.findall(r'href="([^"#]+)\.html" class="md-nav__link', guide)
+    assert [link for link in dict.fromkeys(links) if link in READING_ORDER] == READING_ORDER
+    assert links.index("../packages/lt-data/index") < links.index("../packages/lt-ckpt/index")

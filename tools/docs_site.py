@@ -2,7 +2,8 @@
 
 The READMEs, the changelogs and the other texts of the root become pages under their own paths, and the root's README is
 the start page. A link from one page to another is rewritten for the site; a link to any other file (a test, a source)
-becomes plain text.
+becomes plain text, and parentheses with nothing else in them are left out. Pages of a folder are in the order in which
+the root's README lists packages and documentation, which is that of reading; others follow by name.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 PATTERNS = ("*.md", "containers/README.md", "examples/*/README.md", "packages/*/README.md", "packages/*/CHANGELOG.md")
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
+ONLY_LINK = re.compile(r"\s*\(\[[^\]]*\]\(([^)\s]+)\)\)")
 CODE = re.compile(r"(^ *```[^\n]*\n(?:[^\n]*\n)*? *```$|^    .*$)", re.M)
 
 
@@ -41,7 +43,15 @@ def rewrite_links(text: str, source: str) -> str:
         place = site_path(f"{file}/README.md" if (ROOT / file / "README.md").is_file() else file)
         return f"{picture}[{words}]({os.path.relpath(place, here or '.')}{sharp}{anchor})" if place else words
 
-    return "".join(part if i % 2 else LINK.sub(rewrite, part) for i, part in enumerate(CODE.split(text)))
+    def leave_out(match: re.Match[str]) -> str:
+        file = os.path.normpath(os.path.join(os.path.dirname(source), match[1]))
+        is_elsewhere = (ROOT / file).is_file() and site_path(file) is None
+        return "" if is_elsewhere else match[0]
+
+    parts = CODE.split(text)
+    for i in range(0, len(parts), 2):  # those between are code
+        parts[i] = LINK.sub(rewrite, ONLY_LINK.sub(leave_out, parts[i]))
+    return "".join(parts)
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -51,6 +61,30 @@ def on_files(files: Any, config: Any) -> Any:
         source = path.relative_to(ROOT).as_posix()
         files.append(generated(config, site_path(source), content=path.read_text(encoding="utf-8")))
     return files
+
+
+def on_nav(nav: Any, config: Any, files: Any) -> Any:
+    """Sort the pages of each folder."""
+    lists = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## Packages\n")[2]
+    files = [match[3] for match in LINK.finditer(lists)]
+    order = [site_path(f"{file}/README.md" if (ROOT / file).is_dir() else file) for file in files]
+
+    def place(item: Any) -> int:
+        """Return the place of a page, or of the folder of the first of its pages that is listed."""
+        if item.is_section:
+            return min(map(place, item.children))
+        return order.index(item.file.src_uri) if item.file.src_uri in order else len(order)
+
+    def sort(items: list[Any]) -> None:
+        items.sort(key=place)
+        for item in items:
+            if item.is_section:
+                sort(item.children)
+
+    for section in nav.items:
+        if section.is_section:
+            sort(section.children)
+    return nav
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:

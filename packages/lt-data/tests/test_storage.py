@@ -10,7 +10,18 @@ import pytest
 
 from lt_data import DataError, pack, prepare
 from lt_data import storage as storage_module
-from lt_data.storage import atomic_folder, replace_file, write_file
+from lt_data.storage import atomic_folder, check_inside, replace_file, write_file
+
+
+def test_a_folder_whose_name_begins_alike_is_outside(tmp_path):
+    for name in ("store", "store-other"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "store-other" / "file").touch()
+    (tmp_path / "store" / "link").symlink_to(tmp_path / "store-other" / "file")
+    (tmp_path / "store" / "own").symlink_to(tmp_path / "store")
+    with pytest.raises(DataError, match=r"link: a symbolic link leads out of .*store; put the file itself there"):
+        check_inside(tmp_path / "store" / "link", tmp_path / "store")
+    check_inside(tmp_path / "store" / "own", tmp_path / "store")
 
 
 class FailingDisk:

@@ -87,6 +87,25 @@ def test_help_lists_every_installed_command_and_imports_the_one_that_is_called(r
     assert run_lt("demo", "--help").stdout.startswith("Usage: lt demo [OPTIONS] COMMAND [ARGS]...\n")
 
 
+def test_a_package_without_a_summary(run_lt: Run, tmp_path: Path) -> None:
+    lines = [line for line in METADATA.splitlines() if not line.startswith("Summary")]
+    (tmp_path / "demo_tools-1.2.3.dist-info" / "METADATA").write_text("\n".join(lines))
+    assert "  demo        a command of demo-tools, which has no summary\n" in run_lt("--help").stdout
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS.keys() & installed_commands().keys()))
+def test_summaries_are_whole(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from typer.main import get_command
+
+    group = get_command(installed_commands()[name].load())
+    assert main([name, "--help"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for subcommand in getattr(group, "list_commands", lambda _: [])(None):
+        found = group.get_command(None, subcommand)
+        summary = (found.help or "").strip().partition("\n")[0]
+        assert f"{subcommand} {summary}" in shown
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -150,4 +169,7 @@ def test_help_loads_the_commands_own_package_and_nothing_heavy(name: str, module
     assert sorted(modules & set(HEAVY)) == []
     own = {COMMANDS[name][1].partition("[")[0].replace("-", "_")} if name else set()
     adding = {entry.value.partition(".")[0] for entry in entry_points(group=f"lt.commands.{name}")}
-    assert sorted(module for module in modules if module.startswith("lt_")) == sorted({"lt_launch"} | own | adding)
+    app = {"lt_model"} if name not in ("", "data") else set()  # it has the app of all commands above it
+    assert sorted(module for module in modules if module.startswith("lt_")) == sorted(
+        {"lt_launch"} | app | own | adding
+    )

@@ -43,7 +43,7 @@ def test_the_command_loads_neither_torch_nor_numpy(arguments):
 def test_every_exported_name_is_there():
     pytest.importorskip("torch")
     # The table that loads names lazily, the list of names, and what type checkers see must agree.
-    assert set(lt_model._MODULES) == set(lt_model.__all__) <= set(dir(lt_model))
+    assert set(lt_model._MODULES) == set(lt_model.__all__) == set(dir(lt_model))
     source = (PACKAGE / "src/lt_model/__init__.py").read_text()
     for name, module in lt_model._MODULES.items():
         assert getattr(lt_model, name) is not None

@@ -49,3 +49,7 @@ def __getattr__(name: str) -> object:
             globals()[name] = value = pkgutil.resolve_name(f"{__name__}.{module}:{name}")
             return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

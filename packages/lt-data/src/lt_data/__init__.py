@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from lt_data.analysis.verification import verify
     from lt_data.errors import DataError
+    from lt_data.packing.pack_index import PackIndex
     from lt_data.packing.packs import open_pack, pack
     from lt_data.preparation.append import append
     from lt_data.preparation.join import join
@@ -17,11 +18,12 @@ if TYPE_CHECKING:
     from lt_data.preparation.split import split
     from lt_data.sources.document import Document
     from lt_data.sources.options import SourceOptions
+    from lt_data.store.manifest import StoreManifest
     from lt_data.store.token_store import TokenStore
     from lt_data.streaming.interleave import Phase
     from lt_data.streaming.mixture import Mixture
-    from lt_data.streaming.rows import RowReader
-    from lt_data.streaming.stream import Stream
+    from lt_data.streaming.rows import RowReader, Rows, TokenRows
+    from lt_data.streaming.stream import Stream, StreamBatch
     from lt_data.tokenizing.tokenizer import Tokenizer
 
 __all__ = [
@@ -29,10 +31,15 @@ __all__ = [
     "Document",
     "LeftOut",
     "Mixture",
+    "PackIndex",
     "Phase",
     "RowReader",
+    "Rows",
     "SourceOptions",
+    "StoreManifest",
     "Stream",
+    "StreamBatch",
+    "TokenRows",
     "TokenStore",
     "Tokenizer",
     "append",
@@ -48,10 +55,15 @@ _MODULES = {
     "Document": "sources.document",
     "LeftOut": "preparation.record_map",
     "Mixture": "streaming.mixture",
+    "PackIndex": "packing.pack_index",
     "Phase": "streaming.interleave",
     "RowReader": "streaming.rows",
+    "Rows": "streaming.rows",
     "SourceOptions": "sources.options",
+    "StoreManifest": "store.manifest",
     "Stream": "streaming.stream",
+    "StreamBatch": "streaming.stream",
+    "TokenRows": "streaming.rows",
     "TokenStore": "store.token_store",
     "Tokenizer": "tokenizing.tokenizer",
     "append": "preparation.append",
@@ -73,4 +85,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

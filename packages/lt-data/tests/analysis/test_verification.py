@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lt_data import DataError, Document, TokenStore, pack, prepare, verify
-from lt_data.store.manifest import encode_manifest
+from lt_data.store.manifest import ColumnInfo, encode_manifest
+from lt_data.store.source_files import SourceFile, SourceFiles
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +66,24 @@ def test_all_problems_are_named(whole, tmp_path, run):
         assert name in out
     assert "packs/bfd-512" in out
     assert err.splitlines()[-1].startswith(f"error: {folder}: ")
+
+
+def test_a_manifest_whose_counts_do_not_add_up_does_not_open(whole, tmp_path, run):
+    store = TokenStore(shutil.copytree(whole, tmp_path / "store"))
+    manifest = store.manifest
+    wrong = {
+        "read.documents = 99: the documents stored and left out have 8": {"read": replace(manifest.read, documents=99)},
+        "read.text_bytes = ": {"text_bytes": manifest.text_bytes - 1},
+        "nulls of column a = 9: there are 7 documents": {"columns": (ColumnInfo(name="a", type="int", nulls=9),)},
+    }
+    for problem, values in wrong.items():
+        (store.path / "manifest.json").write_bytes(encode_manifest(replace(manifest, **values)))
+        code, _, err = run("verify", store.path)
+        assert code == 64
+        assert f"manifest.json: {problem}" in err
+        assert err.endswith("copy the store again or prepare it again\n")
+    with pytest.raises(DataError, match="1 files of 6 bytes, but 1 files of 5 bytes are listed"):
+        SourceFiles(files=1, bytes=6, listed=(SourceFile(path="a", bytes=5, sha256="0" * 64),))
 
 
 def test_ids_beyond_the_vocabulary(whole, tmp_path):

@@ -68,7 +68,6 @@ def test_the_documents_are_those_of_one_unit(folder, undisturbed, run):
     flat = prepare([folder / "in"], selection=chosen, **{**run, "unit_bytes": 2**30, "workers": 2})
     units, one = TokenStore(undisturbed), TokenStore(run["out"])
     assert (units.n_documents, units.n_tokens) == (flat.documents, flat.tokens)
-    assert units.manifest.is_consistent
     for number in range(units.n_documents):
         assert np.array_equal(units[number], one[number])
     units.verify()
@@ -77,6 +76,22 @@ def test_the_documents_are_those_of_one_unit(folder, undisturbed, run):
     before = {path: path.stat().st_mtime_ns for path in run["out"].rglob("*")}
     assert prepare([folder / "in"], selection=chosen, **{**run, "unit_bytes": 2**30}) == flat
     assert before == {path: path.stat().st_mtime_ns for path in run["out"].rglob("*")}, "there is nothing to do"
+
+
+def test_workers_share_a_small_corpus(folder, run, tmp_path, contents, monkeypatch):
+    """The units follow the bytes of the sources alone, so the store is the same from any number of workers."""
+    monkeypatch.setattr("lt_data.preparation.prepare.MIN_UNIT_BYTES", 50_000)
+    del run["unit_bytes"]
+    size = sum(path.stat().st_size for path in (folder / "in").iterdir())
+    notices: list[str] = []
+    for workers in (1, 3, 99):
+        run |= {"workers": workers, "out": tmp_path / str(workers)}
+        prepare([folder / "in"], **run, notify=notices.append)
+    n_units = len(list((tmp_path / "1/units").iterdir()))
+    assert 4 < n_units <= -(-size // 50_000)
+    assert contents(tmp_path / "1") == contents(tmp_path / "3") == contents(tmp_path / "99")
+    remedy = "one process each; --unit-bytes divides them further"
+    assert notices == [f"workers = 99: the sources are {n_units} units, {remedy}"]
 
 
 @pytest.mark.parametrize(("workers", "commands", "unit_bytes"), [(3, 1, UNIT_BYTES), (1, 2, UNIT_BYTES), (1, 3, 2**30)])

@@ -28,9 +28,8 @@ DOCUMENTS = st.lists(st.tuples(st.sampled_from([1, 2, 3, 7, 60]), st.booleans())
 
 def keep_documents(store: TokenStore, keep: np.ndarray) -> TokenStore:
     """Return a store, in the same folder, with only some of its documents."""
-    write_manifest(
-        replace(store.manifest, parts=mask_documents(store, keep, store.folder)), store.folder / "manifest.json"
-    )
+    masked = replace(store.manifest, parts=mask_documents(store, keep, store.folder))
+    write_manifest(replace(masked, read=masked.kept, left_out={}), store.folder / "manifest.json")
     return TokenStore(store.folder)
 
 

@@ -8,15 +8,16 @@ from typing import Annotated, Any
 
 import typer
 
-app = typer.Typer(
-    name="launch",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="Start, watch and finish a run on this machine, over ssh, on Slurm or on SageMaker.",
+from lt_model.command_app import CommandApp, path_text
+
+app = CommandApp(
+    name="launch", help="Start, watch and finish a run on this machine, over ssh, on Slurm or on SageMaker."
 )
 
-Run = Annotated[str, typer.Argument(metavar="RUN", help="A launch: its folder (--out) or its name.")]
+Run = Annotated[
+    str,
+    typer.Argument(metavar="RUN", help="A launch: its folder (--out) or its name.", parser=path_text),
+]
 
 
 def _load_run_file(
@@ -37,7 +38,14 @@ def _load_run_file(
         typer.Option("--set", metavar="A.B=C", help="Override a field of the recipe; may be repeated."),
     ] = None,
     hostfile: Annotated[Path | None, typer.Option(help="For ssh: lines of HOST [slots=N], in rank order.")] = None,
-    out: Annotated[str, typer.Option(help="Folder of the launch; else the run directory, or runs/NAME.")] = "",
+    out: Annotated[
+        str,
+        typer.Option(
+            metavar="FOLDER",
+            help="Folder of the launch; else the run directory, or runs/NAME.",
+            parser=path_text,
+        ),
+    ] = "",
     stage: Annotated[str, typer.Option(help="Only this stage of a pipeline.")] = "",
 ) -> Any:
     """Return the run file that options of the command line override."""
@@ -124,7 +132,10 @@ def doctor(run_file: Any, on: str) -> None:
 
 @app.command()
 def status(
-    runs: Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", help="Folders or names; else all.")] = None,
+    runs: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[RUN]...", help="Folders or names; else all.", parser=path_text),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Show the state, age, step, loss, speed, remaining time and failure reason of launches."""

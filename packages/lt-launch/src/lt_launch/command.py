@@ -87,7 +87,7 @@ def find_command(name: str) -> EntryPoint:
 def help_text() -> str:
     """Return the text of `lt --help`, built from metadata alone."""
     rows = {
-        name: COMMANDS[name][0] if name in COMMANDS else metadata(package_name(entry))["Summary"]
+        name: COMMANDS[name][0] if name in COMMANDS else _package_summary(package_name(entry))
         for name, entry in installed_commands().items()
     }
     commands = "".join(f"  {name:<{max(map(len, rows))}}  {text}\n" for name, text in rows.items())
@@ -103,6 +103,10 @@ Commands:
 {commands or "  none is installed: pip install 'lt-trainer[quickstart]' lt-trainer-gpu"}
 lt COMMAND --help says more about one of them.
 """
+
+
+def _package_summary(package: str) -> str:
+    return metadata(package)["Summary"] or f"a command of {package}, which has no summary"
 
 
 def package_name(entry: EntryPoint) -> str:

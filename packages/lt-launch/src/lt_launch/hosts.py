@@ -44,7 +44,7 @@ from lt_launch.profile import Profile
 from lt_launch.spec import stage_spec
 from lt_launch.stage_runner import StageRunner
 from lt_launch.target import Finding, Launch, LaunchTarget, RenderedLaunch, StageStatus
-from lt_trainer.config.section import Section, option
+from lt_trainer.config.section import PathText, Section, option
 from lt_trainer.errors import RecipeError
 
 HOST = re.compile(r"([A-Za-z0-9](?:[A-Za-z0-9._:-]*[A-Za-z0-9])?)(?:\s+slots=([1-9][0-9]{0,5}))?")
@@ -62,7 +62,7 @@ class LocalOptions(Section, table="local"):
 class SshOptions(Section, table="ssh"):
     """Options in the table [ssh] of a profile."""
 
-    hostfile: str = option("", "path of a hostfile: lines of HOST [slots=N], in rank order")
+    hostfile: PathText = option("", "path of a hostfile: lines of HOST [slots=N], in rank order")
     ssh_args: tuple[str, ...] = option((), 'extra arguments of the ssh command, such as ["-i", "~/key"]')
     link_timeout_s: float = option(15.0, "silence after which a host or the launcher counts as lost", unit="s", ge=3)
 

@@ -14,7 +14,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from lt_trainer.config.section import Section, option
+from lt_model.home_folder import expand_home
+from lt_trainer.config.section import PathText, Section, option
 from lt_trainer.errors import RecipeError
 
 NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
@@ -55,6 +56,8 @@ def _one_word(text: str) -> str:
 
 Line = Annotated[str, AfterValidator(_one_line)]
 """Text that becomes a line of a script or a field of a manifest, where a second line is something else."""
+PathLine = Annotated[Line, AfterValidator(expand_home)]
+"""Path, or an address in its place; `~` is the home folder on the machine that launches."""
 Word = Annotated[str, AfterValidator(_one_word)]
 """Text that becomes an option of a command: what follows a blank would be another one."""
 
@@ -107,8 +110,8 @@ class ContainerImage(Section, table="container"):
 
     needs = (("mounts workdir", "image"),)
 
-    image: Line = option("", "image name, or path of a .sqsh file (enroot)")
-    mounts: tuple[Line, ...] = option((), "host folders to mount, each as SOURCE:TARGET[:ro]")
+    image: PathLine = option("", "image name, or path of a .sqsh file (enroot)")
+    mounts: tuple[PathLine, ...] = option((), "host folders to mount, each as SOURCE:TARGET[:ro]")
     workdir: Line = option("", "working folder in the container; empty = job.cwd, which must be mounted (Slurm)")
 
     @model_validator(mode="after")
@@ -117,7 +120,14 @@ class ContainerImage(Section, table="container"):
             if not re.fullmatch(r"[^:]+:[^:]+(:[^:]+)?", mount):
                 remedy = "write it as SOURCE:TARGET or SOURCE:TARGET:ro"
                 raise RecipeError("is not a mount", values={"mounts": mount}, remedy=remedy)
+            self._check_in_container("mounts", mount.split(":")[1])
+        self._check_in_container("workdir", self.workdir)
         return self
+
+    def _check_in_container(self, name: str, folder: str) -> None:
+        if folder.startswith("~"):
+            problem = f"{folder} is a folder in the container, whose home folder is not known here"
+            raise self.wrong(name, problem, "give its whole path")
 
 
 class RestartPolicy(Section, table="restart"):
@@ -146,11 +156,11 @@ class Job(Section, table="job"):
     pass_env: tuple[str, ...] = option(
         (), "names of variables to pass from the launching machine; their values are never stored"
     )
-    cwd: Line = option("", "working folder on the nodes; empty = that of the launch command")
+    cwd: PathLine = option("", "working folder on the nodes; empty = that of the launch command")
     completion: Literal["exit", "run_dir"] = option(
         "exit", "proof of success besides exit code 0: run_dir = completion recorded by rank 0 in run_dir"
     )
-    run_dir: Line = option("", "run directory (run.dir) of a training job")
+    run_dir: PathLine = option("", "run directory (run.dir) of a training job")
     recipe: str = Field("", repr=False, description="resolved recipe of a training job as TOML; saved with the launch")
     engine: Line = option("", "engine of a training job (gpu, neuron)")
     grace_period_s: float = option(
@@ -205,8 +215,10 @@ class Stage(Section, table="stage"):
         0, "number of runs, in parallel as resources allow, with LT_ARRAY_INDEX = 0..n-1; 0 = no array", ge=0
     )
     array_limit: int = option(0, "elements of the array that run at a time; 0 = as many as fit", ge=0)
-    inputs: tuple[Line, ...] = option((), "files and folders it reads; the stage runs again when their content changes")
-    outputs: tuple[Line, ...] = option(
+    inputs: tuple[PathLine, ...] = option(
+        (), "files and folders it reads; the stage runs again when their content changes"
+    )
+    outputs: tuple[PathLine, ...] = option(
         (), "files and folders it makes; the stage runs again when they are missing or changed"
     )
 
@@ -233,7 +245,7 @@ class Pipeline(Section):
 
     name: str
     stages: tuple[Stage, ...]
-    out: str = "runs/run"
+    out: PathText = "runs/run"
     """Folder of the launch, shared by all nodes; lt-launch keeps its own files in `launch/` below it."""
 
     @model_validator(mode="after")

@@ -32,6 +32,7 @@ from lt_launch.policy import CANCELLED, write_table, write_text
 from lt_launch.profile import Profile
 from lt_launch.spec import launch_files
 from lt_launch.target import Launch, RenderedLaunch
+from lt_model.home_folder import expand_home
 from lt_trainer.config.section import Given
 
 
@@ -151,7 +152,8 @@ def list_launch_dirs() -> list[Path]:
 
 
 def _launches_file() -> Path:
-    return Path(os.environ.get("LT_LAUNCH_HOME") or Path.home() / ".local" / "state" / "lt-launch") / "launches"
+    folder = os.environ.get("LT_LAUNCH_HOME") or "~/.local/state/lt-launch"
+    return Path(expand_home(folder)) / "launches"
 
 
 def _register_launch(directory: Path) -> None:

@@ -27,8 +27,9 @@ from typing import Any, TypeVar
 
 from lt_launch.errors import LaunchError
 from lt_launch.job import check_env
+from lt_model.home_folder import expand_home
 from lt_trainer.config.recipe import read_toml
-from lt_trainer.config.section import Given, Section, build, flatten, inside, option, suggest
+from lt_trainer.config.section import Given, PathText, Section, build, flatten, inside, option, suggest
 from lt_trainer.errors import RecipeError
 
 S = TypeVar("S", bound=Section)
@@ -45,7 +46,7 @@ TARGETS = {
 class Shared(Section):
     """Fields of a profile that every target reads."""
 
-    python: str = option("", "interpreter on the nodes; it must have lt-trainer and the engine")
+    python: PathText = option("", "interpreter on the nodes; it must have lt-trainer and the engine")
     setup: tuple[str, ...] = option((), "shell lines to run on a node before any command")
     env: dict[str, str] = option({}, "variables of every process; the job's variables take precedence")
 
@@ -125,7 +126,7 @@ def load_profile(path: str | Path | None = None, environ: Mapping[str, str] = os
     Raises:
         LaunchError: an explicitly named file is missing; RecipeError: it is not TOML, or a key is unknown.
     """
-    explicit = path or environ.get("LT_LAUNCH_PROFILE", "")
+    explicit = path or expand_home(environ.get("LT_LAUNCH_PROFILE", ""))
     file = Path(explicit) if explicit else Path(environ.get("HOME", "/")) / ".config" / "lt" / "launch.toml"
     if file.exists():
         return Profile(values=read_values(file))
@@ -143,6 +144,6 @@ def read_values(file: Path, prefix: str = "") -> dict[str, Given]:
     """
     given = {name: Given(value, str(file)) for name, value in flatten(read_toml(file)).items() if value != {}}
     hostfile = given.get(name := f"{prefix}ssh.hostfile")
-    if hostfile is not None and isinstance(hostfile.value, str) and hostfile.value:
+    if hostfile is not None and isinstance(hostfile.value, str) and hostfile.value and hostfile.value[0] != "~":
         given[name] = Given(str(file.absolute().parent / hostfile.value), hostfile.source)
     return given

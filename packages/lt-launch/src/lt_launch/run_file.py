@@ -23,7 +23,8 @@ file with `[job]` is one job; a file with `[[stages]]` a pipeline, where `[job]`
     [profile.slurm]                     # profile values of this run
     partition = "train"
 
-Paths of recipes and hostfiles are relative to the run file, all others to the working folder of the job. Cost: one
+Paths of recipes and hostfiles are relative to the run file, all others to the working folder of the job; `~` is the
+home folder on the machine that reads the run file. Cost: one
 recipe is resolved per training job; no engine is opened and nothing heavy is imported.
 """
 
@@ -37,8 +38,10 @@ from pathlib import Path
 from lt_launch.errors import LaunchError
 from lt_launch.job import Job, Pipeline, Stage
 from lt_launch.profile import Profile, read_values
+from lt_model.errors import ModelError
+from lt_model.home_folder import expand_home
 from lt_trainer.config.recipe import load, to_toml
-from lt_trainer.config.section import Given, Section, build, flatten, inside, option, suggest
+from lt_trainer.config.section import Given, PathText, Section, build, flatten, inside, option, suggest
 from lt_trainer.errors import RecipeError
 
 TABLES = ("job", "stages", "pipeline", "profile")
@@ -77,7 +80,7 @@ class PipelineTable(Section, table="pipeline"):
     """The table [pipeline]."""
 
     name: str = option("", "name of the pipeline; empty = the file's")
-    out: str = option("", "folder of the launch; empty = runs/NAME")
+    out: PathText = option("", "folder of the launch; empty = runs/NAME")
 
 
 def read_run_file(path: str | Path, profile: Profile, overrides: RunOverrides | None = None) -> RunFile:
@@ -169,7 +172,10 @@ def _training_fields(
         raise _wrong("argv", job["argv"], "a training job has its own command", "leave out argv or recipe")
     if not isinstance(recipe.value, str):
         raise _wrong("recipe", recipe, "expected text")
-    file = path.parent / recipe.value
+    try:
+        file = path.parent / expand_home(recipe.value)
+    except ModelError as exc:
+        raise _wrong("recipe", recipe, str(exc)) from None
     if not file.exists():
         remedy = "give the path of a recipe relative to the run file"
         raise _wrong("recipe", recipe, f"no such file: {file}", remedy)

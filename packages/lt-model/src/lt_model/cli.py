@@ -6,20 +6,19 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(
-    name="model",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="Model shapes: sizes, parameters, FLOPs per token, memory.",
-)
+from lt_model.command_app import CommandApp, path_text
+
+app = CommandApp(name="model", help="Model shapes: sizes, parameters, FLOPs per token, memory.")
 
 _MAX_DEFAULT_SEQ_LEN = 4096
 
 
 @app.command()
 def show(
-    model: Annotated[str, typer.Argument(metavar="PRESET|CONFIG", help="A preset, a config.json, or its folder.")],
+    model: Annotated[
+        str,
+        typer.Argument(metavar="PRESET|CONFIG", help="A preset, a config.json, or its folder.", parser=path_text),
+    ],
     seq_len: Annotated[int, typer.Option(help="Tokens per row. 0: the model's length, at most 4096.")] = 0,
     micro_batch_size: Annotated[int, typer.Option(help="Rows per forward pass.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,

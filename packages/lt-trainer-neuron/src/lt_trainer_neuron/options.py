@@ -8,7 +8,7 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
-from lt_trainer.config.section import Section, option
+from lt_trainer.config.section import PathText, Section, option
 
 SECTION = "engine.neuron"
 
@@ -64,7 +64,7 @@ class NeuronOptions(Section, table=SECTION):
     compile_key: Literal["warn", "error", "ignore"] = option(
         "warn", "reaction if lt train precompile has made no graphs for this recipe"
     )
-    compile_cache: str = option("", "folder or s3:// URL of compiled graphs; empty = the compiler's default")
+    compile_cache: PathText = option("", "folder or s3:// URL of compiled graphs; empty = the compiler's default")
     cc_flags: str = option("--model-type=transformer", "flags of the compiler, NEURON_CC_FLAGS")
     max_inflight: int = option(3, "requests in flight to a core; the 70B recipe uses 7", ge=1)
     malloc_arenas: int = option(64, "MALLOC_ARENA_MAX; the 70B recipe uses 128", ge=1)

@@ -21,16 +21,12 @@ from lt_ckpt.cli.terminal import (
     progress_bar,
 )
 from lt_ckpt.terminal_text import echo, echo_error
+from lt_model.command_app import CommandApp, path_text
 
 if TYPE_CHECKING:
     from lt_ckpt.source import Source
 
-app = typer.Typer(
-    name="lt-ckpt",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    help="Inspect, verify, compare, convert and move checkpoints.",
-)
+app = CommandApp(name="lt-ckpt", add_completion=True, help="Inspect, verify, compare, convert and move checkpoints.")
 
 
 app.command()(convert)
@@ -69,10 +65,23 @@ def inspect(
 
 @app.command()
 def verify(
-    path: Annotated[str, typer.Argument(help="A checkpoint, a folder of checkpoints, a run, or any other model.")],
+    path: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A checkpoint, a folder of checkpoints, a run, or any other model.",
+            parser=path_text,
+        ),
+    ],
     config: ConfigOption = None,
     against: Annotated[
-        str, typer.Option("--against", help="A model in any format whose tensors must be the same, bit for bit.")
+        str,
+        typer.Option(
+            "--against",
+            metavar="MODEL",
+            help="A model in any format whose tensors must be the same, bit for bit.",
+            parser=path_text,
+        ),
     ] = "",
     optimizer: Annotated[
         bool, typer.Option("--optimizer", help="Require optimizer state; with --against, compare it too.")

@@ -8,12 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lt_ckpt.terminal_text import echo_error, escape_controls
+from lt_model.command_app import path_text
 
 if TYPE_CHECKING:
     from lt_ckpt.source import Source
 
 ModelArgument = Annotated[
-    str, typer.Argument(help="A model in any format: a folder, a file, a run, or hf://org/name@revision.")
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A model in any format: a folder, a file, a run, or hf://org/name@revision.",
+        parser=path_text,
+    ),
 ]
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", help="A config.json, for formats without a model configuration.")

@@ -6,21 +6,15 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from lt_data.cli import analysis, exports, prepare, remote, split
+from lt_data.cli.command_app import CommandApp, SourcesArgument
 from lt_data.display.terminal import echo, echo_error
 
 if TYPE_CHECKING:
     from lt_data.sources.options import OnBad
     from lt_data.tokenizing.tokenizer import SplitRule
 
-app = typer.Typer(
-    name="data",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="Text to token stores, packs and a deterministic stream of training rows.",
-)
+app = CommandApp(name="data", help="Text to token stores, packs and a deterministic stream of training rows.")
 
-_Sources = Annotated[list[str], typer.Argument(metavar="SOURCE...", help="Files, folders, fsspec URLs or datasets.")]
 _Suffixes = Annotated[
     list[str] | None,
     typer.Option("--suffix", help="Suffix of the files to read in a folder; repeatable.", show_default=False),
@@ -30,7 +24,7 @@ _TextField = Annotated[str, typer.Option(help="Field or column of the text.")]
 
 @app.command("train-tokenizer")
 def train_tokenizer(
-    sources: _Sources,
+    sources: SourcesArgument,
     vocab_size: Annotated[int, typer.Option(help="Number of ids, with special tokens and 256 bytes.")],
     out: Annotated[Path, typer.Option(help="Folder of the new tokenizer.")],
     split_rule: Annotated[

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from lt_data.cli.command_app import StoreArgument
+
 if TYPE_CHECKING:
     from lt_data.packing.pack_index import PackIndex, PackMode
     from lt_data.store.token_store import TokenStore
 
-_Store = Annotated[str, typer.Argument(metavar="STORE", help="Folder of a token store, or its s3:// address.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _Batch = Annotated[int | None, typer.Option(help="Rows in a step, over all ranks.", show_default=False)]
 _Ranks = Annotated[int, typer.Option(help="Data-parallel ranks.")]
@@ -42,7 +43,7 @@ def pack(
 
 
 def stats(
-    store: _Store,
+    store: StoreArgument,
     duplicates: _Duplicates = False,
     global_batch_size: _Batch = None,
     dp_size: _Ranks = 1,
@@ -63,7 +64,7 @@ def stats(
     echo(json.dumps(found.to_dict(), indent=2) if as_json else format_stats(found))
 
 
-def verify(store: _Store, packs: _Packs = None) -> None:
+def verify(store: StoreArgument, packs: _Packs = None) -> None:
     """Read and verify everything in a store; report every problem."""
     from lt_data.analysis.verification import verify
     from lt_data.display.progress_bars import progress_bar
@@ -83,7 +84,7 @@ def verify(store: _Store, packs: _Packs = None) -> None:
 
 
 def inspect(
-    store: _Store,
+    store: StoreArgument,
     seq_len: _SeqLen = None,
     mode: _Mode = None,
     packs: _Packs = None,
@@ -123,7 +124,7 @@ def inspect(
 
 
 def report(
-    store: _Store,
+    store: StoreArgument,
     out: Annotated[Path, typer.Option(help="HTML file to write.")] = Path("report.html"),
     duplicates: _Duplicates = False,
     global_batch_size: _Batch = None,

@@ -5,9 +5,11 @@ from typing import Annotated, Any, cast
 
 import typer
 
+from lt_data.cli.command_app import StoreArgument, path_text
+
 
 def export(
-    store: Annotated[str, typer.Argument(metavar="STORE", help="Folder of a token store, or s3://bucket/folder.")],
+    store: StoreArgument,
     to: Annotated[str, typer.Option(metavar="FORMAT", help="hf, megatron, smp or litespark.")],
     out: Annotated[Path, typer.Option(help="New folder.")],
     seq_len: Annotated[
@@ -59,7 +61,14 @@ def export(
 def import_(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="Folder or file that another program prepared.")],
     format: Annotated[str, typer.Option("--from", metavar="FORMAT", help="litespark or megatron.")],
-    tokenizer: Annotated[str, typer.Option(help="Tokenizer that made the ids: folder, model of the hub, or URL.")],
+    tokenizer: Annotated[
+        str,
+        typer.Option(
+            metavar="TOKENIZER",
+            help="Tokenizer that made the ids: folder, model of the hub, or URL.",
+            parser=path_text,
+        ),
+    ],
     out: Annotated[Path, typer.Option(help="Folder of the new store.")],
     boundaries: Annotated[
         str | None,

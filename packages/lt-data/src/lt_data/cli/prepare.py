@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from lt_data.cli.command_app import SourcesArgument, path_text
 from lt_data.sources.options import DEFAULT_MAX_DOCUMENT_BYTES
 
 if TYPE_CHECKING:
@@ -19,9 +20,16 @@ def _option(panel: str, help_text: str, *names: str, **settings: Any) -> Any:
 
 
 _SELECTION, _SOURCES, _JOB = "Document filter", "Sources", "Job"
-_Sources = Annotated[list[str], typer.Argument(metavar="SOURCE...", help="Files, folders, fsspec URLs or datasets.")]
 _Engine = Annotated[str, typer.Option(help="auto, hf or gigatoken; auto selects the faster one if its ids are equal.")]
 _Workers = Annotated[int, _option(_JOB, "Worker processes; the result is the same.")]
+_UnitBytes = Annotated[
+    int | None,
+    _option(
+        _JOB,
+        "Source bytes that one process prepares at a time; a kill costs no more.",
+        show_default="a 32nd of the sources, 8 MiB to 1 GiB",
+    ),
+]
 _Suffix = Annotated[
     list[str] | None,
     _option(_SOURCES, "Suffix of the files to read in a folder; repeatable.", "--suffix", show_default=False),
@@ -37,10 +45,14 @@ _Streaming = Annotated[bool, _option(_SOURCES, "Read a hub dataset without stori
 
 
 def prepare(
-    sources: _Sources,
+    sources: SourcesArgument,
     tokenizer: Annotated[
         str,
-        typer.Option(help="Folder with tokenizer.json, a model of the hub (org/name@revision), or a URL (s3://)."),
+        typer.Option(
+            metavar="TOKENIZER",
+            help="Folder with tokenizer.json, a model of the hub (org/name@revision), or a URL (s3://).",
+            parser=path_text,
+        ),
     ],
     out: Annotated[Path, typer.Option(help="Folder of the new store.")],
     bos: Annotated[bool, typer.Option(help="Begin each document with the BOS id.")] = True,
@@ -88,9 +100,7 @@ def prepare(
     ] = None,
     map_args: Annotated[str | None, _option(_SELECTION, "Its other arguments, as a JSON object.")] = None,
     workers: _Workers = 1,
-    unit_bytes: Annotated[
-        int, _option(_JOB, "Source bytes that one process prepares at a time; a kill costs no more.")
-    ] = 2**30,
+    unit_bytes: _UnitBytes = None,
     ray: Annotated[str, _option(_JOB, "Run the workers on a Ray cluster: auto, local or its address.")] = "",
 ) -> None:
     """Read text, encode it and write a token store.
@@ -138,7 +148,7 @@ def prepare(
 
 def append(
     store: Annotated[Path, typer.Argument(metavar="STORE", help="Folder of a token store.")],
-    sources: _Sources,
+    sources: SourcesArgument,
     engine: _Engine = "auto",
     suffix: _Suffix = None,
     text_field: _TextField = "text",
@@ -149,6 +159,8 @@ def append(
     split: _Split = None,
     revision: _Revision = None,
     streaming: _Streaming = False,
+    workers: _Workers = 1,
+    unit_bytes: _UnitBytes = None,
 ) -> None:
     """Append documents to a store as a new generation, with its tokenizer and options; older ones stay.
 
@@ -166,6 +178,8 @@ def append(
             options=_source_options(
                 suffix, text_field, tokens_field, on_bad, max_document_bytes, config, split, revision, streaming
             ),
+            workers=workers,
+            unit_bytes=unit_bytes,
             progress=report,
             notify=echo_error,
         )

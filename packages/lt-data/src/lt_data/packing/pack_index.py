@@ -87,6 +87,10 @@ class PackHeader:
 class PackIndex:
     """Pack: rows as slices of documents. Row r has the slices row_offsets[r] to row_offsets[r + 1].
 
+        >>> index = rows.pack
+        >>> index.n_rows == len(rows), int(index.length[: index.row_offsets[1]].sum()) <= index.seq_len
+        (True, True)
+
     Attributes:
         seq_len: tokens in a row.
         mode: packing mode.

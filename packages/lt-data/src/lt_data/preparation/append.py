@@ -14,7 +14,7 @@ from pathlib import Path
 
 from lt_data.errors import DataError
 from lt_data.preparation.join import combine_stores
-from lt_data.preparation.prepare import DEFAULT_UNIT_BYTES, prepare
+from lt_data.preparation.prepare import prepare
 from lt_data.preparation.record_map import load_record_map
 from lt_data.progress import NoticeCallback, Progress, no_notice, no_progress
 from lt_data.sources.options import SourceOptions
@@ -34,7 +34,7 @@ def append(
     engine: EngineRequest = "auto",
     workers: int = 1,
     options: SourceOptions | None = None,
-    unit_bytes: int = DEFAULT_UNIT_BYTES,
+    unit_bytes: int | None = None,
     progress: Progress = no_progress,
     notify: NoticeCallback = no_notice,
 ) -> StoreManifest:
@@ -52,7 +52,7 @@ def append(
         engine: tokenizer engine.
         workers: worker processes.
         options: field of the text or ids, suffixes, bad input, hub datasets.
-        unit_bytes: bytes of the sources in a unit.
+        unit_bytes: bytes of the sources in a unit; None: as for `prepare`.
         progress: called with the source bytes encoded.
         notify: called with notices for the user.
 

@@ -32,7 +32,9 @@ from lt_data.tokenizing.engine import EngineRequest
 from lt_data.tokenizing.tokenizer import SpecialTokensAs, Tokenizer
 
 DEFAULT_SHARD_TOKENS = 2**27
-DEFAULT_UNIT_BYTES = 2**30
+MIN_UNIT_BYTES, MAX_UNIT_BYTES = 2**23, 2**30
+UNITS = 32
+"""Units of a corpus between 32 times those sizes: workers for an ordinary machine, at little cost per unit."""
 
 
 def prepare(
@@ -50,7 +52,7 @@ def prepare(
     map_args: Mapping[str, Any] | None = None,
     keep: Sequence[str] = (),
     shard_tokens: int = DEFAULT_SHARD_TOKENS,
-    unit_bytes: int = DEFAULT_UNIT_BYTES,
+    unit_bytes: int | None = None,
     workers: int = 1,
     ray: str = "",
     progress: Progress = no_progress,
@@ -86,7 +88,8 @@ def prepare(
             "score:float", "safe:bool".
         shard_tokens: target number of ids of a shard; a longer document has its own shard.
         unit_bytes: bytes of the sources that one process prepares at a time, about: files, or ranges of large ones
-            (lt_data.sources.pieces). It determines the files of the store.
+            (lt_data.sources.pieces). It determines the files of the store, so it does not depend on `workers`; None: a
+            32nd of the sources, at least 8 MiB and at most 1 GiB.
         workers: processes that take units.
         ray: address of a Ray cluster (`auto`, or `local` for a new one), on which the workers run.
         progress: called with the source bytes encoded, or with the finished units if there are several.
@@ -100,7 +103,7 @@ def prepare(
             by something else than the same job.
     """
     for name, value in (("workers", workers), ("shard_tokens", shard_tokens), ("unit_bytes", unit_bytes)):
-        if value < 1:
+        if value is not None and value < 1:
             raise DataError(f"{name} = {value}: at least 1")
     columns = parse_columns(keep)
     fields = True if record_map is not None else [column.name for column in columns]
@@ -132,12 +135,18 @@ def prepare(
     reader = DocumentReader(paths, source_options)
     if not reader.n_files:
         raise DataError(f"no text in {reader.description}: check the sources and the suffixes")
+    if unit_bytes is None:
+        unit_bytes = min(max(reader.total_bytes // UNITS, MIN_UNIT_BYTES), MAX_UNIT_BYTES)
     divided = reader.divided(unit_bytes)
     if (n_files := divided.n_files) > MAX_SOURCE_FILES:
         raise DataError(
             f"sources: {n_files} files; a store has at most {MAX_SOURCE_FILES}: join small files into JSON lines"
         )
     job = UnitJob(out=out, options=unit_options, reader=divided, units=tuple(divided.group(unit_bytes)))
+    if workers > len(job.units):
+        n_units = f"{len(job.units)} unit{'s' if len(job.units) > 1 else ''}"
+        notify(f"workers = {workers}: the sources are {n_units}, one process each; --unit-bytes divides them further")
+        workers = len(job.units)
     if len(job.units) == 1:
         manifest = run_one_unit(out, unit_options, divided, job.plan, progress)
     elif ray:

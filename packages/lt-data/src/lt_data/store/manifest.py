@@ -132,6 +132,8 @@ class ShardFile:
     def __post_init__(self) -> None:
         check_name(self.name, "shard")
         check_counts(tokens=self.tokens, documents=self.documents, arrow_bytes=self.arrow_bytes)
+        if self.kept_documents > self.documents or self.kept_tokens > self.tokens:
+            raise DataError(f"mask of shard {self.name}: it keeps more documents or tokens than there are")
         check_hashes(f"sha256 of shard {self.name}", self.hashes.values())
 
     @property
@@ -269,6 +271,9 @@ class StoreSplit:
 class StoreManifest:
     """Manifest of a token store.
 
+        >>> store.manifest.documents == len(store)
+        True
+
     Attributes:
         tokenizer: the tokenizer that encoded the documents.
         bos: whether each document begins with the BOS id.
@@ -356,10 +361,15 @@ class StoreManifest:
         """Totals of the documents in the store."""
         return DocumentTotals(documents=self.documents, text_bytes=self.text_bytes, tokens=self.tokens)
 
-    @property
-    def is_consistent(self) -> bool:
-        """True if the documents read are those stored plus those left out."""
-        return self.read == sum(self.left_out.values(), self.kept)
+    def _check_totals(self) -> None:
+        """Raise DataError unless the documents read are those stored plus those left out."""
+        expected = sum(self.left_out.values(), self.kept)
+        for name, count in asdict(expected).items():
+            if (stated := getattr(self.read, name)) != count:
+                raise DataError(f"read.{name} = {stated}: the documents stored and left out have {count}")
+        for column in self.columns:
+            if column.nulls > self.documents:
+                raise DataError(f"nulls of column {column.name} = {column.nulls}: there are {self.documents} documents")
 
     @cached_property
     def fingerprint(self) -> str:
@@ -440,6 +450,10 @@ class StoreManifest:
             raise DataError(f"{source}: {', '.join(wrong)} does not match the other fields; {_REMEDY}")
         if checksum != checksum_of({name: values[name] for name in values if name != "checksum"}):
             raise DataError(f"{source}: checksum does not match the fields; {_REMEDY}")
+        try:
+            manifest._check_totals()
+        except DataError as exc:
+            raise DataError(f"{source}: {exc}; {_REMEDY}") from None
         return manifest
 
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from lt_data.errors import DataError
 from lt_data.store.manifest_checks import check_counts, check_hashes
 
 MAX_LISTED_SOURCES = 1000  # more source files are listed in a file of their own
@@ -51,6 +52,10 @@ class SourceFiles:
     def __post_init__(self) -> None:
         check_counts(files=self.files, bytes=self.bytes, skipped_links=self.skipped_links)
         check_counts(**self.unchecked)
+        listed_bytes = sum(file.bytes for file in self.listed)
+        if self.listed and (len(self.listed), listed_bytes) != (self.files, self.bytes):
+            counts = f"{self.files} files of {self.bytes} bytes"
+            raise DataError(f"sources: {counts}, but {len(self.listed)} files of {listed_bytes} bytes are listed")
         check_hashes("sha256 of the sources", [self.sha256, *([self.list_sha256] if self.list_sha256 else [])])
 
 

@@ -31,6 +31,9 @@ PADDING_DOC_ID = -1  # document number of padding
 class Rows:
     """Training rows, each array int32 [n, seq_len]; the four may be parts of one block of memory.
 
+        >>> bool((rows[:4].labels[:, :-1] == rows[:4].input_ids[:, 1:])[rows[:4].loss_mask[:, :-1]].all())
+        True
+
     Attributes:
         input_ids: tokens; 0 in padding.
         labels: the token to predict at each position, `IGNORE_INDEX` where there is none.
@@ -52,6 +55,9 @@ class Rows:
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TokenRows:
     """Training rows in the store's dtype. Slices are sorted by row and position in the row.
+
+        >>> rows.read_token_rows(np.arange(4)).input_ids.itemsize
+        2
 
     Attributes:
         input_ids: tokens in the store's dtype, uint16 or uint32 [n, seq_len]; 0 in padding.
@@ -175,11 +181,13 @@ def join_rows(parts: Sequence[TokenRows], places: Sequence[np.ndarray]) -> Token
 
 
 class RowReader:
-    """Reader of the rows of one pack.
+    """Reader of the rows of one pack: a sequence of rows in the order of the pack.
 
         >>> rows = RowReader(store, pack(store, seq_len=64))
         >>> rows.read_rows(np.arange(8)).input_ids.shape
         (8, 64)
+        >>> len(rows), rows[-1].input_ids.shape, rows[2:5].input_ids.shape
+        (514, (1, 64), (3, 64))
 
     Args:
         store: the token store.
@@ -212,6 +220,18 @@ class RowReader:
             "pack": f"{pack.mode}-{pack.seq_len}:{pack.fingerprint[:16]}",
             "document_mask": "on" if document_mask else "off",
         }
+
+    def __len__(self) -> int:
+        return self.n_rows
+
+    def __getitem__(self, index: int | slice) -> Rows:
+        """Return some rows, or one as the only one of its arrays.
+
+        Raises:
+            IndexError: there is no such row; iteration ends with it.
+        """
+        found = range(self.n_rows)[index]
+        return self.read_rows(np.array(found, np.int64).reshape(-1))
 
     @property
     def n_rows(self) -> int:

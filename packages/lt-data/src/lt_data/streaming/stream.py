@@ -96,6 +96,10 @@ class StreamState:
 class StreamBatch:
     """One rank's part of a global batch.
 
+        >>> batch = Stream(rows, global_batch_size=8, dp_size=2).next()
+        >>> batch.rows.input_ids.shape, batch.row_ids.size, batch.step
+        ((4, 64), 4, 0)
+
     Attributes:
         tokens: this rank's rows in the store's dtype, [global_batch_size / dp_size, seq_len].
         valid_tokens: positions with a label in the *global* batch; 0: there is nothing to train on.

@@ -9,9 +9,10 @@ from typing import Annotated
 
 import typer
 
+from lt_model.command_app import CommandApp
 from lt_trainer.toml import format_value
 
-app = typer.Typer(add_completion=False)
+app = CommandApp(no_args_is_help=False)
 
 
 @app.command()

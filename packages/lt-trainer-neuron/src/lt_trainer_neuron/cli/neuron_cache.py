@@ -9,18 +9,23 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lt_model.command_app import CommandApp, path_text
+
 if TYPE_CHECKING:
     from lt_trainer_neuron.compile_cache import CompileCacheEntry
 
-app = typer.Typer(
-    add_completion=False,
-    no_args_is_help=True,
+app = CommandApp(
     help="Inspect the Neuron compiler's cache: list graphs, find failed ones, remove what blocks a run.",
 )
 
 RecipeArgument = Annotated[Path | None, typer.Argument(metavar="[RUN.toml]", help="Recipe that names the cache.")]
 CacheOption = Annotated[
-    str, typer.Option(help="Cache folder; by default the recipe's, the environment's or the compiler's.")
+    str,
+    typer.Option(
+        metavar="FOLDER",
+        help="Cache folder; by default the recipe's, the environment's or the compiler's.",
+        parser=path_text,
+    ),
 ]
 BLOCKING = ("failed", "stale lock")
 MIB = 2**20

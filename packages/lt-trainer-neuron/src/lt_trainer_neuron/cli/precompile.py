@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(add_completion=False)
+from lt_model.command_app import CommandApp
+
+app = CommandApp(no_args_is_help=False)
 
 
 @app.command()

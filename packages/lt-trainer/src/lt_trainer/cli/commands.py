@@ -16,6 +16,8 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
+from lt_model.command_app import CommandApp, path_text
+
 if TYPE_CHECKING:
     from lt_trainer.config.recipe import ResolvedRecipe
 
@@ -37,12 +39,9 @@ class TrainGroup(TyperGroup):
         return own or next((get_command(entry.load()) for entry in added), None)
 
 
-app = typer.Typer(
+app = CommandApp(
     cls=TrainGroup,
     name="train",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
     help="Train a recipe, show it, evaluate a trained model or sample from it.",
 )
 
@@ -257,7 +256,7 @@ def inspect(
     from lt_trainer.observability.inspection import inspect_step
 
     pairs = [one.partition("=") if "=" in one else ("", "", one) for one in store or ()]
-    stores = {name: folder for name, _, folder in pairs}
+    stores = {name: path_text(folder) for name, _, folder in pairs}
     found = inspect_step(run, step, stores=stores, rows=parse_rows(row, rows))
     if as_json:
         echo(json.dumps(found.to_dict(), indent=2))

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from lt_trainer.config.section import Section, default_of, option
+from lt_trainer.config.section import PathText, Section, default_of, option
 from lt_trainer.errors import RecipeError
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
@@ -18,7 +18,7 @@ SOURCE_KINDS = ("store", "mixture", "synthetic", "loader")
 class ValidationOptions(Section):
     """`[data.validation_sets.NAME]`: another validation set."""
 
-    store: str = Field(description="token store", min_length=1)
+    store: PathText = Field(description="token store", min_length=1)
 
 
 class SourceOptions(Section):
@@ -26,7 +26,7 @@ class SourceOptions(Section):
 
     weight: float = option(1.0, "relative share of the rows", ge=0)
     phase_weights: Weights = option((), "weight in each later phase; empty = unchanged")
-    store: str = Field(description="token store", min_length=1)
+    store: PathText = Field(description="token store", min_length=1)
     max_epochs: int = option(0, "maximum number of epochs; 0 = unlimited", ge=0)
 
 
@@ -35,7 +35,7 @@ class DataOptions(Section, table="data"):
 
     needs = (("loader_resume", "loader"),)
 
-    store: str = option("", "token store to train on, from `lt data prepare`")
+    store: PathText = option("", "token store to train on, from `lt data prepare`")
     mixture: Annotated[dict[Name, SourceOptions], _SORTED] = option({}, "token stores to mix, by name")
     synthetic: bool = option(False, "train on random ids, for benchmarks and trials; needs model.vocab_size")
     loader: str = option(
@@ -45,16 +45,18 @@ class DataOptions(Section, table="data"):
         pattern=r"^(\w+(\.\w+)*:\w+(\.\w+)*)?$",
     )
     loader_resume: Literal["error", "replay"] = option("error", "resume a loader without state: error, or read again")
-    validation: str = option("", "token store for the validation loss")
+    validation: PathText = option("", "token store for the validation loss")
     validation_sets: Annotated[dict[Name, ValidationOptions], _SORTED] = option({}, "other validation sets, by name")
     seq_len: int = option(4096, "positions per row", unit="tokens", hyperparameter="SEQ_LEN", ge=2)
     packing: Literal["bfd", "concat"] = option("bfd", "whole documents, or cut ones")
-    packs: str = option("", "folder for the packs of all stores; empty = in each store")
+    packs: PathText = option("", "folder for the packs of all stores; empty = in each store")
     phase_steps: Starts = option((), "steps after which the weights of a mixture change")
     document_mask: bool = option(True, "attention within documents only")
     shuffle: bool = option(True, "new random order of rows each epoch")
     prefetch: int = option(2, "steps prefetched by a thread; 0 = none; not used with a loader", ge=0)
-    tokenizer: str = option("mindbeam-ai/Litespark", "its name in the store", hyperparameter="TOKENIZER", min_length=1)
+    tokenizer: PathText = option(
+        "mindbeam-ai/Litespark", "its name in the store", hyperparameter="TOKENIZER", min_length=1
+    )
 
     @property
     def source_kind(self) -> str:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import model_validator
 
-from lt_trainer.config.section import Section, flatten, option, suggest, unflatten
+from lt_trainer.config.section import PathText, Section, flatten, option, suggest, unflatten
 from lt_trainer.errors import RecipeError
 from lt_trainer.toml import format_value
 
@@ -41,7 +41,7 @@ class ModelOptions(Section, table="model"):
     needs = (("init_config allow_tokenizer_mismatch resize_vocab", "init_from"),)
 
     preset: str = option("", "preset (see `lt model list`); fields that are given override it")
-    config: str = option("", "config.json, a folder with one, or hf://org/name@revision; with random weights")
+    config: PathText = option("", "config.json, a folder with one, or hf://org/name@revision; with random weights")
     vocab_size: int = option(0, "ids, as many as the data's; 0 = the data's", hyperparameter="VOCAB_SIZE", ge=0)
     hidden_size: int = option(768, "width of the residual stream", hyperparameter="HIDDEN_SIZE", ge=1)
     intermediate_size: int = option(2072, "width of feed-forward blocks", hyperparameter="INTERMEDIATE_SIZE", ge=1)
@@ -60,8 +60,8 @@ class ModelOptions(Section, table="model"):
         "auto", "o_proj and down_proj: depth = init_std / sqrt(2 n_layers), flat = init_std, auto = by the family"
     )
     shape: str = option("", "JSON of all else that a preset, config or init_from says of the architecture")
-    init_from: str = option("", "pretrained model in any format of `lt ckpt`, or hf://org/name@revision")
-    init_config: str = option("", "config.json of init_from, if its format has none")
+    init_from: PathText = option("", "pretrained model in any format of `lt ckpt`, or hf://org/name@revision")
+    init_config: PathText = option("", "config.json of init_from, if its format has none")
     allow_tokenizer_mismatch: bool = option(False, "allow data whose token ids differ from those of init_from")
     resize_vocab: bool = option(False, "fit init_from's vocabulary to the data's: new rows are the mean of the others")
 

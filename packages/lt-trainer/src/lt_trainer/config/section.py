@@ -14,11 +14,21 @@ import difflib
 import functools
 import typing
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 
+from lt_model.home_folder import expand_home
 from lt_trainer.config.usual_names import DERIVED_NAMES
 from lt_trainer.errors import RecipeError
 from lt_trainer.toml import Text, format_value, toml_value
@@ -42,6 +52,10 @@ _WORDS = {
 _PYTHON_LITERALS = {"True": "true", "False": "false", "'": '"'}
 _NAME_FORM = "a name of letters, digits, - and _"
 _FORM_ERRORS = ("string_pattern_mismatch", "int_parsing", "int_from_float", "int_type")
+
+
+PathText = Annotated[str, AfterValidator(expand_home)]
+"""Path, or an address or name in its place; `~` is the home folder."""
 
 
 def option(default: Any, help: str, *, unit: str = "", hyperparameter: str = "", form: str = "", **limits: Any) -> Any:

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 from lt_trainer.config.data_section import DataOptions
 from lt_trainer.config.model_section import ModelOptions
 from lt_trainer.config.optimizer_section import OptimizerOptions
-from lt_trainer.config.section import Section, default_of, option, suggest
+from lt_trainer.config.section import PathText, Section, default_of, option, suggest
 from lt_trainer.config.usual_names import USUAL_NAMES
 from lt_trainer.errors import RecipeError
 from lt_trainer.optimizers import OPTIMIZERS
@@ -40,7 +40,7 @@ Sink = Literal["tensorboard", "wandb", "trackio"]
 class RunOptions(Section, table="run"):
     """Run directory, seed and engine."""
 
-    dir: str = option("runs/run", "run directory: recipe, environment, metrics, checkpoints, logs", min_length=1)
+    dir: PathText = option("runs/run", "run directory: recipe, environment, metrics, checkpoints, logs", min_length=1)
     seed: int = option(0, "seed of the initial weights and the data order", ge=0, le=MAX_INT)
     engine: str = option("gpu", "engine: gpu (CUDA and CPU) or neuron (AWS Trainium)")
     gc_interval: int = option(50, "steps between garbage collections on all ranks; 0 leaves it to Python", ge=0)
@@ -239,7 +239,7 @@ class EvaluationOptions(Section, table="evaluation"):
     needs = (("include_path limit", "tasks"),)
 
     tasks: Annotated[tuple[str, ...], UNIQUE] = option((), "tasks, groups or tags of lm-evaluation-harness")
-    include_path: str = option("", "folder of further task files")
+    include_path: PathText = option("", "folder of further task files")
     stores: bool = option(False, "evaluate the validation sets by source file and document length")
     interval: int = option(0, "steps between evaluations; 0 = only at the end", ge=0)
     limit: int = option(0, "items of each task, the first ones; 0 = all", ge=0)

@@ -8,11 +8,12 @@ from typing import Annotated
 
 import typer
 
+from lt_model.command_app import CommandApp, path_text
 from lt_trainer.constants import EXIT_USER
 
-app = typer.Typer(
+app = CommandApp(
     name="quickstart",
-    pretty_exceptions_enable=False,
+    no_args_is_help=False,
     help="Train a small Llama from text on this machine in a few minutes.",
 )
 
@@ -23,7 +24,12 @@ def quickstart(
         "quickstart"
     ),
     source: Annotated[
-        str, typer.Option(help="Folder or file with text; by default the sources of Python's standard library.")
+        str,
+        typer.Option(
+            metavar="PATH",
+            help="Folder or file with text; by default the sources of Python's standard library.",
+            parser=path_text,
+        ),
     ] = "",
     preset: Annotated[str, typer.Option(help="Model preset, see `lt model list`.")] = "tiny-2m",
     steps: Annotated[int, typer.Option(help="Training steps.")] = 1000,

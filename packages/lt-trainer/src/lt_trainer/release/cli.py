@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(name="release", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+from lt_model.command_app import CommandApp
+
+app = CommandApp(name="release")
 ReleaseFolder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a release.")]
 Expect = Annotated[str, typer.Option(help="SHA-256 that the hash list must have.")]
 
