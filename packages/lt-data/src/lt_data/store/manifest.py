@@ -71,7 +71,7 @@ ColumnType = Literal["string", "int", "float", "bool"]
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnInfo:
-    """Kept column: field of the records, type of its values, and number of documents without one."""
+    """Kept column: field of the records, type of its values, and number of documents in the shards without one."""
 
     name: str
     type: ColumnType
@@ -367,9 +367,10 @@ class StoreManifest:
         for name, count in asdict(expected).items():
             if (stated := getattr(self.read, name)) != count:
                 raise DataError(f"read.{name} = {stated}: the documents stored and left out have {count}")
+        n_values = sum(shard.documents for shard in self.shards)
         for column in self.columns:
-            if column.nulls > self.documents:
-                raise DataError(f"nulls of column {column.name} = {column.nulls}: there are {self.documents} documents")
+            if column.nulls > n_values:
+                raise DataError(f"nulls of column {column.name} = {column.nulls}: there are {n_values} documents")
 
     @cached_property
     def fingerprint(self) -> str:
