@@ -1,11 +1,12 @@
 """Tokenizer files of a run, so that transformers' AutoTokenizer reads the ids that were trained on.
 
-Ids are those of tokenizer.json. AutoTokenizer reads them if the class is `PreTrainedTokenizerFast`. Other classes take
-the vocabulary alone from that file, and normalizer, pre-tokenizer and unnamed special tokens from their own code. For
-some types of models (`model_types` of tokenizer_classes.json) the class is given, whatever `tokenizer_class` says.
+Ids are those of tokenizer.json. AutoTokenizer reads them if the class is `PreTrainedTokenizerFast`.
+Other classes take the vocabulary alone from that file, and normalizer, pre-tokenizer and unnamed
+special tokens from their own code. For some types of models (`model_types` of
+tokenizer_classes.json) transformers chooses the class, whatever `tokenizer_class` says.
 
-`classes` says what the code of such a class has, without the settings that are off. A class that is not there is
-replaced.
+`classes` describes the code of a class, without the settings that are off. A class that is not
+there is replaced.
 
 Pure. Cost: parsing tokenizer.json.
 """
@@ -18,14 +19,18 @@ from typing import Any
 
 from lt_ckpt import json_objects
 
-TOKENIZER, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
+TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 _PLAIN_CLASS = "PreTrainedTokenizerFast"
 _PLAIN_CLASSES = (_PLAIN_CLASS, "TokenizersBackend")
 _NO_EFFECT_ON_IDS = ("trim_offsets", "vocab", "merges")
 
 
 def adapt_tokenizer(files: Mapping[str, bytes], model_type: str) -> dict[str, bytes]:
-    """Return a run's tokenizer files with a `tokenizer_class` that keeps the ids, as far as the type of model has one.
+    """Return a run's tokenizer files with a `tokenizer_class` that keeps the ids.
+
+    If the type of model has no such class, the files keep theirs.
 
     Raises:
         CheckpointError: tokenizer.json or tokenizer_config.json is damaged.
@@ -48,7 +53,10 @@ def adapt_tokenizer(files: Mapping[str, bytes], model_type: str) -> dict[str, by
 
 
 def describe_other_ids(files: Mapping[str, bytes], model_type: str) -> str:
-    """Return a sentence if AutoTokenizer gives other ids for this type of model, whatever the files say, or ""."""
+    """Return a sentence if AutoTokenizer gives other ids for this type of model, or "".
+
+    It concerns types for which `tokenizer_class` has no effect.
+    """
     tokenizer_class = _table()["model_types"].get(model_type)
     if tokenizer_class is None or TOKENIZER not in files or _keeps_ids(files, tokenizer_class):
         return ""
@@ -62,7 +70,7 @@ def describe_other_ids(files: Mapping[str, bytes], model_type: str) -> str:
 def special_token_names(files: Mapping[str, bytes]) -> dict[str, str]:
     """Return `bos_token` and the like, as AutoTokenizer reads them.
 
-    The older file, special_tokens_map.json, counts where the configuration has no `added_tokens_decoder`.
+    special_tokens_map.json, the older file, overrides a configuration without `added_tokens_decoder`.
     """
     values = _read(files, TOKENIZER_CONFIG)
     if "added_tokens_decoder" not in values:
@@ -111,7 +119,10 @@ def _keeps_ids(files: Mapping[str, bytes], tokenizer_class: str) -> bool:
 
 
 def _reads_added_tokens(files: Mapping[str, bytes], tokenizer: Mapping[str, Any]) -> bool:
-    """Return whether a class with its own code has the added tokens: it reads `added_tokens_decoder` in their place."""
+    """Return whether a class with its own code has the added tokens of tokenizer.json.
+
+    It reads `added_tokens_decoder` in their place.
+    """
     decoder = _read(files, TOKENIZER_CONFIG).get("added_tokens_decoder")
     if decoder is None:
         return True
@@ -120,7 +131,7 @@ def _reads_added_tokens(files: Mapping[str, bytes], tokenizer: Mapping[str, Any]
 
 
 def _settings(value: Any) -> Any:
-    """Return settings of a part of tokenizer.json in the form of the table: those that are on and change ids."""
+    """Return settings of a part of tokenizer.json as the table has them: on, and of effect on ids."""
     if isinstance(value, list):
         return [_settings(item) for item in value]
     if not isinstance(value, dict):

@@ -1,9 +1,10 @@
-"""Special and added tokens in a tokenizer's files beside tokenizer.json, as transformers' AutoTokenizer reads them.
+"""Special and added tokens of a tokenizer, as transformers' AutoTokenizer reads them.
 
-`tokenizer_config.json` names the special tokens. Without its key `added_tokens_decoder`, as older versions of
-transformers wrote it, `special_tokens_map.json` overrides it; with that key, the map is not read. A token that
-tokenizer.json lacks gets the next id: first those of `added_tokens_decoder` by their number, then named special tokens,
-then additional ones.
+They are in the files beside tokenizer.json. `tokenizer_config.json` names the special tokens. Older
+versions of transformers wrote it without the key `added_tokens_decoder`; there,
+`special_tokens_map.json` overrides it. With that key, the map is not read. A token that
+tokenizer.json lacks gets the next id: first those of `added_tokens_decoder` by their number, then
+named special tokens, then additional ones.
 """
 
 from collections.abc import Iterator, Mapping
