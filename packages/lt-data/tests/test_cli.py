@@ -90,11 +90,11 @@ def test_as_a_module_with_workers(corpus, run):
     assert TokenStore("store").manifest == TokenStore("other").manifest
 
 
-def test_the_defaults_of_prepare_are_those_of_the_library():
-    command, function, options = (
-        inspect.signature(one).parameters for one in (lt_data.cli.prepare.prepare, lt_data.prepare, SourceOptions)
-    )
+@pytest.mark.parametrize("name", ["prepare", "append"])
+def test_the_defaults_of_a_command_are_those_of_the_library(name: str):
+    functions = (getattr(lt_data.cli.prepare, name), getattr(lt_data, name), SourceOptions)
+    command, function, options = (inspect.signature(one).parameters for one in functions)
     library = {name: given.default or None for name, given in {**function, **options}.items()}
     shared = {name: given.default or None for name, given in command.items() if name in library}
-    assert {"shard_tokens", "unit_bytes", "max_document_bytes", "on_bad", "text_field", "engine"} <= set(shared)
+    assert {"workers", "unit_bytes", "max_document_bytes", "on_bad", "text_field", "engine"} <= set(shared)
     assert shared == {name: library[name] for name in shared}
