@@ -110,6 +110,15 @@ def earlier_run(folder: Path) -> None:
     assert main(["train", "run", "run.toml", "--stop-after-step", "1"]) == 75
 
 
+def three_steps(folder: Path) -> None:
+    assert main(["train", "run", "run.toml", "--stop-after-step", "3"]) == 75
+
+
+def raw_text(folder: Path) -> None:
+    (folder / "raw").mkdir()
+    (folder / "raw" / "text.txt").write_text("some text")
+
+
 def someone_elses(folder: Path) -> None:
     (folder / "run").mkdir()
     (folder / "run" / "thesis.txt").write_text("years of work")
@@ -130,8 +139,14 @@ RECIPES: dict[str, tuple[tuple[str, ...], list[str], Callable[[Path], None]]] = 
     "data-twice": (("data.synthetic=true",), ["data."], nothing),
     "ranks": (("parallel.tp=2",), ["parallel.tp = 2 (--set)", "torchrun RUN.toml --nproc-per-node 2"], nothing),
     "too-few-ranks": (("parallel.dp_shard=4",), ["parallel.dp_shard", "need 4 ranks", "has 1"], nothing),
-    "no-store": (("data.store=nowhere",), ["nowhere"], nothing),
-    "not-packed": (("data.seq_len=128",), ["lt data pack", "--seq-len 128"], nothing),
+    "no-store": (("data.store=nowhere",), ['data.store = "nowhere" (--set): cannot read'], nothing),
+    "raw-text": (
+        ("data.store=raw",),
+        ['data.store = "raw" (--set): raw is not a token', "lt data prepare raw"],
+        raw_text,
+    ),
+    "no-validation": (("data.validation=nowhere",), ['data.validation = "nowhere" (--set)'], nothing),
+    "not-packed": (("data.seq_len=128",), ["data.store = ", "run.toml)", "lt data pack", "--seq-len 128"], nothing),
     "vocabulary": (("model.vocab_size=1000",), ["model.vocab_size = 1000 (--set)", "320 ids"], nothing),
     "device": (("engine.gpu.device=cuda",), ['engine.gpu.device = "cuda"'], nothing),
     "no-pretrained": (("model.init_from=nowhere", *INIT[1:]), ["nowhere"], nothing),
@@ -141,7 +156,13 @@ RECIPES: dict[str, tuple[tuple[str, ...], list[str], Callable[[Path], None]]] = 
     "run-is-a-file": ((), ["run"], lambda folder: (folder / "run").touch()),
     "no-resume": (("checkpoint.resume=false",), ["already has checkpoints"], earlier_run),
     "other-model": (("model.n_layers=3",), ["another model (n_layers: 2 there, 3 here)", "run.dir"], earlier_run),
-    "other-order": (("run.seed=1",), ["seed"], earlier_run),
+    "other-order": (("run.seed=1",), ["error: run.dir = ", "seed: 0 before, 1 now", "run.dir to a new"], earlier_run),
+    "fewer-steps": (
+        ("schedule.max_steps=2", "schedule.warmup_steps=1"),
+        ["schedule.max_steps = 2 (--set)", "has done 3 steps"],
+        three_steps,
+    ),
+    "wrong-init": (("model.init_from=gone",), ['model.init_from = "gone" (--set)'], earlier_run),
     "other-dtype": (("engine.gpu.dtype=float64",), ["F32"], earlier_run),
 }
 

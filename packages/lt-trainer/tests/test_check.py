@@ -95,9 +95,16 @@ def test_errors_are_those_of_the_run(recipe_base, fake_engine, monkeypatch) -> N
 
 def test_a_first_step_that_is_not_finite_is_refused(recipe_base, fake_engine, tmp_path) -> None:
     fake_engine.poison = lambda call, batch: True
-    with pytest.raises(CheckError, match="the first step has loss nan"):
+    with pytest.raises(CheckError, match="step 1 has loss nan"):
         checked(recipe_base)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_loss_that_becomes_nan_is_no_broken_restore(recipe_base, fake_engine) -> None:
+    """The first update made the weights useless."""
+    fake_engine.poison = lambda call, batch: call >= 2
+    with pytest.raises(CheckError, match=r"step 2 has loss nan .*lr = 0\.0016\): lower optimizer\.lr or lengthen"):
+        checked(recipe_base)
 
 
 def test_an_engine_that_restores_less_than_it_saves_is_found(recipe_base, fake_engine) -> None:

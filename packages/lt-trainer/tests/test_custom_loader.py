@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from lt_ckpt import find_latest_valid
-from lt_data import DataError
 from lt_test_helpers.runs import run
 from lt_trainer.config.recipe import load
 from lt_trainer.control import Control
@@ -236,7 +235,7 @@ def test_a_module_that_cannot_be_imported_is_an_error_of_the_recipe(base, fake_e
         ("1abc:x", "ValueError: invalid format"),
     ):
         base["data"]["loader"] = loader
-        with pytest.raises(RecipeError, match=rf"data\.loader = '{loader}' .*cannot be imported: {message}"):
+        with pytest.raises(RecipeError, match=rf'data\.loader = "{loader}" .*cannot be imported: {message}'):
             start(base)
 
 
@@ -269,7 +268,7 @@ def test_a_run_goes_on_with_the_same_rows_only(base, fake_engine, give, little_d
     with pytest.raises(LoaderError, match=r"states of 1 data-parallel ranks.* does not fit 2"):
         batches(base, rank=1, size=2, saved=saved)
     other = {**base, "data": {"synthetic": True, "seq_len": SEQ_LEN}}
-    with pytest.raises(DataError, match=r"another sequence of rows \(synthetic: None before"):
+    with pytest.raises(RecipeError, match=r"another sequence of rows \(synthetic: None before"):
         start(other)
 
 

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from lt_data import DataError, TokenStore, append, pack
+from lt_data import TokenStore, append, pack
 from lt_test_helpers.runs import check, run
 from lt_trainer.config.recipe import load
+from lt_trainer.errors import RecipeError
 from lt_trainer.observability.inspection import inspect_step
 from lt_trainer.run_directory.jsonl import read_jsonl
 
@@ -100,5 +101,5 @@ def test_only_the_generation_may_change(recipe_base, stores, grow) -> None:
     start(recipe_base, stop_after_step=6)
     grow(stores.train)
     for other in ({"store": str(stores.train / NEW), "document_mask": False}, {"store": str(stores.validation)}):
-        with pytest.raises(DataError, match="another sequence"):
+        with pytest.raises(RecipeError, match="another sequence"):
             start(recipe_base | {"data": recipe_base["data"] | other})

@@ -209,7 +209,8 @@ def test_smaller_passes_come_before_recomputation_and_that_before_more_sharding(
         (["parallel.dp_shard=3"], "h100", "dp_shard = 3"),
         (["batch.global_batch_size=4"], "h100", "global_batch_size = 4"),
         (["model.vocab_size=0"], "h100", r"model\.vocab_size=N"),
-        ([], "h10", '--device = "h10": unknown device; choose one of .*h100, '),
+        ([], "h10", '--device = "h10": unknown device of the gpu engine; choose one of .*h100, '),
+        ([], "trn1", 'the engine neuron plans it: set run.engine = "neuron"'),
     ],
 )
 def test_what_cannot_be_laid_out_is_refused_by_name(overrides: list[str], device: str, named: str) -> None:
@@ -266,3 +267,23 @@ def test_the_command_needs_no_torch_and_says_by_its_code_whether_it_fits(tmp_pat
     assert json.loads(fits.stdout)["fits"] is True
     not_there = subprocess.run([*command, "l4"], capture_output=True, text=True, check=False)
     assert (not_there.returncode, "nearest layout that fits" in not_there.stdout) == (1, True), not_there.stderr
+
+
+def test_notes_name_fields_of_the_recipe_and_warn_of_what_is_hardly_meant(little_data: Path) -> None:
+    def notes(*overrides: str) -> list[str]:
+        base = {"model": {"vocab_size": 1000}, "data": {"store": str(little_data / "train")}}
+        resolved = load(base=base, overrides=[*overrides, "engine.gpu.compile=false"])
+        return plan_recipe(resolved, device="h100", devices=8, nodes=None, mfu=None)[2]["notes"]
+
+    slower = "is not a multiple of 64, and its matrix products run slower; "
+    first, second = notes()
+    assert first.startswith("schedule.max_steps = 10,000 reads 10,485,760,000 tokens, which are ")
+    assert second == f"model.vocab_size = 1000 {slower}engine.gpu.pad_vocab_to_multiple_of = 64 " + (
+        "rounds up, with the same results"
+    )
+    once = ["schedule.max_steps=1", "batch.global_batch_size=8", "batch.micro_batch_size=1"]
+    padded = "engine.gpu.pad_vocab_to_multiple_of=128"
+    assert notes(*once, padded, "optimizer.lr=1e30", "model.intermediate_size=2060") == [
+        "optimizer.lr = 1e+30 is far above usual learning rates, 1e-5 to 1e-2",
+        f"model.intermediate_size = 2060 {slower}2048 or 2112 would be aligned",
+    ]

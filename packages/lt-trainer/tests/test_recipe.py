@@ -118,9 +118,16 @@ def test_unknown_keys_and_wrong_types(tmp_path: Path, toml: str, message: str) -
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     assert message_of(load, path).startswith(f"cannot read {path}: No such file or directory")
-    for content in (b"[a\n", b"\xff"):
+    for content, words in {
+        b"[a\n": f"{path} is not valid TOML: ",
+        b"\xff": f"{path} is not text in UTF-8; ",
+        b"a = b\n": f"{path} is not valid TOML: Invalid value",
+        b"a = \n": f"{path} is not valid TOML: Invalid value",
+    }.items():
         path.write_bytes(content)
-        assert message_of(load, path).startswith(f"{path} is not valid TOML: ")
+        message = message_of(load, path)
+        assert message.startswith(words)
+        assert message.endswith("; strings need quotes") == (content == b"a = b\n")
 
 
 def test_malformed_sets() -> None:

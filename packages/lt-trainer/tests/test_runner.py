@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from lt_ckpt import Checkpoint, CheckpointError, find_latest_valid, list_steps
-from lt_data import DataError, RowReader, Stream, Tokenizer, TokenStore, open_pack
+from lt_data import RowReader, Stream, Tokenizer, TokenStore, open_pack
 from lt_model import ModelConfig, flops_per_token
 from lt_model.costs import attention_flops_per_token
 from lt_test_helpers.runs import losses, start
@@ -202,8 +202,8 @@ def test_goes_on_when_max_steps_grows_and_says_what_changed(recipe_base, fake_en
 @pytest.mark.parametrize(
     ("overrides", "error", "words"),
     [
-        (["run.seed=1"], DataError, "seed"),
-        (["data.store={validation}"], DataError, r"store: \w+ before, \w+ now"),
+        (["run.seed=1"], RecipeError, "seed"),
+        (["data.store={validation}"], RecipeError, r"store: \w+ before, \w+ now"),
         (["checkpoint.resume=false"], RecipeError, "already has checkpoints"),
         (["model.n_layers=3"], RecipeError, r"another model \(n_layers: 2 there, 3 here\)"),
     ],
@@ -219,7 +219,7 @@ def test_what_a_run_cannot_go_on_with_is_refused(recipe_base, fake_engine, overr
     [
         ("model.vocab_size=32000", RecipeError, r"vocab_size = 32000 \(--set\): the data's tokenizer has 300 ids"),
         ("data.tokenizer=meta/other", RecipeError, r'data.tokenizer = "meta/other" \(--set\)'),
-        ("data.seq_len=64", DataError, "--seq-len 64"),
+        ("data.seq_len=64", RecipeError, "--seq-len 64"),
         ("data.document_mask=true", RecipeError, r"data.document_mask = true \(--set\): the fake engine does not"),
     ],
 )

@@ -17,7 +17,7 @@ from lt_trainer.data.document_boundaries import find_document_starts
 from lt_trainer.data.synthetic import SyntheticRows
 from lt_trainer.data.training_data import open_data, open_stream
 from lt_trainer.engine import StepBatch, Topology
-from lt_trainer.errors import RunDirError
+from lt_trainer.errors import RecipeError, RunDirError
 from lt_trainer.observability.inspection import inspect_step
 from lt_trainer.run_directory.jsonl import read_jsonl
 
@@ -190,13 +190,13 @@ def test_a_mixture_is_lt_datas_with_phases_counted_in_steps(recipe_base, little_
 def test_changed_weights_are_refused_where_they_were_read_and_free_ahead(recipe_base, fake_engine, little_data) -> None:
     prepare(recipe_base, little_data, "mixture")
     assert start(recipe_base, stop_after_step=5) == 75
-    with pytest.raises(DataError, match=r"another sequence of rows \(weights@0"):
+    with pytest.raises(RecipeError, match=r"another sequence of rows \(weights@0"):
         start(recipe_base, "data.mixture.small.weight=2")
     assert start(recipe_base, "data.mixture.large.phase_weights=2", stop_after_step=9) == 75
-    with pytest.raises(DataError, match="weights@56"):
+    with pytest.raises(RecipeError, match="weights@56"):
         start(recipe_base, "data.mixture.large.phase_weights=5")
     recipe_base["data"]["mixture"]["more"] = {"store": str(little_data / "train")}
-    with pytest.raises(DataError, match="another sequence of rows"):
+    with pytest.raises(RecipeError, match="another sequence of rows"):
         start(recipe_base, "data.mixture.large.phase_weights=2")
 
 
@@ -221,7 +221,7 @@ def test_random_rows_are_in_no_store_and_may_be_validated_on_text(recipe_base, f
     assert [r["step"] for r in read_jsonl(out(recipe_base) / "metrics.jsonl") if "val_loss" in r] == [20]
     with pytest.raises(RunDirError, match="or synthetic ones, which have no token store"):
         inspect_step(out(recipe_base), 2)
-    with pytest.raises(DataError, match="seed: 0 before, 1 now"):
+    with pytest.raises(RecipeError, match="seed: 0 before, 1 now"):
         start(recipe_base, "run.seed=1")
     recipe_base["model"]["vocab_size"] = 299
     with pytest.raises(ValueError, match=r"model\.vocab_size = 299.*300 ids"):

@@ -198,7 +198,7 @@ def test_a_changed_manifest_is_refused(store, change, message):
     ("content", "message"),
     [
         *((content, "manifest.json: ") for content in (b"", b"[]", b"\xff", b'{"format": "lt-data-store"}')),
-        (None, "cannot read the token store's .*manifest.json: No such file"),
+        (None, "is not a token store .*no manifest.json.*lt data prepare"),
     ],
 )
 def test_a_manifest_that_is_none(store, content, message):

@@ -15,18 +15,22 @@ from lt_model.params import ParamSpec, param_specs
 ALIGNMENT = 64  # matrix sizes that are multiples of this run at full speed on tensor cores and on AMX
 
 
+def misaligned_sizes(config: ModelConfig) -> dict[str, int]:
+    """Return the matrix sizes that are not a multiple of `ALIGNMENT`, by field."""
+    sizes = {name: getattr(config, name) for name in ("vocab_size", "hidden_size", "intermediate_size", "expert_size")}
+    return {name: size for name, size in sizes.items() if size % ALIGNMENT}
+
+
 def alignment_warnings(config: ModelConfig) -> list[str]:
     """Return a warning per matrix size that is not a multiple of `ALIGNMENT`, with the nearest ones."""
-    sizes = {name: getattr(config, name) for name in ("vocab_size", "hidden_size", "intermediate_size", "expert_size")}
     return [
         f"{name} = {size} is not a multiple of {ALIGNMENT}: its matrix products run slower "
         + (
             f"(Decoder(pad_vocab_to_multiple_of={ALIGNMENT}) rounds them up, with the same results)"
             if name == "vocab_size"
-            else f"({_nearest_aligned(size)} would be aligned)"
+            else f"({nearest_aligned(size)} would be aligned)"
         )
-        for name, size in sizes.items()
-        if size % ALIGNMENT
+        for name, size in misaligned_sizes(config).items()
     ]
 
 
@@ -96,7 +100,8 @@ def _iter_shape_lines(table: tuple[ParamSpec, ...]) -> Iterator[str]:
         yield f"{name:<48} {list(shape)!s:<16}{f' x {count}' if '*' in name else ''}".rstrip()
 
 
-def _nearest_aligned(size: int) -> str:
+def nearest_aligned(size: int) -> str:
+    """Return the multiples of `ALIGNMENT` below and above a size."""
     below = size - size % ALIGNMENT
     return f"{below} or {below + ALIGNMENT}" if below else str(ALIGNMENT)
 

@@ -85,11 +85,12 @@ class RecipeError(TrainerError):
 
 @contextmanager
 def as_recipe_error(address: str, field: str = "model.init_from") -> Iterator[None]:
-    """Translate errors of lt-ckpt and lt-model into RecipeErrors of the field with that address."""
+    """Translate errors of lt-ckpt, lt-data and lt-model into RecipeErrors of the field with that address."""
     from lt_ckpt import CheckpointError
+    from lt_data import DataError
     from lt_model import ModelError
 
     try:
         yield
-    except (CheckpointError, ModelError) as exc:
+    except (CheckpointError, DataError, ModelError) as exc:
         raise RecipeError(str(exc), values={field: address}) from exc

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from lt_ckpt.checkpoint import Checkpoint
 from lt_ckpt.lt_format import hf_model_files
+from lt_data import DataError
 from lt_trainer.config.recipe import to_dict
 from lt_trainer.data.batches import open_batches
 from lt_trainer.data.generations import changed_generations, reopen_data, resume_state
@@ -33,8 +34,8 @@ def restore_or_start(run: Run) -> None:
     Downloads the newest checkpoint of the mirror if it is newer.
 
     Raises:
-        RecipeError: there are checkpoints, but checkpoint.resume is false; or they have another model.
-        DataError: the checkpoint belongs to other data, or to another order of it.
+        RecipeError: there are checkpoints, but checkpoint.resume is false; or they have another model, other data, or
+            more steps.
         MirrorError: the mirror is another run's, or is required but unavailable.
         StopRequested: a stop signal was received during the download.
     """
@@ -56,9 +57,22 @@ def restore_or_start(run: Run) -> None:
         )
 
     def open_data(saved: Mapping[str, Any]) -> None:
-        run.data = reopen_data(run.recipe, run.data, saved)
-        _open_batches(run, saved)
+        try:
+            run.data = reopen_data(run.recipe, run.data, saved)
+            _open_batches(run, saved)
+        except DataError as exc:
+            raise RecipeError(
+                f"the run there cannot continue with this recipe's data: {exc}",
+                values={"run.dir": run.recipe.run.dir},
+                remedy="or set run.dir to a new folder for a new run",
+            ) from exc
 
+    if newest.step > run.recipe.schedule.max_steps:
+        raise RecipeError(
+            f"the run in run.dir has done {newest.step} steps already",
+            values={"schedule.max_steps": run.recipe.schedule.max_steps, "run.dir": run.recipe.run.dir},
+            remedy=f"set schedule.max_steps to {newest.step} or more, or run.dir to a new folder",
+        )
     checkpoint = _restore(run, newest, open_data)
     run.checkpoints.hf_files = dict(checkpoint.hf_files())
     log.log_event("resume", step=checkpoint.step, path=str(checkpoint.path))

@@ -18,6 +18,7 @@ Cost: under 10 ms; neither numpy nor torch is imported, and only the specs of en
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -139,12 +140,27 @@ def read_toml(path: Path) -> dict[str, Any]:
     Raises:
         RecipeError: the file cannot be read, or is not TOML.
     """
+    remedy = "give the path of a TOML file"
     try:
-        return tomllib.loads(Path(path).read_bytes().decode())
+        text = Path(path).read_bytes().decode()
     except OSError as exc:
-        raise RecipeError(f"cannot read {path}: {exc.strerror}", remedy="give the path of a TOML file") from exc
+        raise RecipeError(f"cannot read {path}: {exc.strerror}", remedy=remedy) from exc
+    except UnicodeDecodeError as exc:
+        raise RecipeError(f"{path} is not text in UTF-8", remedy=remedy) from exc
+    try:
+        return tomllib.loads(text)
     except ValueError as exc:
-        raise RecipeError(f"{path} is not valid TOML: {exc}", remedy="strings need quotes") from exc
+        remedy = "strings need quotes" if _is_bare_text(text, str(exc)) else ""
+        raise RecipeError(f"{path} is not valid TOML: {exc}", remedy=remedy) from exc
+
+
+def _is_bare_text(text: str, message: str) -> bool:
+    """Return True if the place that an error of TOML names has text where a value should be."""
+    place = re.search(r"Invalid value \(at line (\d+), column (\d+)\)", message)
+    if place is None:
+        return False
+    line, column = text.split("\n")[int(place[1]) - 1], int(place[2]) - 1
+    return re.match(r"[A-Za-z/~.]", line[column:]) is not None
 
 
 def _resolve(given: Mapping[str, Given]) -> ResolvedRecipe:
@@ -180,6 +196,8 @@ def _architecture(given: Mapping[str, Given]) -> dict[str, Given]:
         if recorded:
             return recorded | {"model.config": recorded["model.config"]._replace(source=own["config"].source)}
     config = _from_checkpoint(run_dir) if resume else None
+    if config is not None and not is_on_hub and _recorded_value(run_dir, f"model.{field}") != address:
+        _from_pretrained(field, address, config_file)  # not used, but a wrong one is no earlier run's
     if config is None and is_on_hub and not config_file:
         return {f"model.{name}": Given(None, f"from {address}") for name in missing}
     if config is None:
@@ -222,6 +240,13 @@ def _recorded_from(out: Path, origin: str, names: set[str]) -> dict[str, Given]:
     found = {name: Given(values[name], origin) for name in names if origins.get(name) == origin}
     is_whole = found and all(origins.get(name, DEFAULT) == DEFAULT for name in names - found.keys())
     return found | {"model.config": Given(values["model.config"], origin)} if is_whole else {}
+
+
+def _recorded_value(out: Path, name: str) -> Any:
+    """Return the value of a field in the recipe of a run; None if there is none."""
+    with suppress(OSError, ValueError, KeyError, TypeError):  # damaged: opening the run says so
+        return flatten(json.loads((out / "recipe.json").read_bytes())["recipe"]).get(name)
+    return None
 
 
 def _from_checkpoint(out: Path) -> ModelConfig | None:

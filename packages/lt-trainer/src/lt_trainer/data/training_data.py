@@ -23,7 +23,7 @@ from lt_trainer.data.document_boundaries import micro_batch_cu_seqlens
 from lt_trainer.data.loader_factory import import_loader_factory
 from lt_trainer.data.synthetic import SyntheticRows
 from lt_trainer.engine import StepBatch, Topology
-from lt_trainer.errors import RecipeError
+from lt_trainer.errors import RecipeError, as_recipe_error
 from lt_trainer.toml import format_value
 
 IGNORE_INDEX = -100
@@ -105,13 +105,14 @@ def open_rows(
     if data.source_kind == "synthetic":
         return SyntheticRows(vocab_size=vocab_size, seq_len=data.seq_len, seed=recipe.run.seed)
     if data.source_kind == "mixture":
-        readers = {name: _reader(data, stores[f"data.mixture.{name}.store"]) for name in data.mixture}
+        fields = {name: f"data.mixture.{name}.store" for name in data.mixture}
+        readers = {name: _reader(data, stores[field], field) for name, field in fields.items()}
         max_epochs = {name: source.max_epochs for name, source in data.mixture.items() if source.max_epochs}
         ramp, batch = recipe.batch.batch_ramp(data.seq_len), recipe.batch.global_batch_size
         phases = data.weight_phases(lambda step: batch * step if ramp is None else ramp.rows_before(step))
         weights = [Phase(from_row=row, weights=weights) for row, weights in phases]
         return Mixture(readers, weights, max_epochs=max_epochs)
-    return _reader(data, stores["data.store"]) if data.source_kind == "store" else None
+    return _reader(data, stores["data.store"], "data.store") if data.source_kind == "store" else None
 
 
 def generation_paths(data: DataOptions, read: Mapping[str, str], *, follow_names: bool = True) -> dict[str, str]:
@@ -132,8 +133,15 @@ def generation_paths(data: DataOptions, read: Mapping[str, str], *, follow_names
 
 
 def open_stores(data: DataOptions, paths: Mapping[str, str]) -> dict[str, TokenStore]:
-    """Return all stores by field, checked to have the same tokenizer."""
-    stores = {name: TokenStore(path, packs=data.packs) for name, path in paths.items()}
+    """Return all stores by field, checked to have the same tokenizer.
+
+    Raises:
+        RecipeError: a store cannot be read, or has another tokenizer; names its field.
+    """
+    stores: dict[str, TokenStore] = {}
+    for name, path in paths.items():
+        with as_recipe_error(path, name):
+            stores[name] = TokenStore(path, packs=data.packs)
     first = next(iter(stores), "")
     for name, store in stores.items():
         if store.manifest.tokenizer.sha256 != stores[first].manifest.tokenizer.sha256:
@@ -159,9 +167,10 @@ def _check_tokenizer(recipe: Recipe, store: TokenStore) -> None:
     raise RecipeError(problem, values={"data.tokenizer": name}, remedy=remedy)
 
 
-def _reader(data: DataOptions, store: TokenStore) -> RowReader:
-    """Return the rows of one store, all of seq_len positions."""
-    pack = open_pack(store, seq_len=data.seq_len, mode=data.packing)
+def _reader(data: DataOptions, store: TokenStore, field: str) -> RowReader:
+    """Return the rows of the store of a field, all of seq_len positions."""
+    with as_recipe_error(str(store.path), field):
+        pack = open_pack(store, seq_len=data.seq_len, mode=data.packing)
     return RowReader(store, pack, document_mask=data.document_mask)
 
 
@@ -172,7 +181,9 @@ def _validation_set(recipe: Recipe, name: str, store: TokenStore, n_sets: int) -
     have a tenth of the positions trained on between two validations: a forward pass over them takes about a thirtieth
     of that time.
     """
-    reader, n_tokens, steps = _reader(recipe.data, store), recipe.metrics.validation_tokens, recipe.schedule.max_steps
+    field = f"data.validation_sets.{name}.store" if name else "data.validation"
+    reader = _reader(recipe.data, store, field)
+    n_tokens, steps = recipe.metrics.validation_tokens, recipe.schedule.max_steps
     if not n_tokens:
         interval = min(recipe.metrics.validation_interval or steps, steps)
         n_tokens = interval * recipe.batch.global_batch_size * reader.seq_len // (10 * n_sets)

@@ -18,7 +18,7 @@ from lt_data.analysis.inspection import InspectedRow, inspect_batch
 from lt_trainer.config.recipe import from_dict
 from lt_trainer.config.sections import Recipe
 from lt_trainer.data.training_data import generation_paths, open_rows, open_stores, parse_stream_state
-from lt_trainer.errors import RunDirError
+from lt_trainer.errors import RecipeError, RunDirError
 from lt_trainer.run_directory.jsonl import read_jsonl, read_last_object
 
 STATE_FIELDS = ("step", "row", "seed", "fingerprint", "skipped")
@@ -85,7 +85,7 @@ def inspect_step(
             ramp=recipe.batch.batch_ramp(recipe.data.seq_len),
             state=parse_stream_state({name: event[name] for name in STATE_FIELDS}),
         )
-    except DataError as exc:
+    except (DataError, RecipeError) as exc:
         remedy = "give the folder of a store that has moved with --store [NAME=]FOLDER"
         raise DataError(f"step {step} of {run}: {exc}; {remedy}") from exc
     stream.state = stream.state_after(step - 1 - event["step"])

@@ -98,3 +98,6 @@ DEVICES: Mapping[str, DeviceModel] = dict(
     ]
 )
 """Devices of plans by name."""
+
+OTHER_ENGINES_DEVICES: Mapping[str, str] = {"trn1": "neuron"}
+"""Engine that plans a device which the gpu engine does not have."""

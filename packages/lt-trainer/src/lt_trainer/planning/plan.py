@@ -16,13 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from lt_model import PRESETS, ModelConfig, n_parameters
-from lt_model.describe import alignment_warnings
+from lt_model.describe import ALIGNMENT, misaligned_sizes, nearest_aligned
+from lt_trainer.config.model_section import ModelOptions
+from lt_trainer.config.plausibility import recipe_warnings
 from lt_trainer.config.recipe import ResolvedRecipe, model_config
+from lt_trainer.config.section import default_of
 from lt_trainer.config.sections import Recipe
 from lt_trainer.constants import GIB
 from lt_trainer.engine import World, engine_names, engine_spec
 from lt_trainer.errors import RecipeError
-from lt_trainer.planning.devices import DEVICES, DeviceModel
+from lt_trainer.planning.devices import DEVICES, OTHER_ENGINES_DEVICES, DeviceModel
 from lt_trainer.planning.layout import PlannedLayout, engine_table, layout_from_recipe
 from lt_trainer.planning.memory import PlannedMemory, plan_memory
 from lt_trainer.planning.run_time import PlannedTime, plan_time
@@ -103,7 +106,10 @@ def find_device(name: str) -> DeviceModel:
     """
     if name.lower() in DEVICES:
         return DEVICES[name.lower()]
-    raise RecipeError("unknown device", values={"--device": name}, remedy=f"choose one of {', '.join(DEVICES)}")
+    remedy = f"choose one of {', '.join(DEVICES)}"
+    if engine := OTHER_ENGINES_DEVICES.get(name.lower()):
+        remedy = f'the engine {engine} plans it: set run.engine = "{engine}"'
+    raise RecipeError("unknown device of the gpu engine", values={"--device": name}, remedy=remedy)
 
 
 def make_plan(recipe: Recipe, *, device: DeviceModel, devices: int, mfu: float | None = None) -> Plan:
@@ -175,7 +181,35 @@ def _notes(recipe: Recipe, config: ModelConfig, layout: PlannedLayout) -> list[s
         f"the busiest rank computes {layout.expert_imbalance} times the mean rows of experts": layout.ep > 1,
         f"each layer gathers {gathered:.3g} GiB of keys and values per micro-batch": layout.cp > 1,
     }
-    return [*alignment_warnings(config), *(text for text, applies in notes.items() if applies)]
+    warnings = [text.removeprefix("warning: ") for text in recipe_warnings(recipe, _store_tokens(recipe))]
+    return [*warnings, *_alignment_notes(recipe, config), *(text for text, applies in notes.items() if applies)]
+
+
+def _store_tokens(recipe: Recipe) -> int:
+    """Return the tokens in `data.store`; 0 if it is not on this machine."""
+    if not recipe.data.store or not Path(recipe.data.store).exists():
+        return 0
+    from lt_data import TokenStore
+
+    return TokenStore(recipe.data.store).n_tokens
+
+
+def _alignment_notes(recipe: Recipe, config: ModelConfig) -> list[str]:
+    """Return a note per size that makes matrix products slower and that the recipe can change."""
+    model, notes = recipe.model, list[str]()
+    has_own_shape = not (model.preset or model.config or model.init_from)
+    padded_to = engine_table(recipe).get("pad_vocab_to_multiple_of", 0)
+    is_padded = bool(padded_to) and padded_to % ALIGNMENT == 0
+    for name, size in misaligned_sizes(config).items():
+        problem = f"model.{name} = {size} is not a multiple of {ALIGNMENT}, and its matrix products run slower"
+        if name == "vocab_size" and not is_padded:
+            remedy = f"engine.gpu.pad_vocab_to_multiple_of = {ALIGNMENT} rounds up, with the same results"
+            notes.append(f"{problem}; {remedy}")
+        if name == "vocab_size":
+            continue
+        if name in ModelOptions.model_fields and has_own_shape and size != default_of(ModelOptions, name):
+            notes.append(f"{problem}; {nearest_aligned(size)} would be aligned")
+    return notes
 
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:

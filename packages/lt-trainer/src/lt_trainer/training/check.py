@@ -22,6 +22,7 @@ from lt_trainer.checkpointing.mirror import check_mirror
 from lt_trainer.checkpointing.resume import restore_or_start
 from lt_trainer.config.lr_schedule import learning_rate
 from lt_trainer.config.recipe import ResolvedRecipe, complete
+from lt_trainer.config.sections import Recipe
 from lt_trainer.constants import GIB
 from lt_trainer.engine import StepBatch, StepMetrics, World
 from lt_trainer.errors import TrainerError
@@ -90,11 +91,7 @@ def _check_steps(run: Run) -> None:
         f"{math.log(run.model.vocab_size):.4f}), grad_norm {metrics.grad_norm:.4g}, peak memory "
         f"{engine.peak_memory_bytes() / GIB:.2f} GiB"
     )
-    if not metrics.is_finite:
-        raise CheckError(
-            f"the first step has loss {metrics.loss} and grad_norm {metrics.grad_norm}; compute in another dtype, or "
-            "inspect the data"
-        )
+    _check_finite(recipe, first + 1, metrics)
     began = time.monotonic()
     run.checkpoints.save(run.batches.checkpoint_state(), wait=True)
     seconds, grace_s = time.monotonic() - began, recipe.fault_tolerance.grace_period_s
@@ -106,6 +103,7 @@ def _check_steps(run: Run) -> None:
         )
     following = _next_batch_with_labels(run)
     expected = step(following, first + 1)
+    _check_finite(recipe, first + 2, expected)
     saved = run.checkpoints.find_latest()
     if saved is None:
         raise CheckError(f"{run.checkpoints.root}: the file system does not keep written data")
@@ -115,6 +113,16 @@ def _check_steps(run: Run) -> None:
         raise CheckError(f"the step after a restore has loss {restored.loss}, without it {expected.loss}")
     say(f"check: restored; the next step has loss {restored.loss!r}, without it {expected.loss!r}")
     say("check: nothing was left behind")
+
+
+def _check_finite(recipe: Recipe, number: int, metrics: StepMetrics) -> None:
+    """Refuse a step, numbered from 1, without a finite loss and gradient norm."""
+    if not metrics.is_finite:
+        raise CheckError(
+            f"step {number} has loss {metrics.loss} and grad_norm {metrics.grad_norm} (optimizer.lr = "
+            f"{recipe.optimizer.lr}): lower optimizer.lr or lengthen schedule.warmup_steps, compute in another dtype, "
+            "or inspect the data"
+        )
 
 
 def _next_batch_with_labels(run: Run) -> StepBatch:

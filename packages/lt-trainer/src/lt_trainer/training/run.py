@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING
 
 from lt_ckpt.discovery import find_latest_valid
 from lt_ckpt.hf.tokenizer_classes import describe_other_ids
+from lt_data import RowReader
 from lt_trainer.checkpointing.checkpoints import Checkpoints
 from lt_trainer.checkpointing.mirror import RunMirror
+from lt_trainer.config.plausibility import recipe_warnings
 from lt_trainer.config.recipe import ResolvedRecipe, complete, model_config, to_dict
 from lt_trainer.config.sections import Recipe
 from lt_trainer.data.batches import Batches
@@ -173,6 +175,9 @@ def open_run(
         )
         if run_dir is not None:
             _log_start(log, recipe, engine, run_dir)
+            reader = inputs.data.train
+            for warning in recipe_warnings(recipe, reader.store.n_tokens if isinstance(reader, RowReader) else 0):
+                log.log_message(warning)
             _warn_of_tokenizer(log, inputs)
             if not handles_signals:
                 log.log_message("note: not in the main thread: stop signals do not save and end this run")
