@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lt_ckpt import CheckpointError, begin_save, find_latest_valid, list_steps, prune_checkpoints, write_rank_files
@@ -114,6 +114,7 @@ def ten(memory, toy):
     last=st.integers(1, 4),
     every=st.sampled_from([0, 3, 4]),
 )
+@example(states=[*["none"] * 7, "good", "flipped", "flipped"], last=2, every=0)  # none of the kept ones is intact
 def test_whatever_is_damaged_the_newest_good_one_and_those_asked_for_stay(ten, memory, states, last, every):
     root = memory / "pruned"
     shutil.rmtree(root, ignore_errors=True)
