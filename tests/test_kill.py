@@ -7,7 +7,6 @@ the run has to fall back on the one before. After each kill the newest valid che
 that had appeared before it, and the next start goes on from exactly there.
 """
 
-import datetime
 import fnmatch
 import json
 import os
@@ -245,18 +244,13 @@ def trials(prepared: Path, tmp_path: Path) -> Callable[..., KillTrials]:
     return lambda seed, **more: KillTrials(prepared, tmp_path, random.Random(seed), **more)
 
 
-TODAY = datetime.date.today().toordinal() % 3
-"""Of three meshes the default run has one, another each day."""
-
-
 @pytest.mark.parametrize(
     ("ranks", "sets", "kills", "seed"),
     [
         pytest.param(1, (), 6, 1, id="one"),
         pytest.param(2, EXPERTS, 1, 5, id="ep"),
-        pytest.param(2, (), 1, 2, id="fsdp", marks=[pytest.mark.slow] * (TODAY != 0)),
-        pytest.param(2, PIPELINE, 1, 3, id="pp", marks=[pytest.mark.slow] * (TODAY != 1)),
-        pytest.param(2, CONTEXT, 1, 4, id="cp", marks=[pytest.mark.slow] * (TODAY != 2)),
+        pytest.param(4, (*PIPELINE, *CONTEXT), 1, 3, id="pp-cp"),
+        pytest.param(2, (), 1, 2, id="fsdp", marks=pytest.mark.slow),
     ],
 )
 def test_killed_runs_end_with_the_same_bits(trials, reference, ranks: int, sets, kills: int, seed: int) -> None:

@@ -1,5 +1,6 @@
 """The workspace: what the lock holds, what packages are, and that nothing names a machine."""
 
+import ast
 import re
 import subprocess
 import tomllib
@@ -43,3 +44,18 @@ def test_no_machine_paths_and_no_index_addresses_outside_the_lock() -> None:
         if Path(name).suffix in {".py", ".md", ".toml", ".yml", ".json", ".sh", ".Dockerfile", ""}:
             text = (ROOT / name).read_text(errors="ignore")
             assert not re.search(r"(?<![\w.])/(?:root|home/\w+|work)/|" + address.pattern, text), name
+
+
+CALENDAR = re.compile(r"\bdate(?:time)?\.(?:today|now|utcnow)\b|\btoordinal\b")
+CLOCKS = {"time", "time_ns", "monotonic", "perf_counter", "urandom", "token_hex", "uuid4"}
+
+
+def test_no_test_takes_its_cases_from_the_calendar_and_no_property_its_inputs_from_a_clock() -> None:
+    """The same commit is tested by the same cases on every day."""
+    for path in [*ROOT.glob("packages/*/tests/**/*.py"), *ROOT.glob("tests/**/*.py")]:
+        text = path.read_text()
+        assert path == Path(__file__) or not CALENDAR.search(text), path
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef) and "given(" in " ".join(map(ast.unparse, node.decorator_list)):
+                read = {part.attr for part in ast.walk(node) if isinstance(part, ast.Attribute)}
+                assert not read & CLOCKS, f"{path}: {node.name}"

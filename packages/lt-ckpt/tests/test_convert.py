@@ -1,6 +1,5 @@
 """Conversions: files of every family, comparisons, refusals, and how little memory they take."""
 
-import datetime
 import json
 import os
 import subprocess
@@ -25,6 +24,7 @@ from lt_ckpt.nxd.options import NxdOptions
 from lt_ckpt.records import TORCH_ADAMW
 from lt_ckpt.source import Source
 from lt_model import ModelConfig, config_from_hf, config_to_hf, param_specs
+from lt_model.families import FAMILIES
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -234,11 +234,23 @@ def test_memory_is_that_of_a_few_blocks(tmp_path: Path, to: str) -> None:
     assert peaks[1] - peaks[0] < 2 * largest + 64 * 2**20
 
 
-FUSED = ["phi3, partial", "gpt_neox, parallel", "gpt_neox, sequential", "mixtral, window", "gpt_oss, window 6"]
-OTHERS = [case for case in CASES if case not in FUSED]
-DRAWN = datetime.date.today().toordinal() % len(OTHERS)
-EACH = [*FUSED, OTHERS.pop(DRAWN), *(pytest.param(case, marks=pytest.mark.slow) for case in OTHERS)]
-"""Families with several of our tensors in one of theirs, or one per expert, each time; of the others one a day."""
+LISTED = [
+    *("phi3, partial", "gpt_neox, parallel", "gpt_neox, sequential", "mixtral, window", "gpt_oss, window 6"),
+    *("gemma3_text", "qwen3, yarn, head 12", "starcoder2, window 6", "deepseek_v3, yarn, groups"),
+    *("qwen2_moe, dense layers", "qwen3_moe, head 12"),
+]
+EACH = [*LISTED, *(pytest.param(case, marks=pytest.mark.slow) for case in CASES if case not in LISTED)]
+
+
+def naming_of(case: str) -> tuple[object, ...]:
+    """What decides how a family's tensors are named and laid out in files."""
+    row = FAMILIES[CASES[case][0]]
+    has_experts = "n_experts" in row.keys
+    return row.renames, tuple(row.fused), row.has_transposed_experts, row.has_torchtitan_names, has_experts
+
+
+def test_each_way_to_name_tensors_has_a_listed_case() -> None:
+    assert {naming_of(case) for case in LISTED} == {naming_of(case) for case in CASES}
 
 
 def save_theirs(case: str, folder: Path, **changes: object) -> torch.nn.Module:

@@ -1,6 +1,5 @@
 """Every family against transformers' own modules in float64: logits, every gradient, configurations, generation."""
 
-import datetime
 import json
 from itertools import pairwise
 
@@ -42,15 +41,6 @@ GPT_OSS = {
     **{"layers": (LayerKind(sliding=True, experts=True), LayerKind(experts=True))},
 }
 FAMILY_CASES = {family: case for case, (family, _) in CASES.items()}
-
-
-def drawn(cases, share):
-    """One of `share` cases, others each day; the slow set has all."""
-    first = datetime.date.today().toordinal()
-    return [
-        pytest.param(case, marks=() if (number + first) % share == 0 else pytest.mark.slow)
-        for number, case in enumerate(cases)
-    ]
 
 
 def relative(ours, theirs):
@@ -126,7 +116,7 @@ def test_gemma_in_bfloat16_is_rounded_as_in_transformers():
     assert (normed[0] == normed[1]).double().mean() > 0.99  # sums of squares are rounded in another order
 
 
-@pytest.mark.parametrize("case", drawn(CASES, 4))
+@pytest.mark.parametrize("case", CASES)
 def test_generation_with_a_cache_is_that_of_transformers(case):
     """Logits of tokens that continue a cache, in parts of any length; greedy, a batch of prompts of several lengths."""
     ids, _ = batch()

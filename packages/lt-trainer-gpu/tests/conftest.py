@@ -50,7 +50,8 @@ def make_batches(n_steps: int, *, n_micro: int, micro_batch_size: int, seed: int
 @pytest.fixture(scope="session")
 def ranks() -> RankPool:
     """Up to eight ranks with the engine loaded; their server starts when a test first asks for some."""
-    return RankPool(8, preload=("lt_trainer_gpu.engine", "lt_trainer_gpu.parallelize"))
+    modules = ("lt_trainer_gpu.engine", "lt_trainer_gpu.parallelize", "lt_test_helpers.layouts", "pytest")
+    return RankPool(8, preload=modules)
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ of the engine is in it. Gradients, weights, losses and norms of three steps agre
 such that ZeRO-1 has to pad, and stages have unlike numbers of layers.
 """
 
-import datetime
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from dense_families import MODELS
 from neuron_engine import neuron_engine
 
 from lt_model import ModelConfig
+from lt_model.families import FAMILIES
 from lt_test_helpers import layouts
 from lt_test_helpers.layouts import (
     NamedTensors,
@@ -29,8 +30,10 @@ from lt_test_helpers.layouts import (
     learning_rate_at,
 )
 from lt_trainer.config.recipe import load
+from lt_trainer.config.sections import ParallelOptions
 from lt_trainer.engine import StepBatch, StepMetrics
 from lt_trainer_neuron.engine import NeuronEngine
+from lt_trainer_neuron.nxd import backend
 
 STEPS, ROWS, SEQ_LEN = 3, 8, 16
 BETA1, CLIP, DECAY = 0.8, 0.3, 0.1
@@ -200,19 +203,68 @@ WIDE: dict[str, tuple[int, int, ModelConfig, tuple[str, ...]]] = {
 }
 
 
-AXES = {"tp2": (TP2,), "tp2-sp": (TP2, SP), "pp2": (PP2,), "one": ()}
-PAIRS = [(family, axis) for family in MODELS for axis in AXES]
-TODAY = datetime.date.today().toordinal()
+AXES = {"tp": (TP2,), "sp": (TP2, SP), "pp": (PP2,), "dp": ()}
+FAMILY_MESHES = {
+    "tp-pp": ("llama", "mistral", "qwen2", "qwen3", "olmo2", "olmo3", "gemma3_text"),
+    "sp-dp": ("llama", "mistral", "qwen2", "qwen3", "olmo2", "olmo3", "gemma3_text"),
+    "tp-dp": ("smollm3", "gemma2", "phi3", "gpt_neox", "granite", "starcoder2"),
+    "sp-pp": ("smollm3", "gemma2", "phi3", "gpt_neox", "granite", "starcoder2"),
+    "pp-dp": ("qwen3", "granite"),
+}
+"""Meshes of four ranks, and the families that train on each."""
 
 
-@pytest.mark.parametrize(
-    ("family", "axis"),
-    [pytest.param(*pair, marks=[pytest.mark.slow] * ((n * 3 + TODAY) % 17 > 0)) for n, pair in enumerate(PAIRS)],
-)
-def test_a_family_trains_as_one_process_of_lt_model(ranks, alone, family: str, axis: str) -> None:
-    """Some pairs each day, all in the slow set; a bias starts at 0 and counts from the second step on."""
-    config = MODELS[family]
-    compare(alone(config), ranks.run(train, config, AXES[axis], 4, ranks=2 if AXES[axis] else 1))
+def train_families(families: Sequence[str], sets: tuple[str, ...], micro_batch_size: int) -> list[TrainResult]:
+    """In a rank: each family's training, all in one process group."""
+    torch.distributed.destroy_process_group = lambda: None
+    found = []
+    for family in families:
+        found.append(train(MODELS[family], sets, micro_batch_size))
+        backend.init_process_group = lambda *_: None  # the ranks have met
+    return found
+
+
+def train_families_alone() -> dict[str, Alone]:
+    return {family: train_alone(config) for family, config in MODELS.items()}
+
+
+@pytest.fixture(scope="module")
+def families_alone(ranks) -> dict[str, Alone]:
+    (found,) = ranks.run(train_families_alone, ranks=1)
+    return found
+
+
+def compare_families(ranks, families_alone, families: Sequence[str], mesh: str) -> None:
+    sets = [override for axis in mesh.split("-") for override in AXES[axis]]
+    results = ranks.run(train_families, families, tuple(sets), 2, ranks=4)
+    for family, *found in zip(families, *results, strict=True):
+        compare(families_alone[family], found)
+
+
+@pytest.mark.parametrize("mesh", FAMILY_MESHES)
+def test_families_train_as_one_process_of_lt_model(ranks, families_alone, mesh: str) -> None:
+    """A bias starts at 0 and counts from the second step on."""
+    compare_families(ranks, families_alone, FAMILY_MESHES[mesh], mesh)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", FAMILY_MESHES)
+def test_every_family_trains_as_one_process_of_lt_model(ranks, families_alone, mesh: str) -> None:
+    compare_families(ranks, families_alone, list(MODELS), mesh)
+
+
+def test_each_dense_family_is_on_each_axis_and_each_axis_with_each_other() -> None:
+    assert MODELS.keys() == {family for family, row in FAMILIES.items() if "n_experts" not in row.keys}
+    listed = {
+        (family, axis) for mesh, families in FAMILY_MESHES.items() for axis in mesh.split("-") for family in families
+    }
+    assert [(family, axis) for family in MODELS for axis in AXES if (family, axis) not in listed] == []
+    together = {"-".join(pair) for pair in combinations(AXES, 2)} - {"tp-sp"}
+    assert together == FAMILY_MESHES.keys()
+    degrees = {name for name in ParallelOptions.model_fields if f"parallel.{name}=" in str(AXES)}
+    data_degrees = {"n_nodes", "dp_replicate", "dp_shard"}  # follow from the number of ranks
+    refused = {"cp", "ep"}
+    assert ParallelOptions.model_fields.keys() - degrees == data_degrees | refused
 
 
 @pytest.mark.parametrize("name", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.slow) for name in WIDE)])

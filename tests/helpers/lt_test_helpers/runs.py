@@ -1,7 +1,7 @@
 """A run or its check in this process, as the command starts it."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,11 @@ def run(
     """Train; return the exit code."""
     with open_run(resolved, World.from_env(os.environ if environ is None else environ), stop=stop) as opened:
         return train(opened, **options)
+
+
+def run_recipe(base: Mapping[str, Any], overrides: Sequence[str] = (), stop_after_step: int = 0) -> int:
+    """Train in a rank, which loads this file and not that of a test, with all that it imports."""
+    return run(load(base=base, overrides=overrides), stop_after_step=stop_after_step)
 
 
 def check(resolved: ResolvedRecipe, *, environ: Mapping[str, str] | None = None) -> None:
