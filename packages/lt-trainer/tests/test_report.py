@@ -16,9 +16,15 @@ from lt_trainer.errors import RunDirError
 from lt_trainer.observability.report import ReportError, write_report
 
 EVIL = "<script>alert('$x_1$')</script>"
-RECIPE: dict[str, Any] = {"schedule": {"max_steps": 400}, "optimizer": {"lr": 1e-3}, "data": {"store": f"no/{EVIL}"}}
-START = {"event": "start", "world": 8, "device": "NVIDIA H200"}
-DATA = {"event": "data", "global_batch_size": 64, "dp_size": 8, "seed": 1, "fingerprint": "store:ab"}
+RECIPE: dict[str, Any] = {
+    "model": {"preset": "tiny-2m"},
+    "schedule": {"max_steps": 400},
+    "optimizer": {"lr": 1e-3},
+    "data": {"store": f"no/{EVIL}"},
+}
+RESOLVED = {"dtype": "float32", "compiled": True}
+START = {"event": "start", "world": 8, "device": "NVIDIA H200", "device_kind": "cpu", "resolved": RESOLVED}
+DATA = {"event": "data", "dp_size": 8, "seed": 1, "fingerprint": {"store": "ab"}, "data": {}, "batch": {"x": 1}}
 
 
 def record(step: int, **changes: Any) -> dict[str, Any]:
@@ -82,6 +88,12 @@ def test_the_page_of_a_run_has_everything_escaped(eventful: Path) -> None:
         *(f"validation loss {EVIL}", "2.5000, 1.2500 bits per byte", *legend, json.dumps(f"no/{EVIL}")),
         *("stop", "resume", "rollback", "step skipped", "data: skipped", "torch 2.15.0", "optimizer.lr"),
     }
+    assert words.startswith("tiny-2m in runs/eventful\n")
+    assert "data: fingerprint.store\nab\n" in words
+    assert "data: batch" not in words
+    assert "resolved.dtype float32, resolved.compiled true" in words
+    assert "peak resident memory of a process\n61.50 GiB" in words
+    assert "Peak resident memory of a process, GiB" in words
     assert "records without a finite loss\n3\n" in words
     page = (eventful.parent / "page.html").read_text()
     assert "default-src 'none'" in page

@@ -63,6 +63,9 @@ def to_png(figure: Figure) -> bytes:
 def _draw(runs: Sequence[RunHistory], name: str, title: str, fields: Sequence[str]) -> Figure:
     figure = Figure(figsize=(12, 3.6) if name == "loss" else (6, 2.6), layout="constrained")
     axes = figure.subplots()
+    titles = {run.memory_title for run in runs}
+    if name == "memory" and len(titles) == 1:
+        title = f"{titles.pop().capitalize()}, GiB"
     axes.set_title(title)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.yaxis.set_major_formatter((lambda x, _: f"{100 * x:.3g}%") if name == "mfu" else "{x:,g}")

@@ -18,11 +18,17 @@ from lt_ckpt import CheckpointError
 from lt_ckpt.checkpoint import read_manifest
 from lt_ckpt.discovery import list_steps
 from lt_model import ModelConfig, ModelError, n_parameters
+from lt_trainer.config.section import flatten
 from lt_trainer.errors import TrainerError
 from lt_trainer.files import write_atomic
 from lt_trainer.observability.run_history import RunHistory
+from lt_trainer.toml import format_value
 
 MAX_ROWS = 200
+MODEL_NAMES = ("model.preset", "model.config", "model.init_from")
+"""Fields that name a run's model, the first that is set."""
+IN_OTHER_TABLES = ("time", "event", "data", "batch")
+"""Fields of a data event that the tables of events and recipe have."""
 
 
 class ReportError(TrainerError):
@@ -74,7 +80,7 @@ def write_report(
 
 
 def _page(runs: Sequence[RunHistory], figures: Sequence[str]) -> str:
-    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs: {', '.join(run.name for run in runs)}"
+    title = _title(runs[0]) if len(runs) == 1 else f"{len(runs)} runs: {', '.join(run.name for run in runs)}"
     recipes = [{name: json.dumps(value) for name, value in run.recipe.items()} for run in runs]
     body = _columns(runs, [_facts(run) for run in runs])
     body += f"<h2>Curves</h2><div class=figures>{''.join(figures)}</div>" if figures else "<p>No records yet.</p>"
@@ -93,6 +99,24 @@ def _page(runs: Sequence[RunHistory], figures: Sequence[str]) -> str:
         '<meta name=viewport content="width=device-width, initial-scale=1"><link rel=icon href="data:,">'
         f"<title>{escape(title)}</title><style>{style}</style><h1>{escape(title)}</h1>{body}</html>\n"
     )
+
+
+def _title(run: RunHistory) -> str:
+    """Return model and run: the run's folder with the one above it, since many are called "run"."""
+    path = run.path.resolve()
+    model = next((run.recipe[name] for name in MODEL_NAMES if run.recipe.get(name)), "")
+    return f"{Path(model).name or 'model'} in {path.parent.name}/{path.name}"
+
+
+def _text(value: object) -> object:
+    """Return a value as TOML writes it; text without quotes."""
+    return value if isinstance(value, str | Path) else format_value(value)
+
+
+def _named_texts(kind: str, values: Mapping[str, object]) -> dict[str, object]:
+    """Return the values that are set, as text by "kind: dotted name"."""
+    given = {name: value for name, value in flatten(values).items() if value not in (None, {}, [])}
+    return {f"{kind}: {name}": _text(value) for name, value in given.items()}
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -135,14 +159,13 @@ def _facts(run: RunHistory) -> dict[str, object]:
 def _details(run: RunHistory) -> dict[str, object]:
     """Return position in the data, newest checkpoint's model, machine and packages by name."""
     environment = run.read_json("environment.json")
-    details = {
-        f"data: {name}": value for name, value in run.last_event("data").items() if name not in ("time", "event")
-    }
+    position = {name: value for name, value in run.last_event("data").items() if name not in IN_OTHER_TABLES}
+    details = _named_texts("data", position)
     for step, path in list_steps(run.path / "checkpoints")[:1]:
         try:
             config = ModelConfig.from_dict(read_manifest(path).model or {})
             details |= {"model: parameters": f"{n_parameters(config):,}"}
-            details |= {f"model: {name}": value for name, value in config.to_dict().items()}
+            details |= _named_texts("model", config.to_dict())
         except (CheckpointError, ModelError) as exc:
             details["model"] = f"step {step} cannot be read: {exc}"
     details |= {name: environment.get(name, "") for name in ("hostname", "cpu", "platform", "python")}
@@ -154,7 +177,8 @@ def _events(run: RunHistory) -> str:
     """Return the newest events but data positions."""
     rows = []
     for event in [event for event in run.events if event["event"] != "data"][-MAX_ROWS:]:
-        rest = [f"{name} {value}" for name, value in event.items() if name not in ("time", "event", "step")]
+        values = flatten({name: value for name, value in event.items() if name not in ("time", "event", "step")})
+        rest = [f"{name} {_text(value)}" for name, value in values.items()]
         time = event["time"][:19].replace("T", " ")
         rows.append((time, event["event"], event.get("step", ""), event.get("text") or ", ".join(rest)))
     return table(("time, UTC", "event", "step", ""), rows)

@@ -113,14 +113,19 @@ class RunHistory:
         """Return the newest event of one of the kinds; empty without one."""
         return next((event for event in reversed(self.events) if event["event"] in kinds), {})
 
+    @property
+    def memory_title(self) -> str:
+        """Meaning of `memory_gib`: what a device's allocator held at most or, on CPUs, what a process did."""
+        on_cpu = self.last_event("start").get("device_kind") == "cpu"
+        return "peak resident memory of a process" if on_cpu else "peak memory per device"
+
     def numbers(self) -> dict[str, str]:
         """Return the numbers of the newest record, as text by title."""
-        last = self.train[-1] if self.train else {}
-        return {
-            title: template.format(last[field])
-            for field, (title, template) in NUMBERS.items()
-            if last.get(field) is not None
-        }
+        last, numbers = self.train[-1] if self.train else {}, dict[str, str]()
+        for field, (title, template) in NUMBERS.items():
+            if last.get(field) is not None:
+                numbers[self.memory_title if field == "memory_gib" else title] = template.format(last[field])
+        return numbers
 
 
 def seconds_of(record: Mapping[str, Any]) -> float:

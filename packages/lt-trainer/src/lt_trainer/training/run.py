@@ -252,7 +252,13 @@ def _origins(resolved: ResolvedRecipe) -> Iterator[None]:
 def _log_start(log: RunLogger, recipe: Recipe, engine: Engine, run_dir: RunDir) -> None:
     device, topology = engine.device, engine.topology
     peak = {"peak_flops": device.peak_flops, "peak_source": device.peak_source}
-    values = {"pid": os.getpid(), "world": topology.world_size, "device": device.name, **peak}
+    values = {
+        "pid": os.getpid(),
+        "world": topology.world_size,
+        "device": device.name,
+        "device_kind": device.kind,
+        **peak,
+    }
     log.log_event("start", **values, resolved=dict(device.resolved))
     log.log_message(
         f"{recipe.run.engine} engine on {device.count} x {device.name}, {topology.dp_size} data-parallel rank(s); "
