@@ -246,9 +246,12 @@ def test_configurations_are_read_and_written_as_transformers_does(case):
     assert ours == want
     assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     old = {k: v for k, v in written.items() if k not in ("rope_parameters", "layer_types", "no_rope_layers")}
+    if config.family == "olmo3":  # transformers 5 gives an old rope_theta to the full layers only, 4.57 to all
+        with pytest.raises(ModelError, match=r"rope_theta = 100\.0 of olmo3: versions of transformers differ"):
+            config_from_hf(old)
+        return
     assert config_from_hf(old) == config
-    if config.family != "olmo3":  # transformers 5 gives an old rope_theta to the full layers only
-        assert config_from_hf(type(theirs).from_dict(dict(old)).to_dict()) == config
+    assert config_from_hf(type(theirs).from_dict(dict(old)).to_dict()) == config
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -302,16 +305,11 @@ def test_presets_are_models_that_transformers_builds(name):
         ),
         ("llama", {"rope_parameters": {"rope_type": "dynamic"}}, "rope_type = 'dynamic' is not supported"),
         ("llama", {"clip_qkv": 8.0}, "clip_qkv = 8.0 of llama is not supported"),
-        (
-            "gpt_oss, window 6",
-            {"quantization_config": {"quant_method": "mxfp4"}},
-            "config: 'mxfp4' weights .* bf16 files",
-        ),
         ("gpt_oss, window 6", {"swiglu_alpha": 1.0}, "swiglu_alpha = 1.0 of gpt_oss is not supported"),
         ("llama", {"hidden_act": "relu"}, "hidden_act = 'relu' is not supported"),
         ("llama", {"model_type": "falcon"}, "model_type = 'falcon': unknown; the families are llama, mistral"),
         ("phi3, partial", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling = .*family = 'phi3'"),
-        ("gemma2, softcaps", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True of gemma2"),
+        ("gemma2, softcaps", {"use_bidirectional_attention": True}, "use_bidirectional_attention = true of gemma2"),
         ("gemma3_text", {"sliding_window": None}, "sliding_window = 0: family = 'gemma3_text' cannot do without"),
         ("qwen2, window from layer 2", {"layer_types": ["full_attention"]}, "layer_types = .* must be 4 of full"),
     ],

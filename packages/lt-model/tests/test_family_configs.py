@@ -14,7 +14,6 @@ from lt_model.families import COMMON_IGNORED, COMMON_REQUIRED, FAMILIES
 
 transformers = pytest.importorskip("transformers")
 
-SIZES = st.integers(1, 9)
 SCALINGS = st.one_of(
     st.none(),
     st.builds(RopeScaling, kind=st.just("linear"), factor=st.floats(1, 40)),
@@ -60,8 +59,9 @@ VALUES = {
 
 
 @st.composite
-def configs(draw, family):
+def configs(draw, family, largest=9, largest_vocabulary=300000):
     """A model of the family; what `ModelConfig` refuses is drawn again."""
+    sizes = st.integers(1, largest)
     row = FAMILIES[family]
     fields = {name: draw(values) for name, values in VALUES.items() if name in row.keys or name in row.other_fields}
     fields["rope_scaling"] = draw(SCALINGS)
@@ -69,12 +69,12 @@ def configs(draw, family):
         fields["o_bias"] = fields["qkv_bias"]
     is_latent = "kv_rank" in row.keys
     if is_latent:
-        fields |= {name: draw(SIZES) for name in ("kv_rank", "nope_width", "value_width")}
-        fields |= {"rope_width": 2 * draw(SIZES), "q_rank": draw(SIZES) - 1, "expert_scale": draw(st.floats(0.1, 9))}
-    n_kv_heads, n_layers, width = draw(SIZES), draw(SIZES), 2 * draw(SIZES)
-    n_heads = n_kv_heads * (draw(SIZES) if "n_kv_heads" in row.keys and not is_latent else 1)
+        fields |= {name: draw(sizes) for name in ("kv_rank", "nope_width", "value_width")}
+        fields |= {"rope_width": 2 * draw(sizes), "q_rank": draw(sizes) - 1, "expert_scale": draw(st.floats(0.1, 9))}
+    n_kv_heads, n_layers, width = draw(sizes), draw(sizes), 2 * draw(sizes)
+    n_heads = n_kv_heads * (draw(sizes) if "n_kv_heads" in row.keys and not is_latent else 1)
     head_dim = width if "head_dim" in row.keys and draw(st.booleans()) else 0
-    hidden_size = draw(SIZES) * (n_heads if row.has_whole_heads else 1) if head_dim else n_heads * width
+    hidden_size = draw(sizes) * (n_heads if row.has_whole_heads else 1) if head_dim else n_heads * width
     window = draw(st.sampled_from([0, 1, 7, 4096])) if row.sliding else 0
     slides = draw(st.lists(st.booleans(), min_size=n_layers, max_size=n_layers)) if window else [False] * n_layers
     if row.sliding == "all":
@@ -84,17 +84,17 @@ def configs(draw, family):
     if "attention_scale" in row.keys:
         number = draw(st.integers(1, 999))
         fields["attention_scale"] = number**-0.5 if "query_pre_attn_scalar" in row.keys.values() else number / 7
-    experts = [draw(st.booleans()) or index == 0 if row.dense_layers else True for index in range(n_layers)]
+    experts = [draw(st.booleans()) if row.dense_layers else True for _ in range(n_layers)]
     experts = experts if "n_experts" in row.keys else [False] * n_layers
-    inner = draw(SIZES)
+    inner = draw(sizes)
     if any(experts):
-        fields |= {"experts_per_token": draw(SIZES), "expert_size": draw(SIZES) if row.dense_layers else inner}
-        fields |= {"n_experts": fields["experts_per_token"] - 1 + draw(SIZES)}
-        fields |= {"shared_expert_size": draw(SIZES)} if "shared_expert_size" in row.keys else {}
+        fields |= {"experts_per_token": draw(sizes), "expert_size": draw(sizes) if row.dense_layers else inner}
+        fields |= {"n_experts": fields["experts_per_token"] - 1 + draw(sizes)}
+        fields |= {"shared_expert_size": draw(sizes)} if "shared_expert_size" in row.keys else {}
         if is_latent:
             experts = sorted(experts)
             fields["shared_expert_size"] *= fields["expert_size"]
-            fields["n_groups"], n_each = draw(SIZES), 1 + draw(SIZES)
+            fields["n_groups"], n_each = draw(sizes), 1 + draw(sizes)
             fields["n_experts"] = fields["n_groups"] * n_each
             fields["top_groups"] = draw(st.integers(1, fields["n_groups"]))
             fields["experts_per_token"] = draw(st.integers(1, fields["top_groups"] * n_each))
@@ -106,7 +106,7 @@ def configs(draw, family):
         return ModelConfig(
             **{**fields, **row.fixed},
             family=family,
-            vocab_size=draw(st.integers(1, 300000)),
+            vocab_size=draw(st.integers(1, largest_vocabulary)),
             hidden_size=hidden_size,
             intermediate_size=inner,
             n_heads=n_heads,
@@ -139,6 +139,29 @@ def test_every_shape_of_a_family_is_written_and_read(family, data):
     again = type(theirs).from_dict(config_to_hf(config_from_hf(theirs.to_dict())))
     assert compared(again.to_dict(), family) == compared(theirs.to_dict(), family)
     assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_what_is_written_gives_the_logits_of_transformers(family, data):
+    torch = pytest.importorskip("torch")
+    from family_models import NoFloat32, make_model, our_tensors
+
+    from lt_model import Decoder
+
+    config = data.draw(configs(family, largest=3, largest_vocabulary=50))
+    written = json.loads(json.dumps(config_to_hf(config)))
+    ids = torch.arange(12)[None] % config.vocab_size
+    with NoFloat32(), torch.no_grad():
+        theirs = make_model(transformers.CONFIG_MAPPING[family].from_dict(written))
+        wanted = theirs(input_ids=ids, use_cache=False).logits
+    ours = Decoder(config_from_hf(written)).double()
+    ours.load_state_dict(our_tensors(theirs.state_dict(), config), strict=not config.tie_word_embeddings)
+    if config.tie_word_embeddings:
+        ours.lm_head.weight = ours.model.embed_tokens.weight
+    with torch.no_grad():
+        torch.testing.assert_close(ours(ids), wanted, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])

@@ -2,8 +2,8 @@ import json
 
 import pytest
 
-from lt_model import ModelError, RopeScaling, config_from_hf, config_to_hf
-from lt_model.hf import read_config
+from lt_model import PRESETS, ModelError, RopeScaling, config_from_hf, config_to_hf
+from lt_model.hf import check_not_quantized, read_config
 
 SCALING = {
     "factor": 32.0,
@@ -115,7 +115,16 @@ def test_we_read_what_transformers_writes(config, tmp_path):
         ({"hidden_act": "relu"}, "hidden_act = 'relu' is not supported"),
         ({"attention_bias": 1}, "qkv_bias = 1"),
         ({"head_dim": 127}, "head_dim = 127 is odd"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"is_causal": False}, "is_causal = false of llama is not supported"),
+        ({"is_causal": None}, "is_causal = null: transformers takes that for false"),
+        (
+            {"original_max_position_embeddings": 4096},
+            "original_max_position_embeddings = 8192: at the top level it is 4096",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "truncate": None}},
+            "truncate = null: transformers takes",
+        ),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"vocab_size": "many"}, "vocab_size = 'many'"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope_scaling of llama: rope_type = 'dynamic'"),
@@ -130,6 +139,41 @@ def test_we_read_what_transformers_writes(config, tmp_path):
 def test_what_we_do_not_compute_is_refused_with_the_source(changes, message):
     with pytest.raises(ModelError, match=rf"^dir/config\.json: .*{message}|^dir/config\.json: {message}"):
         config_from_hf({**LLAMA_32_1B_V4, **changes}, "dir/config.json")
+
+
+def test_models_with_parts_name_the_text_model():
+    sizes = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}
+    message = r"^config\.json: model_type = 'gemma3': .* text_config is of type gemma3_text, which lt"
+    with pytest.raises(ModelError, match=message):
+        config_from_hf(sizes)
+    with pytest.raises(ModelError, match="text_config is of type qwen3_5_text, unknown too; the families are llama"):
+        config_from_hf({"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text"}})
+
+
+def test_kimi_k2_is_deepseek_v3():
+    values = config_to_hf(PRESETS["deepseek-v3"])
+    yarn = {**values["rope_scaling"], "beta_fast": 1.0, "beta_slow": 1.0}
+    values |= {"rope_parameters": None, "rope_scaling": yarn}
+    config = config_from_hf({**values, "model_type": "kimi_k2"})
+    assert config == config_from_hf(values)
+    assert (config.rope_scaling.beta_fast, config.rope_scaling.beta_slow) == (1.0, 1.0)
+    with pytest.raises(ModelError, match="model_type = 'kimi_k2': unknown"):
+        config_from_hf({**values, "model_type": "kimi_k2", "architectures": ["KimiForCausalLM"]})
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"quant_method": "fp8"}, r"quantized \(fp8\) weights .*FineGrainedFP8Config\(dequantize=True\)"),
+        ({"quant_method": "mxfp4"}, r"quantized \(mxfp4\) weights .*Mxfp4Config\(dequantize=True\)"),
+        ({"bits": 4, "ignore": ["lm_head"]}, "quantized weights are not read; take the model's bf16 files; for random"),
+    ],
+)
+def test_quantized_weights_are_refused_and_their_shape_is_read(table, message):
+    values = {**LLAMA_32_1B_V4, "quantization_config": table}
+    assert config_from_hf(values) == config_from_hf(LLAMA_32_1B_V4)
+    with pytest.raises(ModelError, match=f"^dir/config.json: quantization_config: {message}"):
+        check_not_quantized(values, "dir/config.json")
 
 
 def test_older_names_and_missing_lengths_are_read_as_transformers_reads_them():

@@ -18,6 +18,7 @@ from lt_ckpt.errors import CheckpointError, translate_os_errors
 from lt_ckpt.hash_list import HashList, read_hash_list
 from lt_ckpt.hf.folder import CONFIG, INDEX_FILE, SINGLE_FILE, WEIGHT_FILES, is_model_file, read_aux_files, read_json
 from lt_ckpt.source import Source
+from lt_model.hf import check_not_quantized
 
 FORMATS = ("hf", "nxd", "lt", "dcp", "pt")
 HUB = "hf://"
@@ -171,6 +172,7 @@ def open_source(
             f"{path}: has no model configuration ({CONFIG}); give the model's Hugging Face one (--config config.json; "
             "in a recipe model.init_config)"
         )
+    check_not_quantized(known, str(folder / CONFIG if config is None else config))
     source: Source = pkgutil.resolve_name(_OPENERS[kind])(path, config=known, **(nxd if kind == "nxd" else {}))
     aux_files = read_aux_files(folder) if has_config or kind != "pt" else {}
     if config is not None and kind != "hf":

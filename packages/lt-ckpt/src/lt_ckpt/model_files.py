@@ -16,6 +16,7 @@ from lt_ckpt.hf.folder import CONFIG
 from lt_ckpt.source import Source
 from lt_ckpt.tensorfile import TensorSpec
 from lt_model import ModelConfig, config_from_hf, config_to_hf
+from lt_model.families import FAMILIES
 
 HF_CONFIG_DEFAULTS: Mapping[str, Any] = {
     "bos_token_id": 1,
@@ -44,6 +45,9 @@ def config_for(source: Source, specs: Mapping[str, TensorSpec]) -> dict[str, Any
         bytes_by_dtype[spec.dtype] = bytes_by_dtype.get(spec.dtype, 0) + spec.n_bytes
     largest = max(bytes_by_dtype, key=lambda dtype: bytes_by_dtype[dtype])
     config = {**source.config, "torch_dtype": TORCH_NAMES[largest]}
+    if config["model_type"] not in FAMILIES:  # read by the code of its own repository, which is not here
+        config["model_type"] = source.model.family
+        config.pop("auto_map", None)
     config.pop("dtype", None)  # the newer spelling, which versions of transformers before 4.56 do not read
     return config
 

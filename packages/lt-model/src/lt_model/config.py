@@ -40,7 +40,7 @@ class RopeScaling:
         high_freq_factor: llama3: wavelengths shorter than original / high_freq_factor stay; > low_freq_factor.
         original_max_position_embeddings: the context length (tokens) before stretching; not for linear.
         beta_fast: yarn: wavelengths with more rotations in the original context stay.
-        beta_slow: yarn: those with fewer are stretched fully; < beta_fast.
+        beta_slow: yarn: those with fewer are stretched fully; at most beta_fast.
         truncate: yarn: whether the two limits are rounded outwards to whole pairs.
         magnitude: yarn: factor of cosines and sines; 0: 0.1 ln(factor) + 1.
         score_magnitude: yarn: latent attention multiplies its scores by (0.1 score_magnitude ln(factor) + 1)^2.
@@ -65,10 +65,12 @@ class RopeScaling:
                 check = _float if "magnitude" in field.name else _positive_float
                 object.__setattr__(self, field.name, check(f"rope_scaling.{field.name}", getattr(self, field.name)))
         check_size("rope_scaling.original_max_position_embeddings", self.original_max_position_embeddings)
-        for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
-            least, found = getattr(self, low), getattr(self, high)
-            if found <= least:
-                raise ModelError(f"rope_scaling.{high} = {found} must be greater than rope_scaling.{low} = {least}")
+        if self.high_freq_factor <= self.low_freq_factor:
+            low = f"rope_scaling.low_freq_factor = {self.low_freq_factor}"
+            raise ModelError(f"rope_scaling.high_freq_factor = {self.high_freq_factor} must be greater than {low}")
+        if self.beta_fast < self.beta_slow:
+            slow = f"rope_scaling.beta_slow = {self.beta_slow}"
+            raise ModelError(f"rope_scaling.beta_fast = {self.beta_fast} must be at least {slow}")
         for field in fields(self):  # what the kind does not read has one value, so that equal models are equal
             if field.name not in ("kind", "factor", *SCALING_FIELDS[self.kind]):
                 object.__setattr__(self, field.name, field.default)
@@ -316,7 +318,9 @@ class ModelConfig:
                 self._refuse(name, f"must be {wanted} for n_experts = {self.n_experts}")
         if self.experts_per_token > self.n_experts:
             self._refuse("experts_per_token", f"there are n_experts = {self.n_experts}")
-        if self.shared_expert_gate and not self.shared_expert_size:
+        if self.shared_expert_size and not self.has_experts:
+            self._refuse("shared_expert_size", "must be 0 for n_experts = 0")
+        if self.shared_expert_gate and self.has_experts and not self.shared_expert_size:
             self._refuse("shared_expert_gate", "there is no shared expert; set shared_expert_size")
         n_experts, n_groups, top_groups = max(1, self.n_experts), self.n_groups, self.top_groups
         if n_groups < 1 or n_experts % n_groups or (n_groups > 1 and n_experts // n_groups < 2):
@@ -344,6 +348,8 @@ class ModelConfig:
             names = [name for name, other in row.keys.items() if other == key]
             if len({getattr(self, name) for name in names}) > 1:
                 raise ModelError(f"{' and '.join(names)} differ: family = {self.family!r} has one setting for them")
+        if row.has_two_ropes and self.rope_scaling is not None and not self.rope_scaling.truncate:
+            raise ModelError(f"rope_scaling.truncate = false: transformers ignores it in family = {self.family!r}")
         if "n_kv_heads" not in row.keys and self.n_kv_heads != self.n_heads:
             self._refuse("n_kv_heads", f"family = {self.family!r} has as many as n_heads")
         scale, has_number = self.attention_scale, row.keys.get("attention_scale") == "query_pre_attn_scalar"

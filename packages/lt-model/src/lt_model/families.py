@@ -44,7 +44,8 @@ COMMON_DEFAULTS: Mapping[str, Any] = {
     "decoder_sparse_step": 1,
 }
 """What an absent key means to transformers, where the row names nothing else; sizes of a model mean nothing."""
-COMMON_REQUIRED: Mapping[str, Any] = {"clip_qkv": None, "quantization_config": None}
+COMMON_REQUIRED: Mapping[str, Any] = {"clip_qkv": None, "is_causal": True, "per_layer_config": None}
+"""Keys with one supported value in every family."""
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Keys of one number."""
 DENSE_KEYS: Mapping[str, tuple[str, ...]] = {
@@ -54,18 +55,18 @@ DENSE_KEYS: Mapping[str, tuple[str, ...]] = {
 }
 """Keys that say which layers have no experts, by `Family.dense_layers`."""
 COMMON_IGNORED = frozenset(
-    "_name_or_path architectures bos_token_id chunk_size_feed_forward dtype eos_token_id id2label is_encoder_decoder "  # noqa: SIM905
-    "label2id model_type output_attentions output_hidden_states pad_token_id problem_type return_dict torch_dtype "
-    "transformers_version use_cache".split()
+    "_name_or_path architectures bos_token_id chunk_size_feed_forward dtype eos_token_id id2label "  # noqa: SIM905
+    "is_encoder_decoder label2id model_type output_attentions output_hidden_states pad_token_id "
+    "problem_type quantization_config return_dict torch_dtype transformers_version use_cache".split()
 )
 DROPOUTS = tuple(f"{place}_dropout" for place in ("attention", "hidden", "residual", "embedding"))
 DROPOUTS += ("resid_pdrop", "embd_pdrop")
 """Keys that must be 0 for training, and change nothing else."""
 SLIDING_KEYS: Mapping[str, tuple[str, ...]] = {
-    "": (),
+    "": ("layer_types",),
     "all": ("sliding_window",),
     "last": ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
-    "pattern": ("sliding_window", "layer_types", "sliding_window_pattern", "_sliding_window_pattern"),
+    "pattern": ("sliding_window", "layer_types"),
     "nope": ("sliding_window", "use_sliding_window", "layer_types", "no_rope_layers", "no_rope_layer_interval"),
 }
 """Keys that say which layers slide, by `Family.sliding`."""
@@ -78,6 +79,7 @@ class Family:
     Attributes:
         architecture: class of transformers.
         since: the oldest transformers with the family.
+        other_types: further `model_type`s of its files, which name `architecture` in `architectures`.
         fixed: fields of `ModelConfig` with one value in the whole family.
         own_keys: field to key of config.json, beyond `COMMON_KEYS` or in place of it; None: it has no key.
         defaults: what an absent key means, beyond `COMMON_DEFAULTS`.
@@ -86,9 +88,11 @@ class Family:
         sliding: which layers slide where a file does not list them: none, all, those from `max_window_layers` on, all
             but each `period`-th, or those without rotary positions, which are each `period`-th.
         period: see there.
+        period_key: key of the period, or "" where it is the same in every file.
         has_whole_heads: hidden_size is a multiple of n_heads, whatever a head's width is.
         has_own_head_dim: a head's width does not follow from hidden_size and n_heads.
         has_two_ropes: sliding layers have a rotary base of their own, and no scaling.
+        local_theta_key: key of that base before transformers 5, or "".
         dense_layers: which layers may lack experts: none, those listed and all but each n-th, or the first ones.
         has_extra_layers: files may have layers beyond the model's, which predict further tokens and are not read.
         partial_key: key of the rotated share of a head before transformers 5, or "" where all is rotated.
@@ -102,6 +106,7 @@ class Family:
 
     architecture: str
     since: str
+    other_types: tuple[str, ...] = ()
     fixed: Mapping[str, Any] = field(default_factory=dict)
     own_keys: Mapping[str, str | None] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -109,9 +114,11 @@ class Family:
     ignored: frozenset[str] = frozenset()
     sliding: Literal["", "all", "last", "pattern", "nope"] = ""
     period: int = 1
+    period_key: str = ""
     has_whole_heads: bool = False
     has_own_head_dim: bool = False
     has_two_ropes: bool = False
+    local_theta_key: str = ""
     dense_layers: Literal["", "listed", "first"] = ""
     has_extra_layers: bool = False
     has_our_names_in_modules: bool = False
@@ -144,15 +151,17 @@ class Family:
     @property
     def read_keys(self) -> frozenset[str]:
         """Every key of config.json that decides the model."""
-        rope = ("rope_parameters", "rope_scaling", self.theta_key, self.partial_key or "partial_rotary_factor")
-        local = ("rope_local_base_freq",) if self.has_two_ropes else ()
-        experts = EXPERT_COUNTS if "n_experts" in self.keys else ()
-        layers = (*DENSE_KEYS[self.dense_layers], *SLIDING_KEYS[self.sliding])
-        return frozenset((*self.keys.values(), *rope, *local, *experts, *layers))
+        found = {*self.keys.values(), "rope_parameters", "rope_scaling", self.theta_key}
+        found |= {self.partial_key or "partial_rotary_factor", "original_max_position_embeddings", "head_dim"}
+        found |= {*DENSE_KEYS[self.dense_layers], *SLIDING_KEYS[self.sliding], self.period_key, self.local_theta_key}
+        if "n_experts" in self.keys:
+            found |= {*EXPERT_COUNTS}
+        return frozenset(found - self.ignored - {""})
 
 
 def _family(row: Mapping[str, Any]) -> Family:
     lists = {
+        "other_types": tuple(row.get("other_types", ())),
         "ignored": frozenset(row.get("ignored", ())),
         "renames": tuple((ours, theirs) for ours, theirs in row.get("renames", ())),
         "fused": {key: (tuple(parts), order) for key, (parts, order) in row.get("fused", {}).items()},

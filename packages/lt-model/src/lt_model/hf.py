@@ -2,9 +2,10 @@
 
 Up to 4.x, transformers keeps rotary settings in `rope_theta` and `rope_scaling` (or names of the family's own); from
 5.0 on, in one `rope_parameters`. `config_to_hf` writes both spellings with equal values, so every version that has the
-family reads the same model; `config_from_hf` reads either and rejects a file in which they disagree. Any setting that
-would change the output and that the decoder does not have (other rotary rules, quantized weights, ...) is an error: a
-model is never loaded approximately.
+family reads the same model; `config_from_hf` reads either and rejects a file in which they disagree. Of a file only the
+keys count that transformers reads in its family. Any setting that would change the output and that the decoder does not
+have (other rotary rules, attention in both directions, ...) is an error, as is one that versions of transformers read
+differently: a model is never loaded approximately.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ import itertools
 import json
 import math
 import os
+import reprlib
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from lt_model.config import SCALING_FIELDS, LayerKind, ModelConfig, RopeScaling, check_size
+from lt_model.config import LayerKind, ModelConfig, check_size
 from lt_model.errors import ModelError
 from lt_model.families import COMMON_DEFAULTS, COMMON_REQUIRED, DROPOUTS, EXPERT_COUNTS, FAMILIES, Family
+from lt_model.rope_keys import FULL, SLIDING, read_rope, write_rope
 
 MAX_CONFIG_BYTES = 2**24
 DTYPES = ("float32", "float64", "float16", "bfloat16")
@@ -29,8 +32,10 @@ ACTIVATIONS: Mapping[str, str] = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "
 """Our name to transformers'."""
 NULLABLE = ("num_key_value_heads", "sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "q_lora_rank")
 """Keys whose null says "none"; of the others it says that the default holds."""
-SCALING_KEYS: Mapping[str, str] = {"magnitude": "attention_factor", "score_magnitude": "mscale_all_dim"}
-"""Field of `RopeScaling` to key, where they differ."""
+EXPERT_FIELDS = ("n_experts", "experts_per_token", "expert_size", "shared_expert_size")
+"""Sizes of experts; those of a family with dense first layers stand in a file also where no layer has experts."""
+DEQUANTIZED_BY: Mapping[str, str] = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
+"""`quant_method` to the class of transformers that reads such weights in bfloat16."""
 
 
 def config_to_hf(
@@ -70,7 +75,7 @@ def config_to_hf(
         **({"num_nextn_predict_layers": 0} if row.has_extra_layers else {}),
         "pad_token_id": None,  # a family's default may lie outside of this vocabulary
         **_write_layers(config, row),
-        **_write_rope(config, row),
+        **write_rope(config, row),
         "torch_dtype": dtype,
     }
 
@@ -85,13 +90,13 @@ def config_from_hf(values: Mapping[str, Any], source: str = "") -> ModelConfig:
     Raises:
         ModelError: an unknown family, a missing size, or a setting that the decoder does not have.
     """
-    where, family = source or "config.json", values.get("model_type")
-    if not isinstance(family, str) or family not in FAMILIES:
-        raise ModelError(f"{where}: model_type = {family!r}: unknown; the families are {', '.join(FAMILIES)}")
+    where = source or "config.json"
+    family = _find_family(values, where)
     row = FAMILIES[family]
     _check_required(values, row, where)
-    given = {**COMMON_DEFAULTS, **row.defaults, **{key: value for key, value in values.items() if value is not None}}
-    given |= {key: None for key in NULLABLE if key in values and values[key] is None}
+    read = {key: value for key, value in values.items() if key in row.read_keys}
+    given = {**COMMON_DEFAULTS, **row.defaults, **{key: value for key, value in read.items() if value is not None}}
+    given |= {key: None for key in NULLABLE if key in read and read[key] is None}
     if given.get("num_key_value_heads") is None:
         given["num_key_value_heads"] = given.get("num_attention_heads")
     for one, other in itertools.permutations(EXPERT_COUNTS, 2):
@@ -103,31 +108,83 @@ def config_from_hf(values: Mapping[str, Any], source: str = "") -> ModelConfig:
         found = {name: _from_key(given.get(key), key) for name, key in row.keys.items()}
         if "n_kv_heads" not in row.keys:
             found["n_kv_heads"] = found["n_heads"]
-        if "n_shared_experts" in row.keys.values():
+        found |= read_rope(read, row, family, found["max_position_embeddings"])
+        found |= _read_layers(given, row, check_size("n_layers", found["n_layers"]))
+        if row.dense_layers and not any(kind.experts for kind in found["layers"]):
+            for name in (*EXPERT_FIELDS, "n_groups", "top_groups"):
+                found.pop(name, None)
+        elif "n_shared_experts" in row.keys.values():
             counted = {"n_shared_experts": "shared_expert_size", "moe_intermediate_size": "expert_size"}
             found["shared_expert_size"] = math.prod(check_size(key, found[name]) for key, name in counted.items())
-        found |= _read_rope(values, row, where, found["max_position_embeddings"])
-        found |= _read_layers(given, row, check_size("n_layers", found["n_layers"]))
         if not any(kind.sliding for kind in found["layers"]):
             found |= {"sliding_window": 0, "sliding_rope_theta": 0.0}
-        return ModelConfig(**{**row.fixed, **found}, family=family)
+        config = ModelConfig(**{**row.fixed, **found}, family=family)
     except ModelError as error:
         text = str(error)
         raise ModelError(text if text.startswith(where) else f"{where}: {text}") from error
+    head_dim = read.get("head_dim")
+    if head_dim is not None and "head_dim" not in row.keys.values() and head_dim != config.head_width:
+        _refuse_key(where, family, "head_dim", head_dim, config.head_width)
+    return config
+
+
+def _find_family(values: Mapping[str, Any], where: str) -> str:
+    """Return the family of a file."""
+    model_type = values.get("model_type")
+    if isinstance(model_type, str) and model_type in FAMILIES:
+        return model_type
+    for family, row in FAMILIES.items():
+        if model_type in row.other_types and values.get("architectures") == [row.architecture]:
+            return family
+    place = f"{where}: model_type = {model_type!r}"
+    part = values.get("text_config")
+    if isinstance(part, Mapping):
+        inner = part.get("model_type")
+        if inner in FAMILIES:
+            known = f"{inner}, which lt has: give that table as a config.json of its own, for random weights"
+        else:
+            known = f"{inner}, unknown too; the families are {', '.join(FAMILIES)}"
+        raise ModelError(f"{place}: several models in one, which is not read; its text_config is of type {known}")
+    raise ModelError(f"{place}: unknown; the families are {', '.join(FAMILIES)}")
 
 
 def _check_required(values: Mapping[str, Any], row: Family, where: str) -> None:
-    family, partial = values["model_type"], {} if row.partial_key else {"partial_rotary_factor": 1}
-    if quantization := values.get("quantization_config"):
-        method = quantization.get("quant_method", quantization) if isinstance(quantization, Mapping) else quantization
-        raise ModelError(
-            f"{where}: quantization_config: {method!r} weights of {family} are not read; take its bf16 files, which "
-            "transformers writes: from_pretrained with Mxfp4Config(dequantize=True) or the like, then save_pretrained"
-        )
-    for name, wanted in {**COMMON_REQUIRED, **row.required, **partial}.items():
+    """Refuse values of keys that have one supported value, and nulls that transformers takes for false."""
+    partial = {} if row.partial_key else {"partial_rotary_factor": 1}
+    required = {**COMMON_REQUIRED, **row.required, **partial}
+    for name, wanted in required.items():
         found = values.get(name)
         if found is not None and found != wanted:
-            raise ModelError(f"{where}: {name} = {found!r} of {family} is not supported (only {wanted!r})")
+            _refuse_key(where, values["model_type"], name, found, wanted)
+    for name, default in {**COMMON_DEFAULTS, **row.defaults, **required}.items():
+        if default is True and values.get(name, default) is None:
+            raise ModelError(f"{where}: {name} = null: transformers takes that for false; write true or false")
+
+
+def _refuse_key(where: str, family: str, name: str, found: object, wanted: object) -> NoReturn:
+    texts = [reprlib.repr(value) if isinstance(value, list | dict) else json.dumps(value) for value in (found, wanted)]
+    raise ModelError(f"{where}: {name} = {texts[0]} of {family} is not supported (only {texts[1]})")
+
+
+def check_not_quantized(values: Mapping[str, Any], source: str = "") -> None:
+    """Check that a config.json is not that of quantized weights, which are not read.
+
+    Raises:
+        ModelError: it is; names the method and the remedy.
+    """
+    quantization = values.get("quantization_config")
+    if not quantization:
+        return
+    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+    kind = f"quantized ({method})" if isinstance(method, str) else "quantized"
+    remedy = "take the model's bf16 files"
+    if method in DEQUANTIZED_BY:
+        loader = f"quantization_config={DEQUANTIZED_BY[method]}(dequantize=True)"
+        remedy += f", or write them with transformers: from_pretrained(..., {loader}), then save_pretrained"
+    raise ModelError(
+        f"{source or 'config.json'}: quantization_config: {kind} weights are not read; {remedy}; "
+        "for random weights name the config.json in model.config"
+    )
 
 
 def read_config(path: str | Path) -> ModelConfig:
@@ -189,6 +246,8 @@ def _to_key(config: ModelConfig, name: str, key: str) -> Any:
         return ACTIVATIONS[value]
     if name == "head_dim":
         return config.head_width
+    if name in EXPERT_FIELDS and not config.has_experts and FAMILIES[config.family].dense_layers == "first":
+        return 1  # no layer reads it, and 0 is refused
     if name == "attention_scale":
         scale = value or config.head_width**-0.5
         return round(scale**-2) if key == "query_pre_attn_scalar" else scale
@@ -205,12 +264,21 @@ def _read_layers(given: Mapping[str, Any], row: Family, n_layers: int) -> dict[s
         "n_experts" in row.keys and i >= (n_dense or 0) and i not in dense and (i + 1) % step == 0
         for i in range(n_layers)
     ]
+    names = (FULL, SLIDING)
+    listed = given.get("layer_types") if row.sliding != "all" else None
     if not row.sliding:
+        if listed and set(listed) != {names[0]}:
+            raise ModelError(f"layer_types = {listed!r} is not supported (only {names[0]} in this family)")
         return {"layers": tuple(LayerKind(experts=has_experts) for has_experts in experts)}
     window = given["sliding_window"] or 0
     if row.sliding in ("last", "nope") and not given["use_sliding_window"]:
+        if names[1] in (listed or ()):
+            raise ModelError(
+                f"layer_types has {names[1]} without use_sliding_window = true, which parts of transformers take for "
+                "a window and others not; change one of them"
+            )
         window = 0
-    period = given.get("sliding_window_pattern") or given.get("_sliding_window_pattern") or row.period
+    period = given.get(row.period_key) or row.period
     interval, ropes = given.get("no_rope_layer_interval") or row.period, [True] * n_layers
     if row.sliding == "nope":
         ropes = given.get("no_rope_layers") or [(index + 1) % interval != 0 for index in range(n_layers)]
@@ -220,9 +288,7 @@ def _read_layers(given: Mapping[str, Any], row: Family, n_layers: int) -> dict[s
         "pattern": lambda index: (index + 1) % period != 0,
         "nope": lambda index: window > 0 and not ropes[index],
     }[row.sliding]
-    names = ("full_attention", "sliding_attention")
-    types = given.get("layer_types") if row.sliding != "all" else None
-    types = types or [names[slides(index)] for index in range(n_layers)]
+    types = listed or [names[slides(index)] for index in range(n_layers)]
     for key, values in (("layer_types", types), ("no_rope_layers", ropes)):
         if len(values) != n_layers or (key == "layer_types" and not set(values) <= set(names)):
             raise ModelError(f"{key} = {values!r}: must be {n_layers} of {' and '.join(names)}, one for each layer")
@@ -249,7 +315,7 @@ def _write_layers(config: ModelConfig, row: Family) -> dict[str, Any]:
     written["layer_types"] = ["sliding_attention" if kind.sliding else "full_attention" for kind in kinds]
     if row.sliding == "pattern":
         period = _period([not kind.sliding for kind in kinds])
-        return written | ({"sliding_window_pattern": period} if period else {})
+        return written | ({row.period_key: period} if period and row.period_key else {})
     written["use_sliding_window"] = config.sliding_window > 0
     if row.sliding == "last":
         written["max_window_layers"] = next((i for i, kind in enumerate(kinds) if kind.sliding), config.n_layers)
@@ -263,94 +329,3 @@ def _period(marks: list[bool]) -> int:
     """Return n if each n-th layer is marked and no other, else 0."""
     n = next((index + 1 for index, mark in enumerate(marks) if mark), len(marks) + 1)
     return n if all(mark == ((index + 1) % n == 0) for index, mark in enumerate(marks)) else 0
-
-
-def _read_rope(values: Mapping[str, Any], row: Family, where: str, max_positions: object) -> dict[str, Any]:
-    """Return the rotary fields from the old spelling, the new one, or both."""
-    if "rope_scaling" in row.defaults and not values.keys() & {"rope_scaling", "rope_parameters"}:
-        values = {**values, "rope_scaling": row.defaults["rope_scaling"]}
-    given = {key: value for key, value in values.items() if value is not None}
-    partial, defaults = row.partial_key or "partial_rotary_factor", {**COMMON_DEFAULTS, **row.defaults}
-    names = {"rope_theta": row.theta_key, "partial_rotary_factor": partial}
-    outer = {name: given[key] for name, key in names.items() if key in given}
-    base = {"rope_theta": given["rope_local_base_freq"]} if "rope_local_base_freq" in given else {}
-
-    def read(key: str, full: Mapping[str, Any], local: Mapping[str, Any]) -> dict[str, Any]:
-        theta, place = full.get("rope_theta", defaults["rope_theta"]), f"{where}: {key} of {values['model_type']}"
-        found = {
-            "rope_theta": theta,
-            "rope_scaling": _read_scaling(full, place, max_positions),
-            "rotary_fraction": full.get("partial_rotary_factor", defaults.get(partial, 1.0)),
-        }
-        if not row.partial_key and found["rotary_fraction"] != 1:
-            fraction = found["rotary_fraction"]
-            raise ModelError(f"{place}: partial_rotary_factor = {fraction!r} is not supported (only 1)")
-        if row.has_two_ropes:
-            found["sliding_rope_theta"] = local.get("rope_theta", defaults.get("rope_local_base_freq", theta))
-            if _read_scaling(local, f"{place}: sliding_attention", max_positions):
-                raise ModelError(f"{place}: sliding_attention is scaled, which is not supported")
-        return found
-
-    old = read("rope_scaling", {**outer, **_read_table(given, "rope_scaling", where)}, base)
-    full = _read_table(given, "rope_parameters", where)
-    if not full:
-        return old
-    local: Mapping[str, Any] = {}
-    if "full_attention" in full or "sliding_attention" in full:
-        if not row.has_two_ropes:
-            raise ModelError(f"{where}: rope_parameters differ between layers, which this family has not")
-        place = f"{where}: rope_parameters"
-        full, local = (_read_table(full, f"{kind}_attention", place) for kind in ("full", "sliding"))
-    new = read("rope_parameters", {**outer, **full}, {**base, **local})
-    keys = {"rope_theta": row.theta_key, "rotary_fraction": partial, "sliding_rope_theta": "rope_local_base_freq"}
-    said = {name: key for name, key in keys.items() if key in given}
-    if "rope_scaling" in given or ("rope_scaling" in values and "rope_theta" in said):
-        said["rope_scaling"] = "rope_scaling"
-    for name, key in said.items():
-        if old[name] != new[name]:
-            raise ModelError(f"{where}: {key} ({old[name]}) and rope_parameters ({new[name]}) disagree; delete one")
-    return new
-
-
-def _write_rope(config: ModelConfig, row: Family) -> dict[str, Any]:
-    scaling = None
-    if config.rope_scaling is not None:
-        names = ("factor", *SCALING_FIELDS[config.rope_scaling.kind])
-        fields = {SCALING_KEYS.get(name, name): getattr(config.rope_scaling, name) for name in names}
-        scaling = {"rope_type": config.rope_scaling.kind, **{k: v for k, v in fields.items() if v or k == "truncate"}}
-    new = {**(scaling or {"rope_type": "default"}), "rope_theta": config.rope_theta}
-    old = {row.theta_key: config.rope_theta, "rope_scaling": scaling}
-    if row.partial_key:
-        new["partial_rotary_factor"] = old[row.partial_key] = config.rotary_fraction
-    if not row.has_two_ropes:
-        return {**old, "rope_parameters": new}
-    local = config.sliding_rope_theta or config.rope_theta
-    both = {"full_attention": new, "sliding_attention": {"rope_type": "default", "rope_theta": local}}
-    return {**old, "rope_local_base_freq": local, "rope_parameters": both}
-
-
-def _read_scaling(rope: Mapping[str, Any], where: str, max_positions: object) -> RopeScaling | None:
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return None
-    if kind not in SCALING_FIELDS:
-        raise ModelError(f"{where}: rope_type = {kind!r} is not supported (only default, {', '.join(SCALING_FIELDS)})")
-    required = ("factor", "low_freq_factor", "high_freq_factor") if kind == "llama3" else ("factor",)
-    if missing := [name for name in required if rope.get(name) is None]:
-        raise ModelError(f"{where}: {missing[0]} is missing")
-    # transformers defaults to the model's max_position_embeddings.
-    fields: dict[str, Any] = {"original_max_position_embeddings": max_positions} if kind != "linear" else {}
-    for name in ("factor", *SCALING_FIELDS[kind]):
-        if rope.get(SCALING_KEYS.get(name, name)) is not None:
-            fields[name] = rope[SCALING_KEYS.get(name, name)]
-    if kind == "yarn" and "magnitude" not in fields and rope.get("mscale") and rope.get("mscale_all_dim"):
-        one, other = (1.0 + 0.1 * rope[key] * math.log(rope["factor"]) for key in ("mscale", "mscale_all_dim"))
-        fields["magnitude"] = one / other if rope["factor"] > 1 else 1.0
-    return RopeScaling(kind=kind, **fields)
-
-
-def _read_table(values: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
-    value = values.get(key) or {}
-    if not isinstance(value, Mapping):
-        raise ModelError(f"{where}: {key} = {value!r}: must be a table")
-    return value

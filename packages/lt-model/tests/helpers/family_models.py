@@ -11,6 +11,7 @@ import torch
 import transformers
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from transformers.initialization import no_init_weights
 
 from lt_model import ModelConfig, param_specs
 from lt_model.families import FAMILIES
@@ -177,7 +178,9 @@ def make_model(config: transformers.PretrainedConfig) -> torch.nn.Module:
     config._attn_implementation = config._experts_implementation = "eager"
     torch.set_default_dtype(torch.float64)
     try:
-        model = getattr(transformers, FAMILIES[config.model_type].architecture)(config)
+        with no_init_weights():  # all are set below
+            model = getattr(transformers, FAMILIES[config.model_type].architecture)(config)
+        model.tie_weights()
     finally:
         torch.set_default_dtype(torch.float32)
     generator = torch.Generator().manual_seed(0)

@@ -93,6 +93,11 @@ def read_stored_arrays(folder: Path) -> dict[str, dict[str, StoredArray]]:
     """
     for index, single in ((INDEX_FILE, SINGLE_FILE), (BIN_INDEX_FILE, BIN_FILE)):
         if (folder / index).exists():
+            if (folder / single).exists() and set(read_weight_map(folder / index).values()) != {single}:
+                raise CheckpointError(
+                    f"{folder}: has {single}, which transformers reads, and {index}, which names other files; move "
+                    "one of the two models away"
+                )
             return _read_indexed_files(folder / index)
         if (folder / single).exists():
             return {single: read_tensor_file(folder, single)}
