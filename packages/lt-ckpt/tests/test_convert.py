@@ -23,7 +23,7 @@ from lt_ckpt.nxd.layout import LACKS
 from lt_ckpt.nxd.options import NxdOptions
 from lt_ckpt.records import TORCH_ADAMW
 from lt_ckpt.source import Source
-from lt_model import ModelConfig, config_from_hf, config_to_hf, param_specs
+from lt_model import ModelConfig, ModelError, config_from_hf, config_to_hf, param_specs
 from lt_model.families import FAMILIES
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -130,6 +130,37 @@ def test_an_index_may_list_the_tied_head_that_its_file_lacks(tmp_path: Path) -> 
     where["model.norm.bias"] = "model.safetensors"
     (start / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}), encoding="utf-8")
     with pytest.raises(CheckpointError, match=r"disagree about tensor 'model\.norm\.bias'"):
+        open_source(start)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_a_folder_of_two_models_is_refused(tmp_path: Path, kind: str) -> None:
+    """transformers reads the single file, whatever an index beside it names."""
+    start = make_hf(tmp_path / "hf")
+    weights = loaded(start)
+    name = {"safetensors": "model.safetensors", "bin": "pytorch_model.bin"}[kind]
+    if kind == "bin":
+        (start / "model.safetensors").unlink()
+        torch.save(weights, start / name)
+    shard = name.replace(".", "-00001-of-00001.", 1)
+    (start / shard).write_bytes((start / name).read_bytes())
+    (start / f"{name}.index.json").write_text(
+        json.dumps({"weight_map": dict.fromkeys(weights, shard)}), encoding="utf-8"
+    )
+    with pytest.raises(CheckpointError, match=rf"has {name}, which transformers reads, and {name}\.index\.json"):
+        open_source(start)
+    (start / name).unlink()
+    assert open_source(start).weights.specs.keys() == weights.keys()
+
+
+def test_quantized_weights_are_refused_with_the_file(tmp_path: Path) -> None:
+    start = make_hf(tmp_path / "hf")
+    config = json.loads((start / "config.json").read_text(encoding="utf-8"))
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (start / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(
+        ModelError, match=r"hf/config\.json: quantization_config: quantized \(fp8\) weights are not read"
+    ):
         open_source(start)
 
 
@@ -299,6 +330,17 @@ def test_a_family_through_every_format(tmp_path: Path, monkeypatch: pytest.Monke
         assert_reads(open_source(tmp_path / "dcp", config=tmp_path / "theirs"), tensors, group)
     torch_dcp.save(wanted, checkpoint_id=tmp_path / "of files", no_dist=True)  # with a key for each expert
     assert_reads(open_source(tmp_path / "of files", config=tmp_path / "theirs"), state)
+
+
+def test_a_type_without_a_class_in_transformers_is_written_as_its_family(tmp_path: Path) -> None:
+    save_theirs("deepseek_v3, yarn, groups", tmp_path / "theirs")
+    path = tmp_path / "theirs/config.json"
+    config = {**json.loads(path.read_text(encoding="utf-8")), "auto_map": {"AutoConfig": "configuration_deepseek.A"}}
+    path.write_text(json.dumps({**config, "model_type": "kimi_k2"}), encoding="utf-8")
+    made = convert_checkpoint(open_source(tmp_path / "theirs"), tmp_path / "made", ConvertOptions(format="hf"))
+    exported = transformers.AutoModelForCausalLM.from_pretrained(made, experts_implementation="eager")
+    assert_same(loaded(made), loaded(tmp_path / "theirs"))
+    assert type(exported).__name__ == config["architectures"][0]
 
 
 def test_a_cast_leaves_what_is_not_trained_as_it_was(tmp_path: Path) -> None:

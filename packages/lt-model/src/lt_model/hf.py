@@ -178,7 +178,7 @@ def check_not_quantized(values: Mapping[str, Any], source: str = "") -> None:
     method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
     kind = f"quantized ({method})" if isinstance(method, str) else "quantized"
     remedy = "take the model's bf16 files"
-    if method in DEQUANTIZED_BY:
+    if isinstance(method, str) and method in DEQUANTIZED_BY:
         loader = f"quantization_config={DEQUANTIZED_BY[method]}(dequantize=True)"
         remedy += f", or write them with transformers: from_pretrained(..., {loader}), then save_pretrained"
     raise ModelError(
@@ -312,6 +312,8 @@ def _write_layers(config: ModelConfig, row: Family) -> dict[str, Any]:
     written: dict[str, Any] = {"sliding_window": config.sliding_window or None}
     if row.sliding == "all":
         return written
+    if row.sliding == "pattern" and not config.sliding_window:
+        written["sliding_window"] = config.max_position_embeddings  # transformers fails without, though no layer slides
     written["layer_types"] = ["sliding_attention" if kind.sliding else "full_attention" for kind in kinds]
     if row.sliding == "pattern":
         period = _period([not kind.sliding for kind in kinds])
