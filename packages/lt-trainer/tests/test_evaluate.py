@@ -76,6 +76,27 @@ def test_losses_are_those_of_each_document(model: Path, little_data: Path, tmp_p
     assert f"loss {whole['loss']:.4g}" in lines[0]
 
 
+def test_a_selection_bias_stays_in_float32_whatever_the_dtype(model: Path, tmp_path: Path) -> None:
+    """In bfloat16 its steps of 0.001 would be lost, and with them which experts a token has."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.from_pretrained(model)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"q_lora_rank": None, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+    sizes |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "pad_token_id": None}
+    latent = {**sizes, "num_key_value_heads": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
+    theirs = transformers.DeepseekV3ForCausalLM(
+        transformers.DeepseekV3Config(vocab_size=config.vocab_size, bos_token_id=None, eos_token_id=None, **latent)
+    )
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    wanted = 1 + 0.001 * torch.arange(8)
+    theirs.get_buffer(name).copy_(wanted)
+    shutil.copytree(model, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    theirs.save_pretrained(tmp_path / "model")
+    loaded = load_model(tmp_path / "model", dtype="bfloat16").model
+    assert loaded.lm_head.weight.dtype == torch.bfloat16
+    assert torch.equal(dict(loaded.named_buffers())[name], wanted)
+
+
 def test_a_repeated_command_computes_only_what_is_missing_or_changed(
     model: Path, little_data: Path, tmp_path: Path
 ) -> None:

@@ -135,6 +135,18 @@ def test_malformed_sets() -> None:
         assert message_of(load, base=STORE, overrides=[text]).startswith(f"--set {text}: {problem}; write section.fiel")
 
 
+def test_heads_of_latent_attention_have_widths_of_their_own() -> None:
+    shape = {
+        **{"family": "deepseek_v3", "kv_rank": 16, "nope_width": 8, "rope_width": 4, "value_width": 6},
+        **{"router_score": "sigmoid", "selection_bias": True},
+    }
+    given = {"hidden_size": 72, "n_heads": 8, "n_kv_heads": 8}
+    options = ModelOptions(**given, shape=json.dumps(shape))
+    assert (options.hidden_size, options.n_heads) == (72, 8)
+    with pytest.raises(ValueError, match="the head size must be an even number"):
+        ModelOptions(**given, shape=json.dumps({**shape, "kv_rank": 0}))
+
+
 def test_a_preset_fills_what_is_not_given_also_of_a_section_made_in_python() -> None:
     resolved = load(base=STORE, overrides=["model.preset=llama3-8b", "data.seq_len=128"])
     config = PRESETS["llama3-8b"]

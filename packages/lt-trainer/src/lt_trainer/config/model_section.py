@@ -83,10 +83,11 @@ class ModelOptions(Section, table="model"):
     def check(self) -> None:
         """Check the sizes of the heads, and that the rest of the shape can be read."""
         try:
-            json.loads(self.shape or "{}")
+            shape = json.loads(self.shape or "{}")
         except ValueError as exc:
             raise self.wrong("shape", f"not JSON: {exc}") from exc
-        if not self.head_dim and self.hidden_size % (2 * self.n_heads):
+        is_latent = isinstance(shape, dict) and shape.get("kv_rank")  # heads of other widths, by ModelConfig's checks
+        if not self.head_dim and not is_latent and self.hidden_size % (2 * self.n_heads):
             remedy = f"use a multiple of {2 * self.n_heads}, or another number of heads"
             raise self.wrong("hidden_size n_heads", "the head size must be an even number", remedy)
         if self.n_heads % self.n_kv_heads:
