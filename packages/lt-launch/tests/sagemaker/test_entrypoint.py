@@ -98,7 +98,7 @@ def test_the_contract_is_read_whole_with_hosts_in_the_order_of_their_numbers(
         ("inputdataconfig.json", '{"train": {"TrainingInputMode": "Pipe"}}', "input mode Pipe"),
         ("inputdataconfig.json", "{}", "channel train is missing"),
         ("hyperparameters.json", '{"LERNING_RATE": "1"}', "did you mean LEARNING_RATE"),
-        ("hyperparameters.json", '{"MAX_STEPS": "many"}', "must be a valid integer"),
+        ("hyperparameters.json", '{"MAX_STEPS": "many"}', "must be a number of steps such as 10000"),
         ("hyperparameters.json", '{"BETA1": "1.5"}', "must be less than 1"),
         ("hyperparameters.json", '{"NUM_NODES": "2"}', "NUM_NODES = 2 (hyperparameter NUM_NODES) and the job has 1"),
         ("hyperparameters.json", '{"VOCAB_SIZE": "-1"}', "VOCAB_SIZE"),
