@@ -14,6 +14,16 @@ from urllib.parse import urlsplit, urlunsplit
 
 from lt_data.errors import DataError
 
+COMPRESSIONS = {
+    ".gz": "gzip",
+    ".gzip": "gzip",
+    ".zst": "zstandard",
+    ".zstd": "zstandard",
+    ".bz2": "bzip2",
+    ".xz": "xz",
+}
+"""Compression by the ending of a file's name."""
+
 
 def check_name(name: object, source: object, error: type[ValueError] = DataError) -> str:
     r"""Return a name that stays inside the folder of what names it: relative, without empty parts, `.` and `..`.
@@ -42,6 +52,11 @@ def to_portable_name(name: str) -> str:
 def to_local_name(name: str) -> str:
     """Return a portable name as this process must pass it to the operating system."""
     return os.fsdecode(name.encode("utf-8", "surrogateescape"))
+
+
+def find_compression(name: str) -> str:
+    """Return the ending of a file's name (in lower case) that tells its compression; "" if none does."""
+    return next((suffix for suffix in COMPRESSIONS if name.endswith(suffix)), "")
 
 
 def redact_url(url: str) -> str:

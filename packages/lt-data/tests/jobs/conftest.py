@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -93,3 +94,34 @@ def whole(tmp_path_factory, corpus, options, contents) -> dict[str, bytes]:
     out = tmp_path_factory.mktemp("whole") / "store"
     lt_data.prepare([corpus], out=out, **options)
     return contents(out)
+
+
+def _killed_at(call: int, work: Callable[[], object]) -> bool:
+    """Run in a child that dies at a call that changes the disk; return True if it did."""
+    child = os.fork()
+    if child:
+        return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+    made = 0
+
+    def follow(real: Callable[..., Any]) -> Callable[..., Any]:
+        def count(*args: Any, **kwargs: Any) -> Any:
+            nonlocal made
+            result = real(*args, **kwargs)
+            made += 1
+            if made == call:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+        return count
+
+    try:
+        for name in ("fsync", "rename", "replace", "mkdir", "unlink", "rmdir"):
+            setattr(os, name, follow(getattr(os, name)))
+        work()
+    finally:
+        os._exit(0)
+
+
+@pytest.fixture(scope="session")
+def killed_at() -> Callable[[int, Callable[[], object]], bool]:
+    return _killed_at

@@ -4,8 +4,6 @@ import json
 import os
 import random
 import shutil
-import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -83,38 +81,12 @@ def test_the_same_sources_are_appended_once(base, fast_path, texts, contents):
     assert TokenStore(base).manifest == manifest
 
 
-def killed_at(call: int, work: Callable[[], object]) -> bool:
-    """Run in a child that dies at a call that changes the disk; return True if it did."""
-    child = os.fork()
-    if child:
-        return os.WIFSIGNALED(os.waitpid(child, 0)[1])
-    made = 0
-
-    def follow(real: Callable[..., Any]) -> Callable[..., Any]:
-        def count(*args: Any, **kwargs: Any) -> Any:
-            nonlocal made
-            result = real(*args, **kwargs)
-            made += 1
-            if made == call:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return result
-
-        return count
-
-    try:
-        for name in ("fsync", "rename", "replace", "mkdir", "unlink", "rmdir"):
-            setattr(os, name, follow(getattr(os, name)))
-        work()
-    finally:
-        os._exit(0)
-
-
 def without_leftovers(files: dict[str, bytes]) -> dict[str, bytes]:
     return {name: content for name, content in files.items() if ".tmp-" not in name}
 
 
 @pytest.mark.parametrize("kills", [12, pytest.param(0, marks=pytest.mark.slow)])
-def test_a_killed_append_is_finished_by_the_same_command(base, fast_path, texts, contents, kills):
+def test_a_killed_append_is_finished_by_the_same_command(base, fast_path, texts, contents, killed_at, kills):
     """At calls that a seed chooses, or at every one."""
     source, kept = write(fast_path, "more", texts[22:]), fast_path / "kept"
     shutil.copytree(base, kept)

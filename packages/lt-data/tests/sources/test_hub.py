@@ -1,8 +1,10 @@
 """Datasets of the hub, read by the real `datasets`: splits, ranges of rows, streams, names and hashes."""
 
+import gzip
 import hashlib
 import json
 import pickle
+import random
 
 import pytest
 
@@ -70,6 +72,20 @@ def test_datasets_of_the_hub(hub, source, options, expected):
     except DataError as exc:
         found = str(exc)
     assert expected in found if isinstance(expected, str) else expected == found
+
+
+def test_damaged_files_of_the_hub(hub):
+    """`datasets` finds the damage at the end of a streamed file, when it has given its rows."""
+    content = gzip.compress(lines([random.Random(i).randbytes(50).hex() for i in range(90_000)]), 1)
+    damaged = content[:-7] + bytes([content[-7] ^ 1]) + content[-6:]
+    hub({"org/bad/train-0.jsonl.gz": damaged, "org/bad/train-1.jsonl.gz": gzip.compress(lines(["good"]))})
+    source = "hf://org/bad?split=train"
+    with pytest.raises(DataError, match=r"hf://org/bad.split=train: damaged file"):
+        DocumentReader([source])
+    reader = DocumentReader([f"{source}&streaming=true"], SourceOptions(on_bad="skip"))
+    assert [document.text for document in reader] == ["good"]
+    assert reader.skipped == {"damaged file": 1}
+    assert "part-0-of-2: damaged file: " in reader.skip_examples["damaged file"]
 
 
 def test_rows_have_names_hashes_and_fields(hub, monkeypatch):

@@ -1,5 +1,7 @@
 """Files over http and S3, from real servers of this machine: whole, broken, and not there."""
 
+import bz2
+import gzip
 import io
 import json
 
@@ -63,6 +65,14 @@ def test_s3(s3, tmp_path):
     for wrong in ("s3://bucket/nowhere", "s3://nobucket/x.txt"):
         with pytest.raises(DataError, match=f"cannot read {wrong}: .*"):
             read_documents([wrong])
+    for suffix, pack in ((".gz", gzip.compress), (".bz2", bz2.compress)):
+        content = pack(LINES)
+        s3.pipe(f"bucket/bad/x.jsonl{suffix}", content[:-3] + bytes([content[-3] ^ 1]) + content[-2:])
+        with pytest.raises(DataError, match=rf"s3://bucket/bad/x\.jsonl{suffix}: damaged file"):
+            list(read_documents([f"s3://bucket/bad/x.jsonl{suffix}"]))
+    s3.pipe("bucket/bad/y.txt", b"good")
+    bad = DocumentReader(["s3://bucket/bad"], SourceOptions(on_bad="skip"))
+    assert ([d.text for d in bad], bad.skipped) == (["good"], {"damaged file": 2})
     s3.pipe("bucket/gone.jsonl", LINES)
     gone = DocumentReader(["s3://bucket/gone.jsonl"], SourceOptions(on_bad="skip"))
     s3.rm("bucket/gone.jsonl")

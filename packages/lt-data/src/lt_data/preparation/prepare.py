@@ -154,6 +154,7 @@ def prepare(
     else:
         manifest = run_units(job, partial(run_in_processes, workers=workers), progress=progress)
     _notify_of_columns(manifest, notify)
+    _notify_of_missing_checksums(manifest, notify)
     for notice in divided.notices():
         notify(notice)
     return manifest
@@ -173,6 +174,14 @@ def _notify_of_columns(manifest: StoreManifest, notify: NoticeCallback) -> None:
     for column in manifest.columns:
         if column.nulls == manifest.documents:
             notify(f"keep: no document has a field {column.name!r}; check the name")
+
+
+def _notify_of_missing_checksums(manifest: StoreManifest, notify: NoticeCallback) -> None:
+    for compression, n_files in sorted(manifest.sources.unchecked.items()):
+        notify(
+            f"{n_files} files compressed with {compression} have no checksum: damage that still decompresses is not "
+            "found; compress them with one (zstd does by default)"
+        )
 
 
 def _divide_input(given: Iterable[Any]) -> tuple[Iterable[Any] | None, list[str | Path]]:

@@ -2,13 +2,15 @@
 
 Documents are read and filtered (lt_data.preparation.document_filter), encoded in batches of about one megabyte
 (lt_data.tokenizing.encode) and appended to shards in order (lt_data.store.shards). Everything is synced; the folder
-gets its name when it is complete (lt_data.preparation.tasks). Cost: the tokenizer's time plus a few percent; memory
-does not grow with the unit, but for 16 bytes per document of the open shard, and what dropping duplicates takes.
+gets its name when it is complete (lt_data.preparation.tasks). A unit in which a damaged file is found is written again
+without the file (lt_data.sources.reader). Cost: the tokenizer's time plus a few percent; memory does not grow with the
+unit, but for 16 bytes per document of the open shard, and what dropping duplicates takes.
 """
 
 import hashlib
+import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -17,12 +19,13 @@ from typing import Any
 
 import numpy as np
 
+from lt_data.errors import DataError
 from lt_data.preparation.deduplication import hash_ids, hash_text
 from lt_data.preparation.document_filter import DocumentCounts, select_documents
 from lt_data.preparation.record_map import load_record_map
 from lt_data.sources.document import Document
 from lt_data.sources.options import SourceOptions
-from lt_data.sources.reader import DocumentReader
+from lt_data.sources.reader import DocumentReader, FoundDamageError
 from lt_data.storage import translate_os_errors, write_file
 from lt_data.store.document_columns import count_nulls, make_batch
 from lt_data.store.document_metadata import DocumentMetadata
@@ -121,7 +124,24 @@ def write_unit(
     Raises:
         DataError: bad input, or a file system error.
     """
+    while True:
+        try:
+            return _write_once(options, documents, folder, on_batch, skipped, list_documents)
+        except FoundDamageError:  # which the reader leaves out the next time
+            with translate_os_errors("clean", folder):
+                shutil.rmtree(folder)
+
+
+def _write_once(
+    options: UnitOptions,
+    documents: Iterable[Document],
+    folder: Path,
+    on_batch: Callable[[int], None],
+    skipped: Mapping[str, int] | None,
+    list_documents: bool,
+) -> StoreManifest:
     reader = documents if isinstance(documents, DocumentReader) else None
+    source = reader.read() if reader else documents  # held here: a generator that is let go reads no further
     record_map = load_record_map(options.record_map, options.map_args, options.source_options)
     encoder, selection, columns = options.make_encoder(), options.selection, options.columns
     with translate_os_errors("write", folder):
@@ -129,8 +149,8 @@ def write_unit(
             path.mkdir(exist_ok=True)
     counts, totals, special_strings = DocumentCounts(), DocumentTotals(), Counter[str]()
     entries: list[np.ndarray] = []
-    selected = select_documents(documents, selection, counts, record_map)
-    batches = encode_documents(selected, encoder, reader=reader, columns=columns)
+    selected = select_documents(source, selection, counts, record_map)
+    batches = _check_failures(encode_documents(selected, encoder, reader=reader, columns=columns), reader)
     with ShardWriter(folder / SHARD_FOLDER, options.shard_tokens, encoder.dtype) as writer, closing(batches):
         for batch, encoded in batches:
             kept = _select_by_tokens(batch, encoded, selection, counts)
@@ -176,6 +196,18 @@ def write_unit(
         write_file(folder / DOCUMENTS_FILE, b"".join(part.tobytes() for part in entries))
     write_store_files(folder, manifest, options.tokenizer.files, reader.finished_files if reader else ())
     return manifest
+
+
+def _check_failures(
+    batches: Iterable[tuple[EncoderBatch, EncodedBatch]], reader: DocumentReader | None
+) -> Generator[tuple[EncoderBatch, EncodedBatch]]:
+    """Yield the batches; if a document cannot be encoded and its file is damaged, that is the error."""
+    try:
+        yield from batches
+    except DataError:
+        if reader is not None:
+            reader.check_open_piece()
+        raise
 
 
 def write_store_files(

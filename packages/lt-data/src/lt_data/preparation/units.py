@@ -2,12 +2,17 @@
 
     OUT/plan.json                 the job: settings, listing of the sources, number of units
     OUT/units/00012-of-00040/     a finished unit: a token store of consecutive files, or ranges of them
+    OUT/units/00012-of-00040-redone/  written again without the ranges of files in which other units found damage
     OUT/keep/                     masks of the documents that no earlier unit has, if duplicates are dropped
     OUT/manifest.json             last: the parts of all units
 
 A small corpus is one unit, which is the store itself and appears as OUT. Units are tasks that any number of processes
 take (lt_data.preparation.tasks). Whoever finds all of them finished writes the manifest, which is the same from any of
 them. A killed process loses the unit it was at. The same command on a finished store does nothing.
+
+A damaged file is left out whole. Damage in a range of a file is listed by the unit that finds it (`damage.json`); when
+all units are finished, those with other ranges of the file are done again as further tasks, and replaced. What is done
+again follows from the finished units alone, so it is the same for any number of processes and after any kill.
 
 Cost: that of its units; the sources are listed once per process. If duplicates are dropped: see
 lt_data.preparation.deduplication.
@@ -18,7 +23,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +44,11 @@ from lt_data.store.masks import MASK_FOLDER
 from lt_data.store.token_store import TokenStore
 
 PLAN_FILE = "plan.json"
+_DAMAGE_FILE = "damage.json"
+_REDONE = "-redone"
 _LISTING = "listing of the sources"
 _MAX_PLAN_BYTES = 2**20
+_MAX_DAMAGE_BYTES = 2**30
 
 RunTasks = Callable[[Tasks, Progress], None]
 """Does the tasks that are missing."""
@@ -55,12 +63,16 @@ class UnitJob:
         options: what is made of the documents.
         reader: the sources.
         units: first file of each unit, and the one after its last.
+        damage: pieces of the sources that are left out, with the problem.
+        redone: units that are done again without them.
     """
 
     out: Path
     options: UnitOptions
     reader: DocumentReader
     units: tuple[tuple[int, int], ...]
+    damage: Mapping[int, str] = field(default_factory=dict)
+    redone: tuple[int, ...] = ()
 
     @property
     def folder(self) -> Path:
@@ -87,27 +99,49 @@ class UnitJob:
 
     @property
     def tasks(self) -> Tasks:
-        """The units as tasks."""
-        names = tuple(f"{unit:05d}-of-{len(self.units):05d}" for unit in range(len(self.units)))
+        """The units as tasks; those to be done again if there are any."""
+        names = tuple(self._name(unit) for unit in self.redone or range(len(self.units)))
         return Tasks(folder=self.folder, names=names, build=self.build, what="units")
 
     @property
     def unit_folders(self) -> list[Path]:
         """Folders of the finished units, in order."""
-        return [self.tasks.published(task) for task in range(len(self.units))]
+        return [self.folder / self._name(unit) for unit in range(len(self.units))]
+
+    def _name(self, unit: int) -> str:
+        return f"{unit:05d}-of-{len(self.units):05d}{_REDONE if unit in self.redone else ''}"
 
     def build(self, task: int, work: Path) -> Path:
         """Write a unit in an empty folder; return its folder."""
         tasks = self.tasks
 
         def check_needed(_: int) -> None:
-            if tasks.is_published(task):
+            if tasks.is_published(task) or _is_complete(self):
                 raise DataError(f"{tasks.names[task]}: another process has finished it")  # seen by nobody
 
-        reader = self.reader.slice(*self.units[task])
+        first, last = self.units[self.redone[task] if self.redone else task]
+        reader = self.reader.slice(first, last, self.damage)
         folder = work / "unit"
         write_unit(self.options, reader, folder, on_batch=check_needed, list_documents=self.are_compared)
+        if reader.damage:
+            found = {first + index: problem for index, problem in sorted(reader.damage.items())}
+            write_file(folder / _DAMAGE_FILE, json.dumps(found).encode())
         return folder
+
+    def without_damage(self) -> "UnitJob":
+        """Return the job with the damage that its units found, once all are finished, and with those to do again."""
+        found = [_read_damage(folder) for folder in self.unit_folders]
+        damage: dict[int, str] = {}
+        for problems in found:
+            for index, problem in problems.items():
+                for piece in self.reader.pieces_of_file(index):
+                    damage.setdefault(piece, problem)
+        redone: list[int] = []
+        for unit, (first, last) in enumerate(self.units):
+            in_unit = {piece for piece in damage if first <= piece < last}
+            if in_unit - {*found[unit]}:
+                redone.append(unit)
+        return replace(self, damage=damage, redone=tuple(redone))
 
 
 def run_units(job: UnitJob, run_tasks: RunTasks, *, progress: Progress) -> StoreManifest:
@@ -128,7 +162,12 @@ def run_units(job: UnitJob, run_tasks: RunTasks, *, progress: Progress) -> Store
     if not _is_complete(job):
         try:
             run_tasks(job.tasks, progress)
-            _join(job)
+            revised = job.without_damage()
+            if not _is_complete(job):  # else units that were done again may have been removed while they were read
+                if revised.redone:
+                    run_tasks(revised.tasks, progress)
+                _join(revised)
+            job.reader.damage.update(revised.damage)
         except DataError:
             if not _is_complete(job):  # else a faster process has joined the units, and removed what was left
                 raise
@@ -249,6 +288,14 @@ def encode_plan(plan: Mapping[str, Any]) -> bytes:
     return (json.dumps(plan, indent=1, ensure_ascii=False) + "\n").encode()
 
 
+def _read_damage(folder: Path) -> dict[int, str]:
+    path = folder / _DAMAGE_FILE
+    if not path.exists():
+        return {}
+    found = strict_json.load_object(read_file(path, max_bytes=_MAX_DAMAGE_BYTES), str(path), f"remove {folder}")
+    return {int(index): problem for index, problem in found.items()}
+
+
 def _is_complete(job: UnitJob) -> bool:
     return (job.out / MANIFEST_FILE).is_file()
 
@@ -304,6 +351,8 @@ def _remove_leftovers(job: UnitJob) -> None:
     with translate_os_errors("clean", job.folder):
         for task in (_as_task(job.out, job.build), job.tasks):
             _remove_work(task)
+        for redone in job.folder.glob(f"*{_REDONE}"):
+            shutil.rmtree(redone.with_name(redone.name.removesuffix(_REDONE)), ignore_errors=True)
         # the manifest is there: who still writes one, or a mask, has nothing to add
         unfinished = (*job.out.glob(f"{MANIFEST_FILE}.tmp-*"), *job.out.glob(f"{MASK_FOLDER}/*.tmp-*"))
         for left in (*job.folder.glob(f"*{CLAIM}"), *unfinished):

@@ -7,7 +7,7 @@ of its bytes (8 bytes, little-endian), then the bytes (UTF-8, or ids as little-e
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,13 +16,14 @@ from urllib.parse import parse_qsl, urlsplit
 from lt_data.errors import DataError
 from lt_data.sources.options import SourceOptions
 from lt_data.sources.pieces import Digest
-from lt_data.sources.record import BadRecord, SourceRecord
+from lt_data.sources.record import BadRecord, DamagedFileError, SourceRecord
 from lt_data.sources.tables import iter_rows, select_columns
-from lt_data.sources.transfer_errors import library_errors
+from lt_data.sources.transfer_errors import decompression_errors, library_errors
 
 HUB_SCHEME = "hf://"
 ROWS_PER_PIECE = 1 << 16
 _BATCH_ROWS = 256
+_BZ2_DAMAGE = "Invalid data stream"  # text of an OSError
 _SETTINGS = ("config", "split", "revision", "streaming")
 _ROW_SLICE = re.compile(r"(?P<name>[\w.-]+)\[(?P<first>\d*):(?P<last>\d*)\]")
 
@@ -52,12 +53,25 @@ class HubPiece:
         """Name in the manifest."""
         return self.name
 
+    @property
+    def is_continuation(self) -> bool:
+        """False: the damage of one range of rows is known when the dataset is listed."""
+        return False
+
+    @property
+    def is_checked_at_end(self) -> bool:
+        """True if damage may be found after documents that look good."""
+        return bool(self.dataset["streaming"])
+
+    def hash(self, digest: Digest) -> None:
+        """Do nothing: there are no rows to hash in a damaged shard."""
+
     def divide(self, max_bytes: int) -> "list[HubPiece]":
         """Return the piece itself: it is small, or cannot be divided."""
         del max_bytes
         return [self]
 
-    def records(self, options: SourceOptions, digest: Digest) -> Iterator[SourceRecord]:
+    def records(self, options: SourceOptions, digest: Digest) -> Generator[SourceRecord]:
         """Yield the rows, numbered in the split (in its shard, if it is streamed by shards)."""
         with _translate_errors(self.name):
             number = self.first
@@ -89,6 +103,13 @@ def list_hub_dataset(url: str, options: SourceOptions) -> list[HubPiece]:
     Raises:
         DataError: no such dataset, configuration or split; no network; a package is missing.
     """
+    try:
+        return _list_pieces(url, options)
+    except DamagedFileError as exc:
+        raise DataError(f"{url}: {exc}") from exc
+
+
+def _list_pieces(url: str, options: SourceOptions) -> list[HubPiece]:
     try:
         import datasets
         from huggingface_hub import HfApi, constants
@@ -181,13 +202,18 @@ def _hash_record(record: SourceRecord, digest: Digest) -> None:
 
 @contextmanager
 def _translate_errors(name: str) -> Iterator[None]:
-    """Convert errors of `datasets` about a name, the network or the data to `DataError`."""
+    """Convert errors of `datasets` about a name, the network or the data to `DataError` or `DamagedFileError`."""
     from datasets.exceptions import DatasetsError
 
     try:
         yield
     except DataError:
         raise
-    except (DatasetsError, OSError, ValueError, RuntimeError, *library_errors()) as exc:
+    except (DatasetsError, OSError, ValueError, RuntimeError, *library_errors(), *decompression_errors()) as exc:
+        root: BaseException = exc
+        while root.__cause__ is not None:
+            root = root.__cause__
+        if isinstance(root, decompression_errors()) or str(root) == _BZ2_DAMAGE:
+            raise DamagedFileError(f"damaged file: {root}; download it again, or tell its owner") from exc
         reason = " ".join(str(exc.__cause__ or exc).split())
         raise DataError(f"cannot read {name}: {reason}; check its name, its settings and the network") from exc

@@ -12,7 +12,6 @@ from typing import Any
 from lt_data.sources.options import SourceOptions
 from lt_data.sources.record import (
     BadRecord,
-    DamagedFileError,
     SourceRecord,
     check_text,
     decode_utf8,
@@ -38,7 +37,7 @@ def read_lines(stream: io.BufferedIOBase, options: SourceOptions) -> Iterator[So
         if is_long:
             yield SourceRecord(number, too_large(limit, "line"))
         elif content and not content.isspace():
-            yield make_record(_parse(content), options, number)
+            yield make_record(_parse(content, "line"), options, number)
 
 
 def read_json(stream: "io.BufferedReader[Any]", options: SourceOptions) -> Iterator[SourceRecord]:
@@ -47,9 +46,10 @@ def read_json(stream: "io.BufferedReader[Any]", options: SourceOptions) -> Itera
         yield from read_lines(stream, options)
         return
     content = read_whole(stream, options.max_document_bytes, "JSON array, which is parsed as a whole,")
-    values = content if isinstance(content, BadRecord) else _parse(content.removeprefix(BOM))
+    values = content if isinstance(content, BadRecord) else _parse(content.removeprefix(BOM), "array")
     if isinstance(values, BadRecord):
-        raise DamagedFileError(values.message)
+        yield SourceRecord(0, values)
+        return
     for number, value in enumerate(values, start=1):
         yield make_record(value, options, number)
 
@@ -67,11 +67,11 @@ def read_whole(stream: io.BufferedIOBase, limit: int, what: str) -> bytes | BadR
     return too_large(limit, what) if len(content) > limit else content
 
 
-def _parse(content: bytes) -> Any:
+def _parse(content: bytes, what: str) -> Any:
     text = decode_utf8(content)
     if isinstance(text, BadRecord):
         return text
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as exc:  # ValueError also for numbers with thousands of digits
-        return BadRecord("broken JSON line", f"not a JSON value: {exc}; correct or remove the line")
+        return BadRecord(f"broken JSON {what}", f"not a JSON value: {exc}; correct or remove the {what}")

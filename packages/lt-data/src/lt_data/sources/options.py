@@ -5,14 +5,16 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from lt_data.errors import DataError
+from lt_data.file_names import COMPRESSIONS
 
 OnBad = Literal["error", "skip"]
 
 DEFAULT_MAX_DOCUMENT_BYTES = 1 << 25
 SKIP_REMEDY = "; to leave out and count bad input give on_bad='skip' (--on-bad skip)"
 
-_COMPRESSED = [f"{name}{suffix}" for name in (".txt", ".jsonl", ".ndjson", ".json") for suffix in ("", ".gz", ".zst")]
-SUFFIXES = (*_COMPRESSED, ".md", ".rst", ".py", ".parquet", ".arrow", ".pdf")
+_CONTENT = (".txt", ".jsonl", ".ndjson", ".json")
+_COMPRESSED = [f"{content}{compression}" for content in _CONTENT for compression in COMPRESSIONS]
+SUFFIXES = (*_CONTENT, *_COMPRESSED, ".md", ".rst", ".py", ".parquet", ".arrow", ".pdf")
 """Suffixes read in a folder."""
 
 
@@ -30,7 +32,8 @@ class SourceOptions:
         tokens_field: field or column with ids; replaces `text_field`.
         max_document_bytes: largest document, in bytes of its line, text file or table value; larger ones are bad input.
             `tokenizers` needs about 114 bytes of memory per character of a document: 3.8 GB for the default of 32 MiB.
-        on_bad: handling of bad records and damaged files: "error" raises, "skip" leaves them out and counts them.
+        on_bad: handling of bad records and damaged files: "error" raises, "skip" leaves them out and counts them. A
+            damaged file is left out whole.
         config: configuration of a hub dataset.
         split: split of a hub dataset or saved dataset; of a hub dataset also a slice, such as `train[:10%]`.
         revision: commit, branch or tag of a hub dataset.

@@ -9,21 +9,20 @@ since it was listed is an error. Cost: a seek per range and a footer per parquet
 table is read twice, the first time for its hash, and if it is not local from a temporary copy.
 """
 
-import gzip
 import hashlib
 import io
 import itertools
 import os
 import shutil
 import tempfile
-import zlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, BinaryIO, cast
 
 from lt_data.errors import DataError
-from lt_data.file_names import to_portable_name
+from lt_data.file_names import COMPRESSIONS, find_compression, to_portable_name
+from lt_data.sources.compression import DecompressedFile, identify_binary
 from lt_data.sources.lines import read_json, read_lines, read_text
 from lt_data.sources.options import SourceOptions
 from lt_data.sources.pdf import read_pdf
@@ -33,18 +32,18 @@ from lt_data.sources.transfer_errors import translate_transfer_errors
 
 _BUFFER_BYTES = 1 << 20
 _SEARCH_BYTES = 1 << 16
-_CONTENT_BYTES = 1 << 16  # decompressed at a time; what is lost of it before damage
-_ZSTD_BYTES = 1 << 14  # compressed bytes decompressed at a time
+_CONTENT_BYTES = 1 << 16
+_HEAD_BYTES = 512
 _LINES = (".jsonl", ".ndjson")
 _TABLES = (".parquet", ".arrow")
-_COMPRESSIONS = (".gz", ".zst")
 
 
 class Digest:
-    """SHA-256 and number of the bytes read from a piece."""
+    """SHA-256 and number of the bytes read from a piece; `unchecked` is that of its `SourceFile`."""
 
     def __init__(self) -> None:
         self.bytes = 0
+        self.unchecked = ""
         self._hash = hashlib.sha256()
 
     def update(self, content: bytes) -> None:
@@ -89,6 +88,20 @@ class FilePiece:
     def format_name(self) -> str:
         """Path in lower case, without the query of a URL."""
         return (self.path.partition("?")[0] if self.filesystem else self.path).lower()
+
+    @property
+    def is_continuation(self) -> bool:
+        """True if it is a range of the file of the piece before it."""
+        return self.begin > 0
+
+    @property
+    def is_checked_at_end(self) -> bool:
+        """True if damage may be found after documents that look good."""
+        return self._is_table or find_compression(self.format_name) != ""
+
+    @property
+    def _is_table(self) -> bool:
+        return self.format_name.endswith(_TABLES)
 
     def divide(self, max_bytes: int) -> list["FilePiece"]:
         """Return ranges of about `max_bytes` of a larger file; the file itself if it cannot be divided."""
@@ -142,54 +155,76 @@ class FilePiece:
         pairs = itertools.pairwise([*cuts, len(begins)])
         return [self._range(f"{a}:{b}", bounds[a], bounds[b], range(a, b)) for a, b in pairs]
 
-    def records(self, options: SourceOptions, digest: Digest) -> Iterator[SourceRecord]:
+    def hash(self, digest: Digest) -> None:
+        """Read the bytes of the piece without its records.
+
+        Raises:
+            DataError: a file system error, or a changed size.
+        """
+        with self._open() as file:
+            _drain(self._hash_bytes(file, digest))
+        self._check_size(digest)
+
+    def records(self, options: SourceOptions, digest: Digest) -> Generator[SourceRecord]:
         """Yield the records; the digest covers all bytes of the piece.
 
         Raises:
-            DamagedFileError: the rest cannot be read.
+            DamagedFileError: the file is damaged; none of the records is good.
             DataError: a file system error, a changed size, or a missing package.
         """
         damage = None
-        is_table = self.format_name.endswith(_TABLES)
         with self._open() as file:
-            stream = io.BufferedReader(cast(Any, _HashedFile(file, self.begin, self.end, digest)), _BUFFER_BYTES)
+            stream = self._hash_bytes(file, digest)
             try:
-                if is_table:
+                if self._is_table:
                     with self._open_table(file, stream) as table:
                         yield from self._read_table(table, options)
                 else:
-                    yield from self._read_stream(stream, options)
+                    yield from self._read_stream(stream, options, digest)
             except DamagedFileError as exc:
                 damage = exc
-            except (EOFError, zlib.error, gzip.BadGzipFile) as exc:
-                damage = DamagedFileError(f"damaged gzip file: {exc}; download or compress it again")
-            if not is_table:  # which is hashed before it is read
+            if not self._is_table:  # which is hashed before it is read
                 _drain(stream)
+        self._check_size(digest)
+        if damage:
+            raise damage
+
+    def _hash_bytes(self, file: BinaryIO, digest: Digest) -> "io.BufferedReader[Any]":
+        return io.BufferedReader(cast(Any, _HashedFile(file, self.begin, self.end, digest)), _BUFFER_BYTES)
+
+    def _check_size(self, digest: Digest) -> None:
         if self.size is not None and digest.bytes != self.size:
             raise DataError(
                 f"{self.name}: {digest.bytes} bytes read of a file that had {self.size} when it was listed; "
                 "it was changed meanwhile, or the transfer was interrupted: run again once it no longer changes"
             )
-        if damage:
-            raise damage
 
-    def _read_stream(self, stream: "io.BufferedReader[Any]", options: SourceOptions) -> Iterator[SourceRecord]:
-        name = self.format_name
-        compression = next((suffix for suffix in _COMPRESSIONS if name.endswith(suffix)), "")
-        name = name.removesuffix(compression)
-        content: io.BufferedReader[Any] = stream
-        if compression:
-            raw: Any = _ZstdFile(stream) if compression == ".zst" else gzip.GzipFile(fileobj=stream, mode="rb")
-            content = io.BufferedReader(raw, _CONTENT_BYTES)
-        if name.endswith(_LINES):
+    def _read_stream(
+        self, stream: "io.BufferedReader[Any]", options: SourceOptions, digest: Digest
+    ) -> Iterator[SourceRecord]:
+        suffix = find_compression(self.format_name)
+        if not suffix:
+            yield from self._read_content(stream, self.format_name, options)
+            return
+        file = DecompressedFile(stream, COMPRESSIONS[suffix])
+        content = io.BufferedReader(cast(Any, file), _CONTENT_BYTES)
+        yield from self._read_content(content, self.format_name.removesuffix(suffix), options)
+        _drain(content)  # so that all checksums are compared
+        digest.unchecked = COMPRESSIONS[suffix] if file.has_unchecked else ""
+
+    def _read_content(
+        self, content: "io.BufferedReader[Any]", name: str, options: SourceOptions
+    ) -> Iterator[SourceRecord]:
+        if name.endswith(".pdf"):
+            yield from read_pdf(content, options)
+        elif not self.begin and (problem := identify_binary(content.peek(_HEAD_BYTES)[:_HEAD_BYTES])):
+            yield SourceRecord(0, problem)
+        elif name.endswith(_LINES):
             yield from read_lines(content, options)
         elif name.endswith(".json"):
             yield from read_json(content, options)
-        elif name.endswith(".pdf"):
-            yield from read_pdf(content, options)
         else:
             yield from read_text(content, options)
-        _drain(content)  # so that its checksums are compared
 
     def _read_table(self, table: BinaryIO, options: SourceOptions) -> Iterator[SourceRecord]:
         if self.format_name.endswith(".parquet"):
@@ -245,39 +280,3 @@ class _HashedFile(io.RawIOBase):
         buffer[: len(content)] = content
         self._digest.update(content)
         return len(content)
-
-
-class _ZstdFile(io.RawIOBase):
-    """Content of zstandard frames; unlike the library's own reader it notices a truncated one."""
-
-    def __init__(self, stream: io.BufferedIOBase) -> None:
-        try:
-            import zstandard
-        except ImportError as exc:
-            raise DataError('.zst files need the zstandard package: pip install "lt-data[zstd]"') from exc
-        self._zstandard, self._stream = zstandard, stream
-        self._frame: Any = None
-        self._input = b""
-        self._output = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview, /) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
-        while not self._output:
-            content = self._input or self._stream.read(_ZSTD_BYTES)
-            if not content and self._frame is None:
-                return 0
-            self._frame = self._frame or self._zstandard.ZstdDecompressor().decompressobj()
-            try:
-                if not content:
-                    raise self._zstandard.ZstdError("truncated")
-                self._output = memoryview(cast(bytes, self._frame.decompress(content)))
-            except self._zstandard.ZstdError as exc:
-                raise DamagedFileError(f"damaged zstandard file: {exc}; download or compress it again") from exc
-            self._input = self._frame.unused_data if self._frame.eof else b""
-            self._frame = None if self._frame.eof else self._frame
-        size = min(len(buffer), len(self._output))
-        buffer[:size] = self._output[:size]
-        self._output = self._output[size:]
-        return size

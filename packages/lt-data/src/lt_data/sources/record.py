@@ -1,10 +1,10 @@
 """Records of a file format: a text, ids or a problem, extracted from a value with named fields.
 
-A reader continues after a `BadRecord`, so that it can be left out. If the rest of a file cannot be read,
-`DamagedFileError` is raised. reader.py handles both.
+A reader continues after a `BadRecord`, so that it can be left out. If a file cannot be trusted, `DamagedFileError` is
+raised, and none of its records is good. reader.py handles both.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -47,7 +47,7 @@ class SourceRecord(NamedTuple):
 
 
 class DamagedFileError(Exception):
-    """Error of a file whose rest cannot be read; the message follows the file's name."""
+    """Error of a file that is left out whole; the message follows the file's name."""
 
 
 def make_record(record: Any, options: SourceOptions, number: int) -> SourceRecord:
@@ -73,7 +73,7 @@ def extract_value(record: Any, options: SourceOptions) -> "tuple[str | np.ndarra
     if not isinstance(record, dict):
         return BadRecord("not a record", f"holds {type(record).__name__}, not fields such as {name!r}; correct it"), 0
     if name not in record:
-        return _missing_field(name, options, list(record)), 0
+        return _missing_field(name, options, record), 0
     value = record[name]
     if value is None:
         return BadRecord("null", f"field {name!r} is null; give it a value"), 0
@@ -109,12 +109,16 @@ def check_text(text: str, limit: int) -> str | BadRecord:
     return too_large(limit, "text") if size > limit else text
 
 
-def _missing_field(name: str, options: SourceOptions, found: Sequence[str]) -> BadRecord:
+def _missing_field(name: str, options: SourceOptions, record: Mapping[str, Any]) -> BadRecord:
     option, flag = ("tokens_field", "--tokens-field") if options.tokens_field else ("text_field", "--text-field")
-    ids = next((field for field in TOKEN_FIELDS if field in found and not options.tokens_field), None)
+    ids = next((field for field in TOKEN_FIELDS if field in record and not options.tokens_field), None)
     hint = f"; for the ids in {ids!r} give tokens_field={ids!r} (--tokens-field {ids})" if ids else ""
-    names = ", ".join(map(repr, found))
-    message = f"no field {name!r} (found fields {names}); name the field with {option} ({flag}){hint}"
+    outer = name.partition(".")[0]
+    if outer != name and isinstance(record.get(outer), dict | list):
+        hint = f"; it lies inside of {outer!r}: a function takes it out, given by record_map (--map MODULE:FUNCTION)"
+    names = ", ".join(map(repr, record))
+    fields = f"found fields {names}" if names else "the record has no fields"
+    message = f"no field {name!r} ({fields}); name the field with {option} ({flag}){hint}"
     return BadRecord(f"no field {name!r}", message)
 
 

@@ -3,7 +3,7 @@
 `state.json` lists the files of one split; a folder of several splits has `dataset_dict.json` and one folder per split.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lt_data import strict_json
@@ -39,10 +39,24 @@ def list_arrow_files(name: str, read: Callable[[str], bytes | None], split: str 
     else:
         prefix = ""
     path = f"{name}/{prefix}{STATE_FILE}"
-    if strict_json.load_object(content, path, _REMEDY).get("_indices_files"):
-        raise DataError(f"{path}: the rows are not in the order of the files; {_REMEDY}")
+    _check_selection(strict_json.load_object(content, path, _REMEDY), path)
     files = _read_names(path, content, "_data_files", lambda entry: entry["filename"])
     return [prefix + file for file in files]
+
+
+def _check_selection(state: Mapping[str, Any], path: str) -> None:
+    """Raise DataError if the dataset is not all rows of its files, unchanged and in order.
+
+    `datasets` 1.2 to 1.4 has the indices of the rows in `_indices_data_files`; before, a slice of a file is in its
+    entry, and changes are in `_inplace_history`.
+    """
+    has_indices = state.get("_indices_files") or state.get("_indices_data_files")
+    files = state.get("_data_files") or ()
+    has_slices = any(isinstance(entry, dict) and {"skip", "take"} & {*entry} for entry in files)
+    history = state.get("_inplace_history") or ()
+    has_changes = any(not isinstance(entry, dict) or entry.get("transforms") for entry in history)
+    if has_indices or has_slices or has_changes:
+        raise DataError(f"{path}: the dataset is not all rows of its files in their order; {_REMEDY}")
 
 
 def _read_names(path: str, content: bytes, field: str, get: Callable[[Any], Any]) -> list[str]:

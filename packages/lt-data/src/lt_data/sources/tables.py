@@ -45,7 +45,7 @@ def read_parquet(file: BinaryIO, options: SourceOptions, groups: range | None = 
             yield from iter_rows(batch, options, number)
             number += batch.num_rows
         if number - first != sum(rows[groups.start : groups.stop]):
-            raise DamagedFileError("damaged parquet file: rows are missing; write or download it again")
+            raise DamagedFileError("damaged file (parquet): rows are missing; write or download it again")
 
 
 def read_arrow(file: BinaryIO, options: SourceOptions) -> Iterator[SourceRecord]:
@@ -67,7 +67,7 @@ def _iter_batches(pa: Any, file: BinaryIO) -> Iterator[Any]:
     file.seek(max(0, size - len(_END_OF_STREAM)))
     is_whole = file.read().endswith(_ARROW_FILE if is_file else _END_OF_STREAM)
     if not is_whole:  # pyarrow takes a stream that was cut between two batches
-        raise DamagedFileError("truncated arrow file: its end mark is missing; write or download it again")
+        raise DamagedFileError("damaged file (arrow): its end mark is missing; write or download it again")
     file.seek(0)
     if is_file:
         reader = pa.ipc.open_file(file)
@@ -77,12 +77,19 @@ def _iter_batches(pa: Any, file: BinaryIO) -> Iterator[Any]:
 
 
 def select_columns(names: list[str], options: SourceOptions) -> list[str] | None:
-    """Return the columns to read; None for all, also if the requested one is missing."""
+    """Return the columns to read; None for all, also if the requested one is missing.
+
+    Raises:
+        DamagedFileError: one of them stands twice.
+    """
     keep = options.keep_fields
-    if keep is True or options.field not in names:
-        return None
-    wanted = {options.field, *(keep or ()), *([ATTENTION_MASK] if options.tokens_field else [])}
-    return [name for name in names if name in wanted]
+    columns = names
+    if keep is not True and options.field in names:
+        wanted = {options.field, *(keep or ()), *([ATTENTION_MASK] if options.tokens_field else [])}
+        columns = [name for name in names if name in wanted]
+    if twice := [name for name in columns if columns.count(name) > 1]:
+        raise DamagedFileError(f"two columns are named {twice[0]!r}; write the table with a name for each")
+    return None if columns is names else columns
 
 
 def iter_rows(batch: Any, options: SourceOptions, first: int) -> Iterator[SourceRecord]:
@@ -116,4 +123,4 @@ def _translate_errors(kind: str) -> Iterator[Any]:
     except (pa.ArrowException, UnicodeDecodeError, OSError) as exc:  # UnicodeDecodeError: of the names of columns
         if isinstance(exc, OSError) and exc.errno is not None:  # an error of the disk, not of pyarrow
             raise
-        raise DamagedFileError(f"damaged {kind} file: {exc}; write or download it again") from exc
+        raise DamagedFileError(f"damaged file ({kind}): {exc}; write or download it again") from exc

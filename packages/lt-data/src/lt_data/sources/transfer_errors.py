@@ -5,7 +5,7 @@ imported here; a library that is not imported cannot have raised an error.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ _LIBRARIES = (
     ("httpx", "HTTPError"),
     ("httpx2", "HTTPError"),
 )
+_DECOMPRESSION = (("zlib", "error"), ("gzip", "BadGzipFile"), ("lzma", "LZMAError"), ("zstandard", "ZstdError"))
 
 
 def open_filesystem(url: str, shown: str) -> tuple[Any, str]:
@@ -51,8 +52,17 @@ def translate_transfer_errors(name: str, url: str) -> Iterator[None]:
 
 
 def library_errors() -> tuple[type[Exception], ...]:
-    """Return the error classes of the imported libraries, besides OSError."""
-    return tuple(getattr(sys.modules[module], error) for module, error in _LIBRARIES if module in sys.modules)
+    """Return the error classes of the imported libraries of transfers, besides OSError."""
+    return _find_classes(_LIBRARIES)
+
+
+def decompression_errors() -> tuple[type[Exception], ...]:
+    """Return the error classes of the imported libraries of compressions for damaged data; that of bz2 is OSError."""
+    return EOFError, *_find_classes(_DECOMPRESSION)
+
+
+def _find_classes(names: Sequence[tuple[str, str]]) -> tuple[type[Exception], ...]:
+    return tuple(getattr(sys.modules[module], error) for module, error in names if module in sys.modules)
 
 
 def _describe(exc: BaseException, name: str, url: str) -> str:

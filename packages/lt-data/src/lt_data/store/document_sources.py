@@ -17,13 +17,13 @@ import numpy as np
 
 from lt_data import strict_json
 from lt_data.errors import DataError
+from lt_data.file_names import find_compression
 from lt_data.store.source_files import SourceFile
 
 SOURCES_FILE = "sources.jsonl"
 SOURCE_DTYPE = np.dtype("<u8")
 MAX_SOURCE_FILES = 1 << 24
 _RECORD_BITS = 40
-_COMPRESSIONS = (".gz", ".zst")
 _LINE_FORMATS = (".jsonl", ".ndjson", ".json")
 _RANGE = re.compile(r"\[\d+:\d+\]$")  # of a file (lt_data.sources.pieces)
 _REMEDY = "copy it again or prepare it again"
@@ -45,8 +45,7 @@ def format_source(path: str, record: int) -> str:
     if not record:
         return path
     name = _RANGE.sub("", path.lower().partition("?")[0])
-    for suffix in _COMPRESSIONS:
-        name = name.removesuffix(suffix)
+    name = name.removesuffix(find_compression(name))
     return f"{path}{':' if name.endswith(_LINE_FORMATS) else '#'}{record}"
 
 

@@ -18,7 +18,7 @@ MAX_LISTED_SOURCES = 1000  # more source files are listed in a file of their own
 class SourceFile:
     """A source file: name as given, size in bytes and SHA-256 of its content.
 
-    `unchecked` names its format if no checksum in the file confirms the content, such as "jsonl"; otherwise it is "".
+    `unchecked` names its compression if that file has content without a checksum; otherwise it is "".
     """
 
     path: str
@@ -36,9 +36,9 @@ class SourceFiles:
     """Source files: their number, total bytes, and a SHA-256 over the lines "sha256 bytes path" in order.
 
     `listed` holds each file if there are at most `MAX_LISTED_SOURCES`; otherwise they are in `sources.jsonl`, whose
-    SHA-256 is `list_sha256`. `skipped_links` counts symbolic links that led
-    out of a source folder (or to a folder) and were not followed. `unchecked` counts, by format, the files in which no
-    checksum confirms the content, so that damage may have gone unnoticed.
+    SHA-256 is `list_sha256`. `skipped_links` counts symbolic links that led out of a source folder (or to a folder) and
+    were not followed. `unchecked` counts, by compression, the files with content that no checksum confirms, so that
+    damage may have gone unnoticed.
     """
 
     files: int = 0
@@ -71,5 +71,5 @@ def combine_source_files(sources: Sequence[SourceFiles]) -> SourceFiles:
         sha256=hashlib.sha256("".join(f"{each.sha256}\n" for each in sources).encode()).hexdigest(),
         skipped_links=sum(each.skipped_links for each in sources),
         listed=listed if len(listed) == n_files <= MAX_LISTED_SOURCES else (),
-        unchecked=sum((Counter(each.unchecked) for each in sources), Counter()),
+        unchecked=dict(sum((Counter(each.unchecked) for each in sources), Counter[str]())),
     )
