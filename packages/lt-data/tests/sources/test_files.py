@@ -234,7 +234,7 @@ def test_saved_datasets_are_read_in_the_order_of_their_list(tmp_path, splits, re
         with pytest.raises(DataError, match=r"state\.json: the dataset is not all rows of its files in their order"):
             read_documents([source], options)
     state.write_text(
-        json.dumps({"_data_files": files, "_indices_data_files": None, "_inplace_history": [{"transforms": []}]})
+        json.dumps({"_data_files": files, "_indices_data_files": None, "_inplace_history": [{"transforms": []}] * 2})
     )
     assert len(list(read_documents([source], options))) == len(TEXTS)
     (root / (chosen or "") / "data-00000-of-00002.arrow").unlink()

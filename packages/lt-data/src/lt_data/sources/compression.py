@@ -67,7 +67,8 @@ class DecompressedFile(io.RawIOBase):
             DataError: the library of the compression is not installed.
         """
         self.has_unchecked = False
-        self._stream, self._compression = stream, compression
+        self._stream = stream
+        self._compression = compression
         self._make_frame, self._error = _load_library(compression)
         self._frame: Any = None
         self._is_first = True

@@ -173,7 +173,8 @@ class DocumentReader:
 
     def pieces_of_file(self, index: int) -> range:
         """Return the pieces of the file that a piece is part of."""
-        first, last = index, index + 1
+        first = index
+        last = index + 1
         while first and self._pieces[first].is_continuation:
             first -= 1
         while last < len(self._pieces) and self._pieces[last].is_continuation:

@@ -39,8 +39,8 @@ def list_arrow_files(name: str, read: Callable[[str], bytes | None], split: str 
     else:
         prefix = ""
     path = f"{name}/{prefix}{STATE_FILE}"
-    _check_selection(strict_json.load_object(content, path, _REMEDY), path)
     files = _read_names(path, content, "_data_files", lambda entry: entry["filename"])
+    _check_selection(strict_json.load_object(content, path, _REMEDY), path)
     return [prefix + file for file in files]
 
 
@@ -50,11 +50,11 @@ def _check_selection(state: Mapping[str, Any], path: str) -> None:
     `datasets` 1.2 to 1.4 has the indices of the rows in `_indices_data_files`; before, a slice of a file is in its
     entry, and changes are in `_inplace_history`.
     """
+    files = state["_data_files"]
     has_indices = state.get("_indices_files") or state.get("_indices_data_files")
-    files = state.get("_data_files") or ()
-    has_slices = any(isinstance(entry, dict) and {"skip", "take"} & {*entry} for entry in files)
-    history = state.get("_inplace_history") or ()
-    has_changes = any(not isinstance(entry, dict) or entry.get("transforms") for entry in history)
+    has_slices = any("skip" in entry or "take" in entry for entry in files)
+    no_changes = [{"transforms": []}] * len(files)
+    has_changes = state.get("_inplace_history") not in (None, [], no_changes)
     if has_indices or has_slices or has_changes:
         raise DataError(f"{path}: the dataset is not all rows of its files in their order; {_REMEDY}")
 
