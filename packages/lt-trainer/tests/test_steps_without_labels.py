@@ -32,9 +32,10 @@ def base(recipe_base, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, An
     """A loader of the user's own; `labeled` of the module says which of its steps have labels."""
 
     def make(**facts: Any) -> list[dict[str, np.ndarray]]:
-        ids = np.random.default_rng(1).integers(0, 50, (STEPS, ROWS, SEQ_LEN))
-        labels = np.where(np.isin(np.arange(STEPS) + 1, module.without)[:, None, None], -100, ids)
-        return [{"input_ids": ids[step], "labels": labels[step]} for step in range(STEPS)]
+        ids = np.random.default_rng(1).integers(0, 50, (STEPS, ROWS, SEQ_LEN + 1))
+        is_without = np.isin(np.arange(STEPS) + 1, module.without)[:, None, None]
+        labels = np.where(is_without, -100, ids[..., 1:])
+        return [{"input_ids": ids[step, :, :-1], "labels": labels[step]} for step in range(STEPS)]
 
     module = SimpleNamespace(make=make, without=WITHOUT_LABELS)
     monkeypatch.setitem(sys.modules, "own_rows", module)
