@@ -1,5 +1,6 @@
 """Losses that balance experts: by the formula from the logits of routers, in one graph, the same with recomputation."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,15 +10,17 @@ import torch
 pytest.importorskip("lt_trainer_gpu", reason="the engine for GPUs adds these losses, and it is not installed")
 
 from lt_model import Decoder, ModelConfig, config_from_hf
+from lt_model.describe import alignment_warnings
 from lt_model.feed_forward import MoE
 from lt_test_helpers import layouts
 from lt_trainer.config.model_section import architecture_values
 from lt_trainer.config.recipe import load, model_config
 from lt_trainer.config.section import unflatten
-from lt_trainer.config.sections import MoeOptions
+from lt_trainer.config.sections import MoeOptions, Recipe
+from lt_trainer.engine import World
 from lt_trainer.errors import RecipeError
 from lt_trainer_gpu.balancing import Balance, BalancedRouter
-from lt_trainer_gpu.checks import DeviceFacts, check_device
+from lt_trainer_gpu.checks import DeviceFacts, check_device, check_recipe
 
 ROWS, SEQ_LEN, VOCAB = 4, 16, 61
 CONFIG = config_from_hf(
@@ -152,10 +155,25 @@ def test_a_model_without_experts_refuses_their_options() -> None:
 
 def test_widths_that_the_grouped_kernel_does_not_take_are_refused_on_a_gpu() -> None:
     base = {"data": {"synthetic": True, "seq_len": 64}, "model": {"vocab_size": 64, "preset": "tiny-30m-a9m"}}
-    recipe = load(
-        base=base, overrides=["parallel.tp=4", "model.n_kv_heads=2", "model.hidden_size=252", "model.n_heads=2"]
-    ).recipe
-    check_device(recipe, DeviceFacts(type="cpu"))
-    with pytest.raises(RecipeError, match=r"a rank has 252 of hidden_size, and the grouped kernel .* multiple of 8"):
-        check_device(recipe, DeviceFacts(type="cuda"))
-    check_device(recipe, DeviceFacts(type="cuda", dtype="float32"))
+    facts = DeviceFacts(type="cuda", torch_version="2.15.0")
+
+    def recipe(*sets: str) -> Recipe:
+        return load(base=base, overrides=["model.n_heads=2", "model.n_kv_heads=2", *sets]).recipe
+
+    narrow = recipe("parallel.tp=4", "parallel.ep=2", "model.hidden_size=252")
+    check_device(narrow, DeviceFacts(type="cpu", torch_version="2.15.0"))
+    check_device(narrow, replace(facts, dtype="float32"))
+    with pytest.raises(RecipeError, match=r"^model.hidden_size = 252: .* in bfloat16 of 8; set .* multiple of 8$"):
+        check_device(narrow, facts)
+    problem = r"^parallel.tp = 32, parallel.ep = 1: a rank has 12 of expert_size = 384.*or use parallel.ep$"
+    with pytest.raises(RecipeError, match=problem):
+        check_device(recipe("parallel.tp=32"), facts)
+    check_device(recipe("parallel.tp=32", "parallel.ep=2"), facts)
+
+
+def test_an_unused_width_does_not_limit_tensor_parallelism() -> None:
+    """All layers of tiny-30m-a9m are experts: an intermediate size is in none of them."""
+    base = {"data": {"synthetic": True, "seq_len": 64}, "model": {"vocab_size": 64, "preset": "tiny-30m-a9m"}}
+    recipe = load(base=base, overrides=["parallel.tp=2", "model.intermediate_size=1023"]).recipe
+    check_recipe(recipe, World(size=2, local_size=2))
+    assert [text for text in alignment_warnings(model_config(recipe, 64)) if "1023" in text] == []

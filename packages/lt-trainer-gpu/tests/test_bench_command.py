@@ -2,13 +2,19 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import lt_trainer.engine
 from lt_model import PRESETS, flops_per_token
+from lt_trainer.config.data_section import DataOptions
+from lt_trainer.engine import World
 from lt_trainer.errors import RecipeError
 from lt_trainer.training.benchmark import resolve_bench_recipe, run_benchmark
+from lt_trainer.training.run import read_inputs
+from lt_trainer_gpu.spec import GpuSpec
 
 SETS = ("engine.gpu.device=cpu", "data.seq_len=32", "batch.global_batch_size=4")
 
@@ -39,16 +45,38 @@ def test_the_numbers_of_a_report_hang_together(ranks) -> None:
     assert found["loss"]["first"] == pytest.approx(7.62, abs=0.5)  # ln 2048
 
 
-def test_a_recipe_is_measured_on_random_ids_of_its_own_vocabulary(tmp_path: Path) -> None:
+def test_the_engine_may_be_derived_under_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its options are those of its own section, and errors name that."""
+    spec = type("OtherSpec", (GpuSpec,), {"name": "other"})()
+    entries = {"other": SimpleNamespace(load=lambda: spec)}
+    monkeypatch.setattr(lt_trainer.engine, "engine_entries", lambda: entries)
+    sets = [text.replace(".gpu.", ".other.") for text in (*SETS, "run.engine=other", "engine.gpu.compile=false")]
+    report = bench(None, "tiny-2m", tuple(sets))
+    assert report is not None
+    assert report["layout"]["engine"]["other"]["device"] == "cpu"
+    with pytest.raises(RecipeError, match=r"^engine.other.fp8 = 'rowwise' .*engine.other.fp8 to off$"):
+        bench(None, "tiny-2m", (*sets, "engine.other.fp8=rowwise", "data.seq_len=24"))
+
+
+TABLES = {
+    "store": 'store = "not here"\nshuffle = false\nprefetch = 0\npacking = "concat"\ntokenizer = "own"\n',
+    "epochs": 'store = "not here"\n[schedule]\nmax_steps = "3 epochs"\nwarmup_steps = "5%"\n',
+    "mixture": 'phase_steps = [5]\n[data.mixture.a]\nstore = "a"\nphase_weights = [2]\n[data.mixture.b]\nstore = "b"\n',
+    "loader": 'loader = "nowhere:rows"\nloader_resume = "replay"\n',
+    "validation": 'store = "not here"\nvalidation = "v"\n[data.validation_sets.other]\nstore = "o"\n'
+    "[metrics]\nvalidation_interval = 5\nvalidation_tokens = -1\n[evaluation]\nstores = true\ninterval = 5\n",
+}
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_a_recipe_is_measured_on_random_ids_whatever_its_data(tmp_path: Path, kind: str) -> None:
     recipe = tmp_path / "run.toml"
-    recipe.write_text(
-        '[model]\npreset = "tiny-2m"\n[data]\nseq_len = 512\nstore = "not here"\npacking = "concat"\n'
-        'tokenizer = "own"\n'
-    )
+    vocab = "vocab_size = 2048\n" if kind == "loader" else ""
+    recipe.write_text(f'[model]\npreset = "tiny-2m"\n{vocab}[data]\nseq_len = 512\n{TABLES[kind]}')
     resolved = resolve_bench_recipe(str(recipe), "", overrides=["batch.micro_batch_size=2"], hyperparameters=None)
-    assert resolved.recipe.data.synthetic
-    assert not resolved.recipe.data.store
-    assert resolved.recipe.model.vocab_size == 2048
+    inputs = read_inputs(resolved, World())
+    assert resolved.recipe.data == DataOptions(synthetic=True, seq_len=512, prefetch=0 if kind == "store" else 2)
+    assert inputs.model.vocab_size == 2048
     assert resolved.recipe.batch.micro_batch_size == 2
 
 

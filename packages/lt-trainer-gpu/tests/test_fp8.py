@@ -1,5 +1,6 @@
 """Float8 linear layers: rounding errors of one layer, layouts against one process, a loss curve beside bfloat16."""
 
+import json
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,15 @@ from lt_model import ModelConfig
 from lt_model.decoder import Decoder
 from lt_test_helpers import layouts
 from lt_test_helpers.layouts import TrainResult, assemble, step_batch
-from lt_trainer.engine import StepMetrics
+from lt_trainer.config.recipe import model_config
+from lt_trainer.engine import StepMetrics, World
+from lt_trainer.errors import RecipeError
+from lt_trainer_gpu.collectives import TensorParallelGroup
 from lt_trainer_gpu.fp8 import E4M3, E5M2, LINEAR_CLASSES, apply_fp8, fp8_flops_share, quantize
+from lt_trainer_gpu.mesh_layout import MeshLayout
+from lt_trainer_gpu.model import build_stage
+from lt_trainer_gpu.spec import SPEC
+from lt_trainer_gpu.tensor_parallel import apply_tensor_parallel
 
 SCALINGS = ("tensorwise", "rowwise")
 
@@ -135,6 +143,22 @@ def test_a_compiled_layer_is_the_eager_one(scaling: str) -> None:
     torch.testing.assert_close(found[1], found[0], rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize(("scaling", "fast"), [("tensorwise", [True, False, False]), ("rowwise", [True, False])])
+def test_sums_of_gradients_are_never_in_less_than_float32(scaling, fast, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen at torch's own product, which gives no other number on a CPU: forward, dx, and dW where it is in float8."""
+    layer, x, upstream = layer_of(scaling, torch.bfloat16)
+    asked: list[bool] = []
+    product = torch._scaled_mm
+
+    def spy(*operands: Tensor, use_fast_accum: bool, **options: Any) -> Tensor:
+        asked.append(use_fast_accum)
+        return product(*operands, use_fast_accum=use_fast_accum, **options)
+
+    monkeypatch.setattr(torch, "_scaled_mm", spy)
+    layer(x).backward(upstream)
+    assert asked == fast
+
+
 # ---- in a model ----
 
 MODEL: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "n_heads": 4, "n_kv_heads": 4, "n_layers": 3}
@@ -159,6 +183,29 @@ def train(sets: tuple[str, ...], micro_batch_size: int, dtype: str = "float32", 
     engine = layouts.open_engine(*sets, model=MODEL, rows=ROWS, seq_len=seq_len, vocab=VOCAB, dtype=dtype)
     batches = layouts.global_batches(4, rows=ROWS, seq_len=seq_len, vocab=VOCAB)
     return layouts.train_steps(engine, batches[:3], batches[3], micro_batch_size, lambda: engine.state().shards)
+
+
+LATENT = {"family": "deepseek_v3", "q_rank": 32, "kv_rank": 32, "nope_width": 16, "rope_width": 16, "value_width": 16}
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_latents_in_float8_are_refused_on_tensor_parallel_ranks(recipe, scaling: str) -> None:
+    """Each rank would keep its part of their weights' gradients; the exchange of classes itself would not pass."""
+    sets = [f"model.{name}={size}" for name, size in MODEL.items()]
+    shape = json.dumps(LATENT | {"router_score": "sigmoid", "selection_bias": True})
+    sets += [f"model.shape={shape}", f"engine.gpu.fp8={scaling}", "engine.gpu.dtype=float32"]
+    SPEC.check(recipe(*sets), World())
+    made, world = recipe(*sets, "parallel.tp=2"), World(size=2, local_size=2)
+    with pytest.raises(RecipeError, match=f"fp8 = '{scaling}', parallel.tp = 2: .* latent attention") as caught:
+        SPEC.check(made, world)
+    assert caught.value.remedy == "set engine.gpu.fp8 to off, or parallel.tp to 1"
+
+    config, layout = model_config(made, VOCAB), MeshLayout.from_options(made.parallel, 0, 2)
+    stage = build_stage(config, range(config.n_layers), attention="sdpa", dtype=torch.float32)
+    group = TensorParallelGroup(size=2, rank=0, group_name="none", sequence_parallel=False)
+    apply_tensor_parallel(stage, layout, group)
+    with pytest.raises(AssertionError, match="would drop what PartialGradLinear does"):
+        apply_fp8(stage, scaling, 1)
 
 
 def gradient_errors(found: list[TrainResult], one: TrainResult) -> list[float]:

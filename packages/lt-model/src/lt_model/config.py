@@ -385,6 +385,11 @@ class ModelConfig:
         return self.n_experts > 0
 
     @property
+    def has_dense_layers(self) -> bool:
+        """Whether some layers have a feed-forward layer of `intermediate_size`."""
+        return not all(self.layer(index).experts for index in range(self.n_layers))
+
+    @property
     def head_width(self) -> int:
         """Width of the query and the key of one attention head."""
         return self.nope_width + self.rope_width if self.kv_rank else self.head_dim or self.hidden_size // self.n_heads

@@ -18,6 +18,8 @@ ALIGNMENT = 64  # matrix sizes that are multiples of this run at full speed on t
 def misaligned_sizes(config: ModelConfig) -> dict[str, int]:
     """Return the matrix sizes that are not a multiple of `ALIGNMENT`, by field."""
     sizes = {name: getattr(config, name) for name in ("vocab_size", "hidden_size", "intermediate_size", "expert_size")}
+    if not config.has_dense_layers:
+        del sizes["intermediate_size"]
     return {name: size for name, size in sizes.items() if size % ALIGNMENT}
 
 

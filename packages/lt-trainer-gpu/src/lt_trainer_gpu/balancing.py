@@ -39,6 +39,7 @@ from lt_model.loss import IGNORE_INDEX
 from lt_trainer.config.sections import MoeOptions
 from lt_trainer_gpu.computation import Computation
 from lt_trainer_gpu.model import DecoderStage
+from lt_trainer_gpu.module_class import exchange_class
 from lt_trainer_gpu.tensor_parallel import PartialGradRouter
 
 _ops = torch.ops._c10d_functional
@@ -166,7 +167,7 @@ def apply_balancing(stage: DecoderStage, balance: Balance) -> None:
     stage.balance = balance
     for router in stage_routers(stage).values():
         is_partial = isinstance(router, PartialGradRouter)
-        router.__class__ = BalancedPartialGradRouter if is_partial else BalancedRouter
+        exchange_class(router, BalancedPartialGradRouter if is_partial else BalancedRouter)
         assert isinstance(router, BalancedRouter)
         router.balance = balance
 

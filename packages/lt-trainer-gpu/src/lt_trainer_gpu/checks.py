@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lt_model.attention_features import ATTENTION_LACKS
 from lt_trainer.config.recipe import check_features, model_config
 from lt_trainer.errors import RecipeError
-from lt_trainer_gpu.options import GpuOptions
+from lt_trainer_gpu.options import GpuOptions, gpu_options
 
 if TYPE_CHECKING:
+    from lt_model import ModelConfig
     from lt_trainer.config.sections import Recipe
     from lt_trainer.engine import World
 
@@ -80,11 +81,12 @@ def check_recipe(recipe: Recipe, world: World) -> None:
     recipe.parallel.data_parallel_size(world.size)  # first: too few ranks break other rules, too
     _refuse_broken(recipe, _recipe_rules(recipe, world))
     recipe.accumulation_steps(world.size)
-    attention, model = recipe.engine["gpu"].attention, model_config(recipe, recipe.model.vocab_size or 1)
+    options, model = gpu_options(recipe), model_config(recipe, recipe.model.vocab_size or 1)
+    attention = options.attention
     check_features(model, "training", ("sinks",))
     check_features(model, f"engine.gpu.attention = {attention}", ATTENTION_LACKS.get(attention, ()))
-    if (fp8 := recipe.engine["gpu"].fp8) != "off":
-        check_features(model, f"engine.gpu.fp8 = {fp8}", ("n_experts",))
+    if options.fp8 != "off":
+        check_features(model, f"engine.gpu.fp8 = {options.fp8}", ("n_experts",))
     for name in ("expert_size",) * (recipe.parallel.ep == 1) + ("shared_expert_size",):
         if (size := getattr(model, name)) % recipe.parallel.tp:
             problem = f"tensor-parallel ranks need equal parts of {name} = {size}"
@@ -101,17 +103,15 @@ def check_device(recipe: Recipe, facts: DeviceFacts) -> None:
     _refuse_broken(recipe, _device_rules(recipe, facts))
     model = model_config(recipe, recipe.model.vocab_size or 1)
     if facts.type == "cuda" and model.has_experts:
-        multiple, tp = 4 if facts.dtype == "float32" else 8, recipe.parallel.tp if recipe.parallel.ep == 1 else 1
-        for name, size in {"hidden_size": model.hidden_size, "expert_size": model.expert_size // tp}.items():
-            if size % multiple:
-                problem = f"a rank has {size} of {name}, and the grouped kernel of experts needs multiples of 16 bytes"
-                remedy = f"change {name} or parallel.tp, so that it is a multiple of {multiple}, or use parallel.ep"
-                raise RecipeError(problem, values={"parallel.tp": tp}, remedy=remedy)
+        _refuse_broken(recipe, _grouped_kernel_rules(recipe, facts, model))
 
 
 def _refuse_broken(recipe: Recipe, rules: Iterable[Rule]) -> None:
-    for is_broken, fields, problem, remedy in rules:
+    """Raise the first broken rule; its texts name the section by the name under which the engine is registered."""
+    section = f"engine.{recipe.run.engine}."
+    for is_broken, *texts in rules:
         if is_broken:
+            fields, problem, remedy = (text.replace("engine.gpu.", section) for text in texts)
             raise RecipeError(problem, values={name: _value_of(recipe, name) for name in fields.split()}, remedy=remedy)
 
 
@@ -124,7 +124,7 @@ def _value_of(recipe: Recipe, name: str) -> object:
 
 def _recipe_rules(recipe: Recipe, world: World) -> Iterator[Rule]:
     parallel, model, data, batch = recipe.parallel, recipe.model, recipe.data, recipe.batch
-    options: GpuOptions = recipe.engine["gpu"]
+    options = gpu_options(recipe)
     tp, cp, pp = parallel.tp, parallel.cp, parallel.pp
     yield Rule(
         parallel.n_nodes != world.n_nodes,
@@ -132,8 +132,11 @@ def _recipe_rules(recipe: Recipe, world: World) -> Iterator[Rule]:
         f"the ranks were started on {world.n_nodes} node(s)",
         "set parallel.n_nodes (NUM_NODES) to the number of nodes, or start the ranks on that many",
     )
-    fits = math.gcd(model.n_kv_heads, model.n_heads, model.intermediate_size)
-    for name in ("n_kv_heads", "n_heads", "intermediate_size"):
+    sizes = ["n_kv_heads", "n_heads"]
+    if model_config(recipe, model.vocab_size or 1).has_dense_layers:
+        sizes.append("intermediate_size")
+    fits = math.gcd(*(getattr(model, name) for name in sizes))
+    for name in sizes:
         yield Rule(
             getattr(model, name) % tp > 0,
             f"parallel.tp model.{name}",
@@ -258,10 +261,16 @@ def _fp8_rules(recipe: Recipe, options: GpuOptions) -> Iterator[Rule]:
         f"none of the {model.n_layers} blocks would compute in float8",
         "lower engine.gpu.fp8_skipped_blocks, or set engine.gpu.fp8 to off",
     )
-    head_width = model_config(recipe, model.vocab_size or 1).head_width
+    config = model_config(recipe, model.vocab_size or 1)
+    yield Rule(
+        config.kv_rank > 0 and tp > 1,
+        "engine.gpu.fp8 parallel.tp",
+        "tensor-parallel ranks would not add up the gradients of latent attention's products that are in float8",
+        "set engine.gpu.fp8 to off, or parallel.tp to 1",
+    )
     sizes = [
         ("model.hidden_size parallel.tp", model.hidden_size // tp, "features"),
-        ("model.n_kv_heads parallel.tp", model.n_kv_heads * head_width // tp, "features"),
+        ("model.n_kv_heads parallel.tp", model.n_kv_heads * config.head_width // tp, "features"),
         ("model.intermediate_size parallel.tp", model.intermediate_size // tp, "features"),
         ("data.seq_len parallel.cp", recipe.data.seq_len // cp, "tokens"),
     ]
@@ -275,7 +284,7 @@ def _fp8_rules(recipe: Recipe, options: GpuOptions) -> Iterator[Rule]:
 
 
 def _device_rules(recipe: Recipe, facts: DeviceFacts) -> Iterator[Rule]:
-    options: GpuOptions = recipe.engine["gpu"]
+    options = gpu_options(recipe)
     has_fp8 = facts.type == "cpu" or (facts.type == "cuda" and not facts.is_rocm and facts.capability >= FP8_CAPABILITY)
     found = "ROCm" if facts.is_rocm else f"{facts.type} of compute capability {'.'.join(map(str, facts.capability))}"
     yield Rule(
@@ -315,6 +324,25 @@ def _device_rules(recipe: Recipe, facts: DeviceFacts) -> Iterator[Rule]:
     )
     if facts.type != "cuda":
         yield _memory_history_rule(recipe, facts.type)
+
+
+def _grouped_kernel_rules(recipe: Recipe, facts: DeviceFacts, model: ModelConfig) -> Iterator[Rule]:
+    multiple = 4 if facts.dtype == "float32" else 8
+    needs = f"and the grouped kernel of experts needs multiples of 16 bytes, in {facts.dtype} of {multiple}"
+    yield Rule(
+        model.hidden_size % multiple > 0,
+        "model.hidden_size",
+        f"a row has {model.hidden_size} numbers, {needs}",
+        f"set model.hidden_size to a multiple of {multiple}",
+    )
+    is_split = recipe.parallel.tp > 1 and recipe.parallel.ep == 1
+    size = model.expert_size // recipe.parallel.tp if is_split else model.expert_size
+    yield Rule(
+        size % multiple > 0,
+        "parallel.tp parallel.ep" if is_split else "model.shape",
+        f"a rank has {size} of expert_size = {model.expert_size}, {needs}",
+        "lower parallel.tp, or use parallel.ep" if is_split else "take a model whose expert_size is such a multiple",
+    )
 
 
 def _memory_history_rule(recipe: Recipe, device_type: str) -> Rule:

@@ -25,7 +25,7 @@ from lt_trainer.torch import cpu_multiplies_bfloat16
 from lt_trainer_gpu.checks import DeviceFacts, check_device
 from lt_trainer_gpu.compilation import choose_compile, find_missing_compiler
 from lt_trainer_gpu.devices import compute_dtype, select_device
-from lt_trainer_gpu.options import GpuOptions
+from lt_trainer_gpu.options import GpuOptions, gpu_options
 
 DTYPE_FIELD = "engine.gpu.dtype"
 
@@ -65,7 +65,7 @@ def choose_computation(recipe: Recipe, config: ModelConfig, world: World) -> Com
         DeviceError: there is no such device.
         RecipeError: the device or this torch cannot do what an option asks for.
     """
-    options: GpuOptions = recipe.engine["gpu"]
+    options = gpu_options(recipe)
     device = select_device(options, world)
     compile, compile_note = choose_compile(
         options,
@@ -119,7 +119,7 @@ def _choose_attention(
     Raises:
         RecipeError: the backend that the recipe names cannot run on this device in this dtype.
     """
-    attention = recipe.engine["gpu"].attention
+    attention = gpu_options(recipe).attention
     reason = unavailable_reason(attention, device.type, dtype)
     if reason is not None:
         raise RecipeError(

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from lt_model.feed_forward import Experts, MoE, TakeRows
 from lt_trainer_gpu.mesh_layout import MeshLayout
 from lt_trainer_gpu.model import DecoderStage, stage_param_specs
+from lt_trainer_gpu.module_class import exchange_class
 
 _ops = torch.ops._c10d_functional
 
@@ -92,7 +93,7 @@ def apply_expert_parallel(stage: DecoderStage, mesh_layout: MeshLayout, group_na
         for attribute, full in experts.named_parameters():
             _, shape = mesh_layout.part_of(specs[f"{name}.experts.{attribute}"])
             setattr(experts, attribute, nn.Parameter(torch.empty(shape, dtype=full.dtype, device="meta")))
-        experts.__class__ = ExpertParallelExperts
+        exchange_class(experts, ExpertParallelExperts)
         assert isinstance(experts, ExpertParallelExperts)
         experts.group_name, experts.group_size = group_name, mesh_layout.ep
 

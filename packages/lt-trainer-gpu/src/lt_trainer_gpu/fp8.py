@@ -40,7 +40,8 @@ from torch import Tensor, nn
 from lt_model import ModelConfig, ParamSpec, flops_per_token, param_specs
 from lt_model.decoder import Decoder
 from lt_trainer_gpu.checks import parse_torch_version
-from lt_trainer_gpu.tensor_parallel import row_parallel_bias
+from lt_trainer_gpu.module_class import exchange_class
+from lt_trainer_gpu.tensor_parallel import RowParallelLinear, row_parallel_bias
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SMALLEST_AMAX = 1e-12
@@ -146,7 +147,19 @@ class RowwiseLinear(TensorwiseLinear):
     scaling: Scaling = "rowwise"
 
 
+class TensorwiseRowParallelLinear(TensorwiseLinear, RowParallelLinear):
+    """The same on tensor-parallel ranks, whose outputs are summed."""
+
+
+class RowwiseRowParallelLinear(RowwiseLinear, RowParallelLinear):
+    """The same on tensor-parallel ranks, whose outputs are summed."""
+
+
 LINEAR_CLASSES: dict[str, type[TensorwiseLinear]] = {"tensorwise": TensorwiseLinear, "rowwise": RowwiseLinear}
+ROW_PARALLEL_CLASSES: dict[str, type[TensorwiseLinear]] = {
+    "tensorwise": TensorwiseRowParallelLinear,
+    "rowwise": RowwiseRowParallelLinear,
+}
 
 
 def fp8_products(config: ModelConfig, skipped_blocks: int) -> list[ParamSpec]:
@@ -174,6 +187,7 @@ def apply_fp8(model: Decoder, scaling: Scaling, skipped_blocks: int) -> int:
     count = 0
     for name, module in model.named_modules():
         if f"{name}.weight" in products and isinstance(module, nn.Linear):
-            module.__class__ = LINEAR_CLASSES[scaling]
+            classes = ROW_PARALLEL_CLASSES if isinstance(module, RowParallelLinear) else LINEAR_CLASSES
+            exchange_class(module, classes[scaling])
             count += 1
     return count

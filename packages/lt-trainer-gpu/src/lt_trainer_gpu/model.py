@@ -23,6 +23,7 @@ from lt_model.loss import LossParts, linear_loss_parts
 from lt_model.scoring import LabelScores, linear_label_scores
 from lt_trainer_gpu.collectives import TensorParallelGroup, all_reduce_softmax_terms, copy_to_tp
 from lt_trainer_gpu.fsdp_sync import FsdpSync
+from lt_trainer_gpu.module_class import exchange_class
 
 if TYPE_CHECKING:
     from lt_trainer_gpu.balancing import Balance
@@ -114,11 +115,11 @@ def build_stage(
     """Return a stage with `layers` of the model, on the meta device."""
     with torch.device("meta"):
         stage = Decoder(config, attention=attention, pad_vocab_to_multiple_of=pad_vocab_to_multiple_of).to(dtype)
-    stage.__class__ = DecoderStage
+    exchange_class(stage, DecoderStage)
     assert isinstance(stage, DecoderStage)
     stage.layers, stage.is_first, stage.is_last = layers, layers.start == 0, layers.stop == config.n_layers
     head = stage.lm_head
-    head.__class__ = LossHead
+    exchange_class(head, LossHead)
     assert isinstance(head, LossHead)
     head.tp_group, head.vocab_start_index, head.compile_loss = None, 0, False
     head.pad_vocab_to_multiple_of, head.chunk_tokens = pad_vocab_to_multiple_of, loss_chunk_tokens

@@ -1,10 +1,16 @@
 """Engine options, `[engine.gpu]` in a recipe. Torch-free."""
 
-from typing import Literal, Self
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import model_validator
 
+from lt_trainer.config.recipe import engine_options
 from lt_trainer.config.section import Section, option
+
+if TYPE_CHECKING:
+    from lt_trainer.config.sections import Recipe
 
 
 class GpuOptions(Section, table="engine.gpu"):
@@ -95,3 +101,8 @@ class GpuOptions(Section, table="engine.gpu"):
             problem = "this attention would be recompiled for every batch"
             raise self.wrong("attention compile", problem, "set engine.gpu.attention to auto, sdpa, varlen or flex")
         return self
+
+
+def gpu_options(recipe: Recipe) -> GpuOptions:
+    """Return the options of this engine, which may be registered under another name."""
+    return engine_options(recipe, recipe.run.engine, GpuOptions)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from lt_trainer_gpu import flight_recorder
 from lt_trainer_gpu.checks import check_recipe
-from lt_trainer_gpu.options import GpuOptions
+from lt_trainer_gpu.options import GpuOptions, gpu_options
 
 if TYPE_CHECKING:
     from lt_model import ModelConfig
@@ -40,7 +40,7 @@ class GpuSpec:
         Deterministic cuBLAS needs a fixed workspace; the flight recorder needs its dump path. Expandable segments keep
         GPU memory from fragmenting where tensors vary in size; the user's own allocator settings are kept as they are.
         """
-        options = recipe.engine["gpu"]
+        options = gpu_options(recipe)
         fixed = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if options.deterministic else {}
         if options.device != "cpu" and not any(name in os.environ for name in ALLOCATOR_VARIABLES):
             fixed[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"

@@ -36,6 +36,7 @@ from lt_trainer_gpu.collectives import (
 )
 from lt_trainer_gpu.mesh_layout import MeshLayout
 from lt_trainer_gpu.model import DecoderStage, LossHead, stage_param_specs
+from lt_trainer_gpu.module_class import exchange_class
 
 
 class ParallelRegion(nn.Module):
@@ -202,5 +203,5 @@ def apply_tensor_parallel(model: DecoderStage, mesh_layout: MeshLayout, tp_group
         if has_ep and kind is TensorParallelMoE:  # each rank routes its own positions to whole experts
             continue
         if kind is not None and (has_ep or not name.endswith(".shared_experts")):  # else the mixture sums over ranks
-            module.__class__ = kind
+            exchange_class(module, kind)
             module.tp_group = tp_group  # pyright: ignore[reportArgumentType]

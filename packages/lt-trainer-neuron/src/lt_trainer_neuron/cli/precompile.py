@@ -32,7 +32,7 @@ def precompile(
     from lt_trainer_neuron.precompile import precompile as compile_graphs
 
     given = read_hyperparameters(hyperparameters) if hyperparameters else None
-    resolved = complete(load(recipe, overrides=sets or [], hyperparameters=given))
+    resolved = complete(load(recipe, overrides=sets or [], hyperparameters=given, reads_data=False))
     data = resolved.recipe.data
     arguments = [str(recipe), "--steps", str(steps)]
     arguments += ["--validate"] if data.validation or data.validation_sets else []

@@ -321,8 +321,8 @@ def tune(
     import signal
     from functools import partial
 
-    from lt_trainer.config.recipe import complete
     from lt_trainer.resilience.stop_signals import install_handlers
+    from lt_trainer.training.benchmark import resolve_bench_recipe
     from lt_trainer.tuning.probe import run_probe
     from lt_trainer.tuning.tune import tune_recipe
 
@@ -331,7 +331,7 @@ def tune(
     given = [str(recipe), *options, *(word for text in sets or [] for word in ("--set", text))]
     given += ["--hyperparameters", str(hyperparameters)] if hyperparameters else []
     tune_recipe(
-        complete(_load(recipe, sets, hyperparameters)),
+        resolve_bench_recipe(str(recipe), "", **_read(sets, hyperparameters)),
         partial(run_probe, given, ranks=nproc_per_node, timeout_s=timeout),
         ranks=nproc_per_node,
         options=options,

@@ -103,6 +103,7 @@ def load(
     overrides: Sequence[str] = (),
     base: Mapping[str, Any] | None = None,
     base_name: str = "base",
+    reads_data: bool = True,
 ) -> ResolvedRecipe:
     """Resolve a recipe from its sources.
 
@@ -112,6 +113,7 @@ def load(
         overrides: Overrides such as "optimizer.lr=1e-3".
         base: Nested tables under the file, for programs that start from a recipe of their own.
         base_name: Name of `base` in errors and origins.
+        reads_data: Count epochs in the data; without, a run of epochs has no known length (`run_length`).
 
     Raises:
         RecipeError: unreadable file, unknown key, wrong type, contradiction, or no data.store.
@@ -127,7 +129,7 @@ def load(
             remedy = "write section.field=value, for example --set optimizer.lr=1e-3"
             raise RecipeError(f"--set {text}: missing {'=' if name.strip() else 'name'}", remedy=remedy)
         given[name.strip()] = Given(parse_text(value), "--set")
-    resolved = _resolve(given)
+    resolved = _resolve(given, reads_data=reads_data)
     if not resolved.recipe.data.source_kind:
         remedy = "set data.store to a token store (lt data prepare makes one), or data.synthetic to true for random ids"
         raise RecipeError("a run needs data", values={"data.store": ""}, remedy=remedy)
@@ -163,11 +165,11 @@ def _is_bare_text(text: str, message: str) -> bool:
     return re.match(r"[A-Za-z/~.]", line[column:]) is not None
 
 
-def _resolve(given: Mapping[str, Given]) -> ResolvedRecipe:
+def _resolve(given: Mapping[str, Given], *, reads_data: bool = True) -> ResolvedRecipe:
     """Check the merged values and make the recipe."""
     try:
         filled = {**given, **_architecture(given)}
-        filled |= steps_from_words(filled)
+        filled |= steps_from_words(filled, reads_data=reads_data)
         known = {name: value for name, value in filled.items() if not value.source.startswith(PENDING)}
         engines = Given(_engines(known), "")
         known = {name: value for name, value in known.items() if name.partition(".")[0] != "engine"}

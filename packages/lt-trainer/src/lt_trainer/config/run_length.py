@@ -20,19 +20,27 @@ from lt_trainer.config.sections import BatchOptions, ScheduleOptions
 from lt_trainer.errors import RecipeError
 
 MAX_STEPS, WARMUP_STEPS = "schedule.max_steps", "schedule.warmup_steps"
+UNCOUNTED_STEPS = 10**9
+"""Steps of a number of epochs where the data is not read: more than any other field of a recipe asks for."""
 _NUMBER = r"(\d+(?:\.\d+)?|\.\d+)\s*"
 _PATTERNS = {MAX_STEPS: re.compile(_NUMBER + "epochs?"), WARMUP_STEPS: re.compile(_NUMBER + "%")}
 
 
-def steps_from_words(given: Mapping[str, Given]) -> dict[str, Given]:
+def steps_from_words(given: Mapping[str, Given], *, reads_data: bool = True) -> dict[str, Given]:
     """Return the run lengths in words among a recipe's values as steps.
+
+    Args:
+        given: values by dotted name.
+        reads_data: count epochs in the data; else they are `UNCOUNTED_STEPS`.
 
     Raises:
         RecipeError: epochs that cannot be counted.
     """
     epochs, share = (parse_run_length(name, given[name].value) if name in given else None for name in _PATTERNS)
     steps: dict[str, Given] = {}
-    if epochs is not None:
+    if epochs is not None and not reads_data:
+        steps[MAX_STEPS] = Given(UNCOUNTED_STEPS, f"{given[MAX_STEPS].source}: epochs of data that is not read")
+    elif epochs is not None:
         data = build(DataOptions, inside(given, "data"), "data")
         batch = build(BatchOptions, inside(given, "batch"), "batch")
         number, text = steps_from_epochs(epochs, data, batch)

@@ -15,14 +15,14 @@ import platform
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from lt_model import PRESETS, flops_per_token, n_parameters
 from lt_trainer.config.data_section import DataOptions
 from lt_trainer.config.recipe import ResolvedRecipe, complete, load, to_dict
-from lt_trainer.config.sections import Recipe
+from lt_trainer.config.sections import EvaluationOptions, Recipe
 from lt_trainer.data.batches import open_batches
 from lt_trainer.engine import Engine, World
 from lt_trainer.errors import RecipeError
@@ -57,15 +57,27 @@ def resolve_bench_recipe(
             "schedule": {"warmup_steps": 0},
         }
         return load(base=base, base_name="lt train bench", overrides=overrides, hyperparameters=hyperparameters)
-    given = complete(load(path, overrides=overrides, hyperparameters=hyperparameters))
-    if given.recipe.data.source_kind == "synthetic":
-        return given
-    vocab_size, _ = vocab_size_and_source(given.recipe)
-    synthetic = [f"model.vocab_size={vocab_size}", "metrics.validation_interval=0", "evaluation.interval=0"]
-    synthetic += ["data.synthetic=true", "data.store=", "data.validation=", "data.packing=bfd"]
-    synthetic += [f"data.tokenizer={DataOptions().tokenizer}", "evaluation.stores=false", "evaluation.tasks=[]"]
-    synthetic += ["evaluation.include_path=", "evaluation.limit=0"]
-    return complete(load(path, overrides=[*overrides, *synthetic], hyperparameters=hyperparameters))
+    given = complete(load(path, overrides=overrides, hyperparameters=hyperparameters, reads_data=False))
+    return _with_random_rows(given)
+
+
+def _with_random_rows(given: ResolvedRecipe) -> ResolvedRecipe:
+    """Return the recipe with rows of random ids in place of its data, and without validation and evaluation."""
+    recipe = given.recipe
+    vocab_size, _ = vocab_size_and_source(recipe)
+    data = DataOptions(
+        synthetic=True,
+        seq_len=recipe.data.seq_len,
+        document_mask=recipe.data.document_mask,
+        prefetch=recipe.data.prefetch,
+    )
+    sections = {
+        "data": data,
+        "model": recipe.model.model_copy(update={"vocab_size": vocab_size}),
+        "metrics": recipe.metrics.model_copy(update={"validation_interval": 0, "validation_tokens": 0}),
+        "evaluation": EvaluationOptions(),
+    }
+    return replace(given, recipe=recipe.model_copy(update=sections))
 
 
 def run_benchmark(resolved: ResolvedRecipe, *, steps: int, warmup: int) -> dict[str, Any] | None:
