@@ -1,5 +1,6 @@
 """Every attention backend against the formula; who may run where; how the kernels of others are called."""
 
+import ctypes
 import sys
 import types
 from dataclasses import replace
@@ -16,7 +17,9 @@ from lt_model.attention import BACKENDS, attention_backend, available_backends, 
 from lt_model.attention_features import ATTENTION_LACKS  # noqa: E402
 from lt_model.decoder import DecoderBlock  # noqa: E402
 from lt_model.documents import (  # noqa: E402
+    SplitMask,
     flash_attn_attention,
+    split_attention,
     torch_varlen_metadata,
     varlen_attention,
     varlen_metadata,
@@ -311,3 +314,49 @@ def test_every_backend_of_the_device_equals_the_formula(name, documents):
     wide = [tensor.detach().double().requires_grad_() for tensor in qkv]
     for one, other in zip(found, _expected(doc_ids, wide, upstream.double()), strict=True):
         assert ((one.double() - other).norm() / other.norm()).item() < 2e-2
+
+
+class _Malloc(ctypes.Structure):
+    """glibc's `struct mallinfo2`."""
+
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
+
+
+def _malloc_bytes() -> int:
+    """Return what this process has allocated and not freed."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallinfo2"):
+        pytest.skip("this libc does not say how much memory is in use")
+    libc.mallinfo2.restype = _Malloc
+    info = libc.mallinfo2()
+    return info.uordblks + info.hblkhd
+
+
+def test_documents_of_every_length_need_few_kernels():
+    """torch keeps those of the backward pass in bfloat16: 600 MB of 256 lengths, where each is computed as it is."""
+    torch.manual_seed(0)
+
+    def attend(lengths: list[int]) -> None:
+        qkv = [torch.randn(1, sum(lengths), n, 32, dtype=torch.bfloat16, requires_grad=True) for n in (4, 2, 2)]
+        out = split_attention(*qkv, SplitMask(lengths, 0))
+        out.backward(out.detach())
+
+    attend([1, 256])
+    before = _malloc_bytes()
+    for first in range(1, 257, 8):
+        attend(list(range(first, first + 8)))
+    assert _malloc_bytes() - before < 60e6
+
+
+@pytest.mark.parametrize("window", [0, 10, 50])
+def test_lengths_that_are_rounded_up_change_nothing_but_the_last_bits(window):
+    lengths = [1, 5, 31, 32, 33, 70]
+    ids = torch.tensor([[i for i, length in enumerate(lengths) for _ in range(length)]])
+    qkv, upstream = _heads(ids)
+    qkv, upstream = [x.bfloat16() for x in qkv], upstream.bfloat16()
+    mask = SplitMask(lengths, window)
+    found = _results(split_attention, mask, qkv, upstream)
+    exact = _results(split_attention, mask, [x.double() for x in qkv], upstream.double())
+    for narrow, wide in zip(found, exact, strict=True):
+        assert (narrow.double() - wide).norm() < 0.006 * wide.norm()

@@ -20,6 +20,7 @@ from lt_trainer.errors import RecipeError
 from lt_trainer.planning.devices import DEVICES
 from lt_trainer.planning.layout import PlannedLayout
 from lt_trainer.planning.memory import RESERVE_BYTES, RESERVE_SHARE, plan_memory
+from lt_trainer.planning.memory_activations import attention_backward_per_token
 from lt_trainer.planning.memory_state import RankWeights
 from lt_trainer.planning.plan import (
     Plan,
@@ -287,3 +288,21 @@ def test_notes_name_fields_of_the_recipe_and_warn_of_what_is_hardly_meant(little
         "optimizer.lr = 1e+30 is far above usual learning rates, 1e-5 to 1e-2",
         f"model.intermediate_size = 2060 {slower}2048 or 2112 would be aligned",
     ]
+
+
+def test_a_plan_does_not_depend_on_a_width_that_the_model_does_not_have() -> None:
+    """All layers of qwen3-30b-a3b are experts; their own width is counted in the gradients of a block."""
+    config, layout = PRESETS["qwen3-30b-a3b"], replace(LAYOUT, dp_shard=8, cp=1)
+    peaks = {plan_memory(replace(config, intermediate_size=n), 4096, layout).peak for n in (64, 6144, 393216)}
+    assert len(peaks) == 1
+
+
+@pytest.mark.parametrize("cp", [1, 4])
+def test_attention_is_planned_with_the_width_of_its_heads(cp: int) -> None:
+    """Of qwen3-0.6b 2048 numbers, in a stream of 1024; two bytes each, and 1024 numbers of keys, and of values."""
+    width, heads, kv, selected = 2 * 1024, 2 * 2048, 2 * 2 * 1024, 4.5
+    wanted = 2 * width + 4 * heads
+    if cp > 1:
+        wanted += heads + kv / 2 + 2 * kv * selected + 2 * heads * selected
+    layout = replace(LAYOUT, cp=cp, dp_shard=8 // cp)
+    assert attention_backward_per_token(PRESETS["qwen3-0.6b"], layout) == wanted

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lt_model.errors import ModelError
-from lt_model.sdpa import sdpa_attention, window_bias
+from lt_model.sdpa import document_attention, sdpa_attention, window_bias
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,14 +148,14 @@ def _attend_window(q_1THK: Tensor, k_1TGK: Tensor, v_1TGK: Tensor, window: int) 
     """Attend in a document; each block of `window` queries sees itself and the block before: linear in T."""
     n_tokens = q_1THK.shape[1]
     if not window or n_tokens <= window:
-        return sdpa_attention(q_1THK, k_1TGK, v_1TGK, None)
+        return document_attention(q_1THK, k_1TGK, v_1TGK, None)
     bias = window_bias(window, 2 * window, window, q_1THK.device, q_1THK.dtype)
-    outs = [sdpa_attention(q_1THK[:, :window], k_1TGK[:, :window], v_1TGK[:, :window], None)]
+    outs = [document_attention(q_1THK[:, :window], k_1TGK[:, :window], v_1TGK[:, :window], None)]
     for first in range(window, n_tokens, window):
         keys = slice(first - window, first + window)
         n_queries = min(window, n_tokens - first)
         block_bias = bias[:n_queries, : window + n_queries]
-        outs.append(sdpa_attention(q_1THK[:, first : first + window], k_1TGK[:, keys], v_1TGK[:, keys], block_bias))
+        outs.append(document_attention(q_1THK[:, first : first + window], k_1TGK[:, keys], v_1TGK[:, keys], block_bias))
     return torch.cat(outs, dim=1)
 
 

@@ -16,6 +16,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 if TYPE_CHECKING:
     from lt_model.documents import DocumentBoundaries
 
+LENGTH_MULTIPLE = 32
+"""Rounds the lengths of documents up where torch keeps kernels for each: so there are few, and little is added."""
+
 
 def document_bias(boundaries: DocumentBoundaries, device: torch.device, dtype: torch.dtype, window: int = 0) -> Tensor:
     """Return the additive mask of causal attention within documents, [B, 1, T, T] on `device`.
@@ -76,6 +79,27 @@ def sdpa_attention(q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, bias: Tensor 
         enable_gqa=q_BTHK.shape[2] != k_BSGK.shape[2],
     )
     return out_BHTK.transpose(1, 2)[..., :width]
+
+
+def document_attention(q_1THK: Tensor, k_1SGK: Tensor, v_1SGK: Tensor, bias: Tensor | None) -> Tensor:
+    """Attend in one document as `sdpa_attention` does; for documents of many lengths.
+
+    In bfloat16 on a CPU torch makes kernels for each length in the backward pass and keeps them, megabytes a length. So
+    lengths are rounded up there: what is added comes last, where no query looks, and its own outputs are dropped.
+    """
+    n_tokens, n_keys = q_1THK.shape[1], k_1SGK.shape[1]
+    more_tokens, more_keys = -n_tokens % LENGTH_MULTIPLE, -n_keys % LENGTH_MULTIPLE
+    keeps_kernels = q_1THK.dtype == torch.bfloat16 and q_1THK.device.type == "cpu"
+    if not keeps_kernels or not (more_tokens or more_keys):
+        return sdpa_attention(q_1THK, k_1SGK, v_1SGK, bias)
+    if bias is None and n_tokens < n_keys:
+        bias = _causal_bias(q_1THK, k_1SGK)
+    if bias is not None:
+        bias = F.pad(F.pad(bias, (0, more_keys), value=float("-inf")), (0, 0, 0, more_tokens))
+    q_1THK = F.pad(q_1THK, (0, 0, 0, 0, 0, more_tokens))
+    k_1SGK = F.pad(k_1SGK, (0, 0, 0, 0, 0, more_keys))
+    v_1SGK = F.pad(v_1SGK, (0, 0, 0, 0, 0, more_keys))
+    return sdpa_attention(q_1THK, k_1SGK, v_1SGK, bias)[:, :n_tokens]
 
 
 def make_sdpa_attention(*kernels: str) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:

@@ -36,7 +36,7 @@ from torch import Tensor
 from lt_model.attention import AttentionBackend, unavailable_reason
 from lt_model.documents import DocumentBoundaries, copy_to_device, torch_varlen_metadata
 from lt_model.flex import flex_mask_attention
-from lt_model.sdpa import reference_attention, sdpa_attention, window_bias
+from lt_model.sdpa import document_attention, reference_attention, sdpa_attention, window_bias
 from lt_trainer_gpu.context_parallel_rows import QuerySegments, gathered_order
 from lt_trainer_gpu.mesh_layout import MeshLayout
 from lt_trainer_gpu.model import DecoderStage
@@ -191,7 +191,7 @@ def _attend_split(q_LHK: Tensor, k_PGK: Tensor, v_PGK: Tensor, mask: SplitMask) 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         is_cut = 0 < mask.window < k.shape[0]
         bias = window_bias(q.shape[0], k.shape[0], mask.window, q.device, q.dtype) if is_cut else None
-        return sdpa_attention(q[None], k[None], v[None], bias)[0]
+        return document_attention(q[None], k[None], v[None], bias)[0]
 
     return torch.cat([attend(q, k, v) for q, k, v in parts])
 

@@ -203,7 +203,9 @@ class _RankPlan:
             gradients += weights.head_in_last_block if index == last else weights.head_in_first_block + self._sent
         held_now, held_after = (self._saved_by(n) for n in (index + 1, index))
         backward = self._tokens * block_backward_per_token(config, layout)
-        in_mlp = held_now + backward, config.intermediate_size * config.hidden_size / layout.tp
+        has_experts = config.layer(weights.layers[index]).experts
+        inner = config.expert_size if has_experts else config.intermediate_size
+        in_mlp = held_now + backward, inner * config.hidden_size / layout.tp
         at_end = held_after + self._tokens * attention_backward_per_token(config, layout), weights.block
         held, own = max(in_mlp, at_end, key=lambda peak: peak[0] + peak[1] * layout.element_bytes)
         return {

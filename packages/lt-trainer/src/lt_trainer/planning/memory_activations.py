@@ -13,8 +13,6 @@ from lt_model import ModelConfig
 from lt_model.activation_memory import activation_bytes_per_token, block_backward_bytes_per_token
 from lt_trainer.planning.layout import PlannedLayout
 
-ATTENTION_TENSORS = 6
-"""Tensors of the stream's size at the end of a block's backward: gradients of queries, keys, values, output, stream."""
 OF_ROUTED_POSITIONS = {"router", "choice of experts", "outputs of experts", "shared output"}
 """What is saved for the positions that a device routes: with expert parallelism, those of one tensor parallel rank."""
 ORDER_BYTES = 16
@@ -55,15 +53,21 @@ def block_backward_per_token(config: ModelConfig, layout: PlannedLayout) -> floa
 def attention_backward_per_token(config: ModelConfig, layout: PlannedLayout) -> float:
     """Return bytes per token at the end of a block's backward, where its attention's is.
 
-    Under context parallelism: input, norm, queries and output with their gradients; selected keys and values with
-    theirs, which flash kernels compute for every query head; and the buffer in which they are added up.
+    The stream and its gradient, queries and output with theirs, or the gradients of keys and values. Under context
+    parallelism also what norms of queries and keys keep; selected keys and values with their gradients, which flash
+    kernels compute for every query head; and the buffer in which they are added up.
     """
     width = config.hidden_size * layout.element_bytes
+    queries = config.n_heads * config.head_width * layout.element_bytes / layout.tp
+    outputs = config.n_heads * config.head_value_width * layout.element_bytes / layout.tp
+    own = 2 * width + 2 * queries + 2 * outputs
     if layout.cp == 1:
-        return ATTENTION_TENSORS * width
-    heads, kv, selected = width / layout.tp, _kv_per_token(config, layout), _selected_shares(config, layout)
-    per_head = 2 * heads * selected if config.n_kv_heads < config.n_heads else 0.0
-    return 3 * width + 3 * heads + 2 * kv * selected + max(per_head, kv * layout.cp)
+        return own
+    saved = activation_bytes_per_token(config, "none", **_sharding(layout))
+    kv, selected = _kv_per_token(config, layout), _selected_shares(config, layout)
+    per_head = (queries + outputs) * selected if config.n_kv_heads < config.n_heads else 0.0
+    own += saved.get("norms of queries and keys", 0.0)
+    return own + 2 * kv * selected + max(per_head, kv * layout.cp)
 
 
 def _saved_per_token(config: ModelConfig, layout: PlannedLayout, mode: Any, layer: int | None = None) -> float:
