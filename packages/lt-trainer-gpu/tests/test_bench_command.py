@@ -54,7 +54,7 @@ def test_the_engine_may_be_derived_under_another_name(monkeypatch: pytest.Monkey
     report = bench(None, "tiny-2m", tuple(sets))
     assert report is not None
     assert report["layout"]["engine"]["other"]["device"] == "cpu"
-    with pytest.raises(RecipeError, match=r"^engine.other.fp8 = 'rowwise' .*engine.other.fp8 to off$"):
+    with pytest.raises(RecipeError, match=r'^engine.other.fp8 = "rowwise" .*engine.other.fp8 to off$'):
         bench(None, "tiny-2m", (*sets, "engine.other.fp8=rowwise", "data.seq_len=24"))
 
 

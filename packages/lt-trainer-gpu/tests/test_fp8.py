@@ -196,7 +196,7 @@ def test_latents_in_float8_are_refused_on_tensor_parallel_ranks(recipe, scaling:
     sets += [f"model.shape={shape}", f"engine.gpu.fp8={scaling}", "engine.gpu.dtype=float32"]
     SPEC.check(recipe(*sets), World())
     made, world = recipe(*sets, "parallel.tp=2"), World(size=2, local_size=2)
-    with pytest.raises(RecipeError, match=f"fp8 = '{scaling}', parallel.tp = 2: .* latent attention") as caught:
+    with pytest.raises(RecipeError, match=f'fp8 = "{scaling}", parallel.tp = 2: .* latent attention') as caught:
         SPEC.check(made, world)
     assert caught.value.remedy == "set engine.gpu.fp8 to off, or parallel.tp to 1"
 
