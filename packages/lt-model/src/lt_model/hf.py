@@ -258,45 +258,56 @@ def _to_key(config: ModelConfig, name: str, key: str) -> Any:
 
 def _read_layers(given: Mapping[str, Any], row: Family, n_layers: int) -> dict[str, Any]:
     """Return the kinds of layers and their window."""
-    dense, step = given.get("mlp_only_layers") or (), given.get("decoder_sparse_step") or 1
-    n_dense = given.get("first_k_dense_replace") and check_size("first_k_dense_replace", given["first_k_dense_replace"])
-    experts = [
-        "n_experts" in row.keys and i >= (n_dense or 0) and i not in dense and (i + 1) % step == 0
-        for i in range(n_layers)
-    ]
-    names = (FULL, SLIDING)
+    experts = _experts_by_layer(given, row, n_layers)
     listed = given.get("layer_types") if row.sliding != "all" else None
     if not row.sliding:
-        if listed and set(listed) != {names[0]}:
-            raise ModelError(f"layer_types = {listed!r} is not supported (only {names[0]} in this family)")
+        if listed and set(listed) != {FULL}:
+            raise ModelError(f"layer_types = {listed!r} is not supported (only {FULL} in this family)")
         return {"layers": tuple(LayerKind(experts=has_experts) for has_experts in experts)}
     window = given["sliding_window"] or 0
     if row.sliding in ("last", "nope") and not given["use_sliding_window"]:
-        if names[1] in (listed or ()):
+        if SLIDING in (listed or ()):
             raise ModelError(
-                f"layer_types has {names[1]} without use_sliding_window = true, which parts of transformers take for "
+                f"layer_types has {SLIDING} without use_sliding_window = true, which parts of transformers take for "
                 "a window and others not; change one of them"
             )
         window = 0
-    period = given.get(row.period_key) or row.period
-    interval, ropes = given.get("no_rope_layer_interval") or row.period, [True] * n_layers
+    ropes = [True] * n_layers
     if row.sliding == "nope":
-        ropes = given.get("no_rope_layers") or [(index + 1) % interval != 0 for index in range(n_layers)]
-    slides = {
-        "all": lambda index: window > 0,
-        "last": lambda index: window > 0 and index >= given["max_window_layers"],
-        "pattern": lambda index: (index + 1) % period != 0,
-        "nope": lambda index: window > 0 and not ropes[index],
-    }[row.sliding]
-    types = listed or [names[slides(index)] for index in range(n_layers)]
-    for key, values in (("layer_types", types), ("no_rope_layers", ropes)):
-        if len(values) != n_layers or (key == "layer_types" and not set(values) <= set(names)):
-            raise ModelError(f"{key} = {values!r}: must be {n_layers} of {' and '.join(names)}, one for each layer")
+        interval = given.get("no_rope_layer_interval") or row.period
+        by_rule = [(index + 1) % interval != 0 for index in range(n_layers)]
+        ropes = given.get("no_rope_layers") or by_rule
+    types = listed or [(FULL, SLIDING)[slides] for slides in _slides_by_rule(given, row, window, ropes)]
+    for key, values in (("no_rope_layers", ropes), ("layer_types", types)):
+        if len(values) != n_layers or (key == "layer_types" and not set(values) <= {FULL, SLIDING}):
+            raise ModelError(f"{key} = {values!r}: must be {n_layers} of {FULL} and {SLIDING}, one for each layer")
     kinds = tuple(
-        LayerKind(sliding=kind == "sliding_attention", rope=bool(rope), experts=has_experts)
+        LayerKind(sliding=kind == SLIDING, rope=bool(rope), experts=has_experts)
         for kind, rope, has_experts in zip(types, ropes, experts, strict=True)
     )
     return {"layers": kinds, "sliding_window": window}
+
+
+def _experts_by_layer(given: Mapping[str, Any], row: Family, n_layers: int) -> list[bool]:
+    if "n_experts" not in row.keys:
+        return [False] * n_layers
+    dense = given.get("mlp_only_layers") or ()
+    step = given.get("decoder_sparse_step") or 1
+    first = given.get("first_k_dense_replace") or 0
+    if first:
+        check_size("first_k_dense_replace", first)
+    return [index >= first and index not in dense and (index + 1) % step == 0 for index in range(n_layers)]
+
+
+def _slides_by_rule(given: Mapping[str, Any], row: Family, window: int, ropes: list[Any]) -> list[bool]:
+    """Return which layers slide where the file does not list them."""
+    if row.sliding == "pattern":
+        period = given.get(row.period_key) or row.period
+        return [(index + 1) % period != 0 for index in range(len(ropes))]
+    if row.sliding == "nope":
+        return [window > 0 and not has_rope for has_rope in ropes]
+    first = given["max_window_layers"] if row.sliding == "last" else 0
+    return [window > 0 and index >= first for index in range(len(ropes))]
 
 
 def _write_layers(config: ModelConfig, row: Family) -> dict[str, Any]:
