@@ -141,20 +141,16 @@ def test_every_shape_of_a_family_is_written_and_read(family, data):
     assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(data=st.data())
-def test_what_is_written_gives_the_logits_of_transformers(family, data):
+def assert_same_logits(config):
     torch = pytest.importorskip("torch")
     from family_models import NoFloat32, make_model, our_tensors
 
     from lt_model import Decoder
 
-    config = data.draw(configs(family, largest=3, largest_vocabulary=50))
     written = json.loads(json.dumps(config_to_hf(config)))
     ids = torch.arange(12)[None] % config.vocab_size
     with NoFloat32(), torch.no_grad():
-        theirs = make_model(transformers.CONFIG_MAPPING[family].from_dict(written))
+        theirs = make_model(transformers.CONFIG_MAPPING[config.family].from_dict(written))
         wanted = theirs(input_ids=ids, use_cache=False).logits
     ours = Decoder(config_from_hf(written)).double()
     ours.load_state_dict(our_tensors(theirs.state_dict(), config), strict=not config.tie_word_embeddings)
@@ -162,6 +158,43 @@ def test_what_is_written_gives_the_logits_of_transformers(family, data):
         ours.lm_head.weight = ours.model.embed_tokens.weight
     with torch.no_grad():
         torch.testing.assert_close(ours(ids), wanted, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_what_is_written_gives_the_logits_of_transformers(family, data):
+    assert_same_logits(data.draw(configs(family, largest=3, largest_vocabulary=50)))
+
+
+LATENT = {"kv_rank": 4, "nope_width": 4, "rope_width": 2, "value_width": 6}
+
+
+@pytest.mark.parametrize(
+    "family", [name for name, row in FAMILIES.items() if row.dense_layers or row.sliding == "pattern"]
+)
+def test_a_model_without_experts_or_windows_is_written_with_valid_sizes_for_them(family):
+    row = FAMILIES[family]
+    fields = {**row.fixed, **(LATENT if family == "deepseek_v3" else {})}
+    if family == "gpt_oss":  # which has no layers without experts
+        fields |= {"n_experts": 4, "experts_per_token": 2, "expert_size": 9, "glu_limit": 7.0}
+        fields["layers"] = (LayerKind(experts=True),)
+    sizes = {"vocab_size": 20, "hidden_size": 8, "intermediate_size": 9, "n_heads": 2, "n_kv_heads": 2, "n_layers": 3}
+    config = ModelConfig(**sizes, **fields, family=family)
+    written = config_to_hf(config)
+    assert config_from_hf(written) == config
+    unread = (
+        "first_k_dense_replace",
+        "n_routed_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "n_shared_experts",
+    )
+    if family == "deepseek_v3":
+        assert [written[key] for key in unread] == [3, 1, 1, 1, 1]
+    if row.sliding == "pattern":
+        assert written["sliding_window"] == config.max_position_embeddings
+    assert_same_logits(config)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
