@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from lt_ckpt import CheckpointError
 from lt_ckpt.cli import app
+from lt_ckpt.hf.folder import read_stored_arrays
 from lt_ckpt.hub.address import Address
 from lt_ckpt.hub.model import fetch_config, fetch_model
 from lt_ckpt.hub.upload import upload_to_hub
@@ -47,6 +48,13 @@ def test_a_folder_of_a_repository_and_another_cache(hub, tmp_path):
     got = fetch_model(f"{URL}/sub/folder", cache=tmp_path / "own")
     assert got.path.is_relative_to(tmp_path / "own")
     assert contents(got.path) == {name: hub.files[f"sub/folder/{name}"] for name in WANTED}
+
+
+def test_a_repository_with_two_models_is_refused(hub):
+    hub.files["model.safetensors"] = b"other weights"
+    folder = fetch_model(URL).path
+    with pytest.raises(CheckpointError, match=r"has model\.safetensors, which transformers reads, and model\.safe"):
+        read_stored_arrays(folder)
 
 
 def test_weights_of_one_file_and_those_that_are_missing(hub):

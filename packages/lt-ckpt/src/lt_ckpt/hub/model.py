@@ -67,7 +67,8 @@ def fetch_model(
         wanted = [name]
         if is_indexed := (model.path / index).is_file():
             wanted = sorted({str(file) for file in read_weight_map(model.path / index).values()})
-        _fetch(replace(address, revision=model.commit), wanted, cache)
+        # The single file also where there is an index: a repository with both is refused when it is opened.
+        _fetch(replace(address, revision=model.commit), [*wanted, name], cache)
         missing = [shard for shard in wanted if not (model.path / shard).is_file()]
         if not missing:
             if verify:
