@@ -1,5 +1,6 @@
 """What a run can read, over two ranks and one, in float64: the same losses, and a stop of two goes on as one."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from lt_trainer.config.recipe import load
 from lt_trainer.run_directory.jsonl import read_jsonl
 
 STEPS = 8
+SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+SHAPE |= {"num_hidden_layers": 2, "max_position_embeddings": 32}
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +30,8 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
         documents = (Document(text=text, source=str(i)) for i, text in enumerate(half))
         prepare(documents, tokenizer=tokenizer, out=root / name)
         pack(TokenStore(root / name), seq_len=32)
+    experts = {"model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2, "vocab_size": 280}
+    (root / "config.json").write_text(json.dumps(experts | SHAPE))
     return root
 
 
@@ -42,6 +47,11 @@ def kinds(root: Path) -> dict[str, dict[str, Any]]:
             },
             "batch": {"ramp": {"start": 4, "steps": 5}},
         },
+        "experts": {
+            "data": store,
+            "model": {"config": str(root / "config.json")},
+            "moe": {"aux_loss": 0.5, "sequence_aux_loss": 0.5, "router_z_loss": 0.1},
+        },
         "synthetic": {"data": {"synthetic": True, "validation": ""}, "model": {"vocab_size": 280}},
     }
 
@@ -56,9 +66,11 @@ def numbers(out: Path, field: str = "loss") -> list[tuple[Any, ...]]:
     return [(r["step"], r.get("val_set"), r[field], r.get("valid_tokens", r.get("val_tokens"))) for r in found]
 
 
-@pytest.mark.parametrize(("kind", "cp"), [("ramped mixture", 1), ("synthetic", 1), ("ramped mixture", 2)])
+@pytest.mark.parametrize(
+    ("kind", "cp"), [("ramped mixture", 1), ("experts", 1), ("synthetic", 1), ("ramped mixture", 2)]
+)
 def test_two_ranks_train_as_one_and_go_on_as_one(ranks, stores: Path, tmp_path: Path, kind: str, cp: int) -> None:
-    """Also where both read the same rows, each for its positions."""
+    """Also where both read the same rows, each for its positions, and where experts are balanced over a micro-step."""
     shape = {"hidden_size": 32, "intermediate_size": 48, "n_heads": 4, "n_kv_heads": 2, "n_layers": 2}
     base: dict[str, Any] = {
         "model": shape,
@@ -69,18 +81,20 @@ def test_two_ranks_train_as_one_and_go_on_as_one(ranks, stores: Path, tmp_path: 
         "engine": {"gpu": {"device": "cpu", "dtype": "float64"}},
     }
     for section, values in kinds(stores)[kind].items():
-        base[section] = {**base[section], **values}
+        base[section] = {**(base.get(section, {}) if kind != "experts" else {}), **values}
 
-    def of(name: str, cp: int = 1) -> dict[str, Any]:
+    def of(name: str, dp: int = 1, cp: int = 1) -> dict[str, Any]:
+        base["batch"]["micro_batch_size"] = 4 // dp  # a micro-step has 4 rows in every layout
         return {**base, "run": {"dir": str(tmp_path / name)}, "parallel": {"cp": cp}}
 
     assert ranks.run(train, of("one"), 0, ranks=1) == [0]
-    assert ranks.run(train, of("two", cp), 5, ranks=2) == [75, 75]
+    assert ranks.run(train, of("two", 2 // cp, cp), 5, ranks=2) == [75, 75]
     assert ranks.run(train, of("two"), 0, ranks=1) == [0]
-    one, two = numbers(tmp_path / "one"), numbers(tmp_path / "two")
-    assert [step for step, *_ in one] == list(range(1, STEPS + 1))
-    for a, b in zip(one, two, strict=True):
-        assert b == (*a[:2], pytest.approx(a[2], rel=1e-11), a[3])
+    for field in ("loss", "grad_norm"):
+        one, two = numbers(tmp_path / "one", field), numbers(tmp_path / "two", field)
+        assert [step for step, *_ in one] == list(range(1, STEPS + 1))
+        for a, b in zip(one, two, strict=True):
+            assert b == (*a[:2], pytest.approx(a[2], rel=1e-11), a[3])
     found, again = numbers(tmp_path / "one", "val_loss"), numbers(tmp_path / "two", "val_loss")
     assert [record[:2] for record in found] == ([(STEPS, "one"), (STEPS, "two")] if kind == "ramped mixture" else [])
     for a, b in zip(found, again, strict=True):

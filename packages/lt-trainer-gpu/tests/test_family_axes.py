@@ -12,7 +12,6 @@ from functools import cache, partial
 from itertools import combinations
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -253,9 +252,7 @@ def train(axis: tuple[str, ...], families: list[str]) -> dict[str, Result]:
         engine_module.init_process_group = lambda *_: None  # the ranks have met
         losses, balance, moments, dp_size = list[float](), list[float](), list[StateSlice](), engine.topology.dp_size
         for step, batch in enumerate(layouts.global_batches(STEPS, rows=ROWS, seq_len=SEQ_LEN, vocab=VOCAB)):
-            order = np.arange(ROWS).reshape(-1, dp_size).T.flatten()  # a micro-step has the same rows in every layout
-            arrays = {name: array[:, order] for name, array in vars(batch).items() if np.ndim(array) == 3}
-            part = layouts.rank_batch(replace(batch, **arrays), engine, MICRO_STEP_ROWS // dp_size)
+            part = layouts.rank_batch(batch, engine, MICRO_STEP_ROWS // dp_size)
             (metrics,) = engine.fetch_metrics([engine.step(part, layouts.learning_rate_at(step))])
             losses += [metrics.loss]
             balance += metrics.experts.load + metrics.experts.aux_loss if metrics.experts else ()

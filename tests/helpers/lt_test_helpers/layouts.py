@@ -100,16 +100,16 @@ def step_batch(*, doc_ids: np.ndarray, document_mask: bool = True, **fields: Any
 
 def rank_batch(batch: StepBatch, engine: Engine, micro_batch_size: int) -> StepBatch:
     """Return this rank's rows of a global batch, in micro-batches."""
-    own, seq_len = rank_rows(batch, engine), batch.input_ids.shape[-1]
+    own, seq_len = rank_rows(batch, engine, micro_batch_size), batch.input_ids.shape[-1]
     names = ("input_ids", "labels", "position_ids", "doc_ids")
     arrays = {n: getattr(batch, n)[0, own].reshape(-1, micro_batch_size, seq_len) for n in names}
     return step_batch(**arrays, valid_tokens=batch.valid_tokens)
 
 
-def rank_rows(batch: StepBatch, engine: Engine) -> slice:
-    """Return this rank's rows of a global batch."""
-    topology, rows = engine.topology, batch.input_ids.shape[1]
-    return slice(topology.dp_rank * rows // topology.dp_size, (topology.dp_rank + 1) * rows // topology.dp_size)
+def rank_rows(batch: StepBatch, engine: Engine, micro_batch_size: int) -> np.ndarray:
+    """Return this rank's rows of a global batch, dealt micro-step by micro-step."""
+    dp_size, dp_rank = engine.topology.dp_size, engine.topology.dp_rank
+    return np.arange(batch.input_ids.shape[1]).reshape(-1, dp_size, micro_batch_size)[:, dp_rank].flatten()
 
 
 def learning_rate_at(step: int) -> float:
@@ -201,7 +201,7 @@ def train_steps(
 
 def _in_global_batch(scores: PositionScores, batch: StepBatch, engine: Engine) -> PositionScores:
     """Return a rank's scores of its rows of a global batch, in the shape of that batch."""
-    own = rank_rows(batch, engine)
+    own = rank_rows(batch, engine, scores.log_probs.shape[1])
     found = PositionScores.unreported(batch.labels)
     for name in ("log_probs", "is_greedy", "is_reported"):
         values = getattr(scores, name)

@@ -16,17 +16,18 @@ def test_each_rank_reads_what_is_inspected(store, mode):
     reader = RowReader(store, pack(store, seq_len=32, mode=mode))  # pyright: ignore[reportArgumentType]
     source = Mixture({"a": reader, "b": reader}, {"a": 2, "b": 1})
     tokenizer = store.tokenizer()
-    ranks = [Stream(source, global_batch_size=12, dp_rank=rank, dp_size=3, seed=3) for rank in range(3)]
+    options = {"global_batch_size": 12, "micro_batch_size": 2, "seed": 3}
+    ranks = [Stream(source, dp_rank=rank, dp_size=3, **options) for rank in range(3)]
     for _ in range(-(-2 * reader.n_rows // 12)):
         found, before = inspect_batch(ranks[0]), ranks[0].state
         batches = [stream.next() for stream in ranks]
         assert inspect_batch(Stream(source, global_batch_size=12, seed=3, state=before), [5, 0])[1] == found[0]
-        assert [row.rank for row in found] == [0] * 4 + [1] * 4 + [2] * 4
+        assert [row.rank for row in found] == [0, 0, 1, 1, 2, 2] * 2
         assert [row.position for row in found] == list(range(before.row, before.row + 12))
         assert sum(row.labels for row in found) == batches[0].valid_tokens
         assert [row.epoch for row in found] == source.epochs_at(before.row, 12).tolist()
         for row in found:
-            rows, place = batches[row.rank].rows, row.index % 4
+            rows, place = batches[row.rank].rows, row.index // 6 * 2 + row.index % 2
             number = int(batches[row.rank].row_ids[place])
             assert (row.origin, row.row) == ("ab"[number // reader.n_rows], number % reader.n_rows)
             ids, owners = rows.input_ids[place], rows.doc_ids[place]

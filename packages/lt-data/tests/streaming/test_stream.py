@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from lt_data import DataError, Document, RowReader, Stream, TokenStore, pack, prepare
 from lt_data.packing.pack_index import build_index
 from lt_data.streaming.permutation import permute
+from lt_data.streaming.ramp import BatchRamp
 from lt_data.streaming.stream import StreamState
 
 
@@ -101,6 +102,23 @@ def test_ranks_come_and_go_and_the_sequence_is_that_of_one_rank(mixed_reader, dp
         left_out = [epochs[epoch][position % n_rows] for position in skipped if position in inside]
         got = [row for position, row in zip(read, rows, strict=True) if position in inside]
         assert sorted(got + left_out) == list(range(n_rows)), "each row once in an epoch"
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 4])
+def test_rows_are_dealt_micro_step_by_micro_step(make_reader, dp_size):
+    ramp = BatchRamp(start=4, final=12, increment=4, steps=4)
+    options = {"global_batch_size": 12, "ramp": ramp, "seed": 3, "dp_size": dp_size, "micro_batch_size": 4 // dp_size}
+    streams = [Stream(make_reader(7), dp_rank=rank, **options) for rank in range(dp_size)]
+    alone = Stream(make_reader(7), global_batch_size=12, ramp=ramp, seed=3)
+    for _ in range(6):
+        batches = [stream.next() for stream in streams]
+        micro_steps = [batch.row_ids.reshape(-1, 4 // dp_size) for batch in batches]
+        assert np.concatenate(micro_steps, axis=1).flatten().tolist() == alone.next().row_ids.tolist()
+        assert {batch.state for batch in batches} == {alone.state}
+    with pytest.raises(DataError, match=r"with a multiple of dp_size = 4 x micro_batch_size = 2 rows in each step"):
+        Stream(make_reader(7), **options | {"dp_size": 4, "micro_batch_size": 2, "global_batch_size": 16})
+    with pytest.raises(DataError, match=r"global_batch_size = 12: must be a positive multiple of dp_size = 1 x micro"):
+        Stream(make_reader(7), global_batch_size=12, micro_batch_size=5)
 
 
 def test_the_order_is_the_one_that_is_documented(make_reader):

@@ -94,6 +94,7 @@ def inspect_batch(stream: Stream, rows: Sequence[int] | None = None) -> tuple[In
     """
     first, size = stream.state.row, stream.batch_size_at(stream.state.step)
     numbers = stream.global_rows(stream.state, size).tolist()
+    ranks = stream.ranks_of_rows(size).tolist()
     epochs = stream.reader.epochs_at(first, size).tolist()
     selected = range(size) if rows is None else rows
     _check_numbers("row", selected, size, "the batch")
@@ -102,8 +103,7 @@ def inspect_batch(stream: Stream, rows: Sequence[int] | None = None) -> tuple[In
     for index in selected:
         origin, reader, row = stream.reader.locate(numbers[index])
         place = {"index": index, "position": first + index, "epoch": epochs[index], "origin": origin}
-        rank = index * stream.dp_size // size
-        found.append(_inspect_row(reader.store, reader.pack, row, tokenizer, rank=rank, **place))
+        found.append(_inspect_row(reader.store, reader.pack, row, tokenizer, rank=ranks[index], **place))
     return tuple(found)
 
 

@@ -2,9 +2,13 @@
 
 The global sequence has one row per position p = 0, 1, 2, ...: for one pack the row `perm(seed, epoch)(p % n_rows)` of
 epoch p // n_rows, with a keyed permutation per epoch; for several see lt_data.streaming.mixture. Each step takes the
-next `global_batch_size` rows, and rank r of R takes the r-th of R equal parts of these. The sequence depends on neither
-R nor the batch size, so a run that stops at position p resumes at p with other values of them, and reads each row
-exactly once per epoch. The state is p, and a fingerprint that prevents resuming with other data.
+next `global_batch_size` rows. The sequence depends on neither the number of ranks nor the batch size, so a run that
+stops at position p resumes at p with other values of them, and reads each row exactly once per epoch. The state is p,
+and a fingerprint that prevents resuming with other data.
+
+A step's rows are dealt micro-step by micro-step: with micro-batches of B rows, micro-step k has its rows k B R to
+(k + 1) B R, and rank r of R the r-th B of these. So what joins the rows of a micro-step, such as a balancing loss of
+experts, joins the same ones wherever B R is the same. Without a micro-batch size a step is one micro-step.
 
 Cost: nothing is stored or scanned; a batch costs its rows.
 """
@@ -101,7 +105,7 @@ class StreamBatch:
         ((4, 64), 4, 0)
 
     Attributes:
-        tokens: this rank's rows in the store's dtype, [global_batch_size / dp_size, seq_len].
+        tokens: this rank's rows in the store's dtype, [global_batch_size / dp_size, seq_len], by micro-batch.
         valid_tokens: positions with a label in the *global* batch; 0: there is nothing to train on.
         row_ids: indices of this rank's rows in the pack or mixture (int64).
         step: index of the batch, from 0.
@@ -135,6 +139,7 @@ class Stream:
         ramp: batch size ramp-up to `global_batch_size`; None: a constant batch size.
         dp_rank: data-parallel rank.
         dp_size: number of data-parallel ranks.
+        micro_batch_size: rows of a rank's micro-batch, of which a rank's rows are a multiple; None: all its rows.
         seed: seed of the shuffle.
         shuffle: False: the order of the pack, in every epoch.
         state: state to resume from, or the values of its `to_dict`; its batch size and number of ranks may differ.
@@ -154,6 +159,7 @@ class Stream:
         reader: RowSource,
         *,
         global_batch_size: int,
+        micro_batch_size: int | None = None,
         dp_rank: int = 0,
         dp_size: int = 1,
         seed: int = 0,
@@ -165,15 +171,19 @@ class Stream:
         dp_rank, dp_size, seed = (
             _integer(name, value) for name, value in (("dp_rank", dp_rank), ("dp_size", dp_size), ("seed", seed))
         )
-        if global_batch_size < 1 or dp_size < 1 or global_batch_size % dp_size:
+        unit, unit_name = dp_size, f"dp_size = {dp_size}"
+        if micro_batch_size is not None:
+            micro_batch_size = _integer("micro_batch_size", micro_batch_size)
+            unit, unit_name = dp_size * micro_batch_size, f"{unit_name} x micro_batch_size = {micro_batch_size}"
+        if global_batch_size < 1 or unit < 1 or global_batch_size % unit:
             raise DataError(
-                f"global_batch_size = {global_batch_size}: must be a positive multiple of dp_size = {dp_size}, so that "
+                f"global_batch_size = {global_batch_size}: must be a positive multiple of {unit_name}, so that "
                 "all ranks have the same number of rows"
             )
-        if ramp is not None and (ramp.final != global_batch_size or ramp.start % dp_size or ramp.increment % dp_size):
+        if ramp is not None and (ramp.final != global_batch_size or ramp.start % unit or ramp.increment % unit):
             raise DataError(
                 f"batch ramp from {ramp.start} by {ramp.increment} to {ramp.final} rows: it must end at "
-                f"global_batch_size = {global_batch_size}, with a multiple of dp_size = {dp_size} rows in each step"
+                f"global_batch_size = {global_batch_size}, with a multiple of {unit_name} rows in each step"
             )
         if not 0 <= dp_rank < dp_size:
             raise DataError(f"dp_rank = {dp_rank}: from 0 to dp_size - 1 = {dp_size - 1}")
@@ -181,6 +191,7 @@ class Stream:
             raise DataError("the pack has no rows")
         self.reader = reader
         self.global_batch_size = global_batch_size
+        self.micro_batch_size = micro_batch_size
         self.ramp = ramp
         self.dp_rank = dp_rank
         self.dp_size = dp_size
@@ -213,8 +224,7 @@ class Stream:
         """Return the next batch of this rank."""
         state = self.state
         rows = self.global_rows(state, self.batch_size_at(state.step))
-        rows_per_rank = rows.size // self.dp_size
-        own = rows[self.dp_rank * rows_per_rank : (self.dp_rank + 1) * rows_per_rank]
+        own = rows[self.ranks_of_rows(rows.size) == self.dp_rank]
         after = self.state_after(1)
         batch = StreamBatch(
             tokens=self.reader.read_token_rows(own),
@@ -279,6 +289,11 @@ class Stream:
     def batch_size_at(self, step: int) -> int:
         """Return the rows of a step (from 0) over all ranks."""
         return self.global_batch_size if self.ramp is None else self.ramp.batch_size_at(step)
+
+    def ranks_of_rows(self, n_rows: int) -> np.ndarray:
+        """Return the data-parallel rank that reads each of the rows of a step (int64 [n_rows])."""
+        micro_batch_size = self.micro_batch_size or n_rows // self.dp_size
+        return np.arange(n_rows) // micro_batch_size % self.dp_size
 
     def global_rows(self, state: StreamState, n_rows: int) -> np.ndarray:
         """Return the indices of the next `n_rows` rows of the global sequence (int64)."""

@@ -225,10 +225,17 @@ def parse_stream_state(saved: Mapping[str, Any]) -> StreamState:
 def open_stream(recipe: Recipe, data: TrainingData, topology: Topology, state: StreamState | None) -> Stream:
     """Open the deterministic stream of this rank's rows, at the start or at a checkpoint's state."""
     assert data.train is not None, "a custom loader has no stream"
-    size, ramp = recipe.batch.global_batch_size, recipe.batch.batch_ramp(recipe.data.seq_len)
-    place = {"dp_rank": topology.dp_rank, "dp_size": topology.dp_size, "seed": recipe.run.seed}
-    shuffle = recipe.data.shuffle
-    return Stream(data.train, global_batch_size=size, shuffle=shuffle, state=state, ramp=ramp, **place)
+    return Stream(
+        data.train,
+        global_batch_size=recipe.batch.global_batch_size,
+        micro_batch_size=recipe.batch.micro_batch_size,
+        ramp=recipe.batch.batch_ramp(recipe.data.seq_len),
+        dp_rank=topology.dp_rank,
+        dp_size=topology.dp_size,
+        seed=recipe.run.seed,
+        shuffle=recipe.data.shuffle,
+        state=state,
+    )
 
 
 def to_micro_batches(

@@ -79,6 +79,7 @@ def inspect_step(
         stream = Stream(
             reader,  # type: ignore[arg-type]  # not None: there are stores
             global_batch_size=recipe.batch.global_batch_size,
+            micro_batch_size=recipe.batch.micro_batch_size,
             dp_size=event["dp_size"],
             seed=event["seed"],
             shuffle=recipe.data.shuffle,
