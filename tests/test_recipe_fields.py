@@ -23,11 +23,12 @@ from lt_ckpt import Checkpoint
 from lt_data import DataError, Tokenizer, TokenStore, pack, prepare
 from lt_data.sources.reader import read_documents
 from lt_test_helpers.harness_tasks import write_task
+from lt_test_helpers.layouts import whole_batch
 from lt_test_helpers.meshes import LATENTS
 from lt_test_helpers.runs import run
 from lt_trainer.config.recipe import load
 from lt_trainer.data import batches
-from lt_trainer.engine import StepBatch
+from lt_trainer.engine import StepParts
 from lt_trainer.run_directory.jsonl import read_jsonl
 from lt_trainer_gpu import peak_flops
 from lt_trainer_gpu.engine import GpuEngine
@@ -283,23 +284,23 @@ def record_calls(patch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
     """Record the calls that options of speed change: garbage collections, shapes of batches, threads that read."""
     names = ("collections", "batch_shapes", "reading_threads", "compilations", "deterministic", "products")
     recorded: dict[str, list[Any]] = {name: [] for name in names}
-    collect, step, to_step_batch = gc.collect, GpuEngine.step, batches.to_step_batch
+    collect, step, to_step = gc.collect, GpuEngine.step, batches.StreamStep
 
     def collect_recorded(generation: int = 2) -> int:
         recorded["collections"].append(generation)
         return collect(generation)
 
-    def step_recorded(self: GpuEngine, batch: StepBatch, lr: float) -> object:
-        recorded["batch_shapes"].append(batch.input_ids.shape)
+    def step_recorded(self: GpuEngine, batch: StepParts, lr: float) -> object:
+        recorded["batch_shapes"].append(whole_batch(batch).input_ids.shape)
         recorded["deterministic"].append(torch.are_deterministic_algorithms_enabled())
         with Products(recorded["products"]):
             return step(self, batch, lr)
 
-    def read_recorded(*args: Any, **given: Any) -> StepBatch:
+    def read_recorded(*args: Any, **given: Any) -> StepParts:
         thread = threading.current_thread().name
         if thread not in recorded["reading_threads"]:
             recorded["reading_threads"].append(thread)
-        return to_step_batch(*args, **given)
+        return to_step(*args, **given)
 
     def compile_recorded(function: Any, **given: Any) -> Any:
         recorded["compilations"].append((torch._functorch.config.activation_memory_budget, sorted(given)))
@@ -308,7 +309,7 @@ def record_calls(patch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
     patch.setattr(torch, "compile", compile_recorded)
     patch.setattr(gc, "collect", collect_recorded)
     patch.setattr(GpuEngine, "step", step_recorded)
-    patch.setattr(batches, "to_step_batch", read_recorded)
+    patch.setattr(batches, "StreamStep", read_recorded)
     return recorded
 
 

@@ -17,7 +17,8 @@ from lt_data import Document, Stream, Tokenizer, TokenStore, pack, prepare
 from lt_test_helpers.layouts import NamedTensors, StateSlice, assemble, assert_near, copy_slices
 from lt_trainer.config.recipe import load, model_config
 from lt_trainer.config.sections import Recipe
-from lt_trainer.data.training_data import open_data, open_stream, to_step_batch, validation_batches
+from lt_trainer.data.step_parts import StreamStep
+from lt_trainer.data.training_data import open_data, open_stream, validation_batches
 from lt_trainer.engine import World
 from lt_trainer_gpu.spec import SPEC
 
@@ -71,7 +72,9 @@ def train(root: str, micro_batch_size: int, tied: bool, sets: tuple[str, ...] = 
     numbers, rows, labels, states = [], [], [], [state()]
     for step in range(STEPS):
         batch = stream.next()
-        numbers += engine.fetch_metrics([engine.step(to_step_batch(batch, micro_batch_size), 1e-2 / (step + 1))])
+        numbers += engine.fetch_metrics(
+            [engine.step(StreamStep(batch, micro_batch_size, read_ahead=False), 1e-2 / (step + 1))]
+        )
         rows.append(batch.row_ids)
         labels.append(int((batch.rows.labels >= 0).sum()))
         if step in (0, STEPS - 1):

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from lt_test_helpers.layouts import whole_batch
 from lt_trainer.control import Control
-from lt_trainer.engine import StepBatch, Topology
+from lt_trainer.engine import StepBatch, StepParts, Topology
 from lt_trainer.training.benchmark import resolve_bench_recipe
 from lt_trainer.training.run import Inputs
 from lt_trainer_neuron.graph_extraction import extract_graphs
@@ -45,8 +46,8 @@ class RecordingEngine:
     def __init__(self) -> None:
         self.calls: list[object] = []
 
-    def step(self, batch: StepBatch, lr: float) -> None:
-        self.calls.append(("step", batch.input_ids.shape))
+    def step(self, batch: StepParts, lr: float) -> None:
+        self.calls.append(("step", whole_batch(batch).input_ids.shape))
 
     def fetch_metrics(self, pendings: list[None]) -> None:
         self.calls.append("read")

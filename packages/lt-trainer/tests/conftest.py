@@ -15,12 +15,13 @@ from lt_ckpt import Checkpoint, Shard
 from lt_data import Tokenizer, TokenStore, pack, prepare
 from lt_data.sources.reader import read_documents
 from lt_model import ModelConfig, config_from_hf, config_to_hf, param_specs
+from lt_test_helpers.layouts import whole_batch
 from lt_trainer import engine as engine_module
 from lt_trainer.checkpointing.pretrained import PretrainedWeights
 from lt_trainer.config.section import Section
 from lt_trainer.config.sections import Recipe
 from lt_trainer.control import Control
-from lt_trainer.engine import Device, Snapshot, StepBatch, StepMetrics, Stopwatch, Topology, World
+from lt_trainer.engine import Device, Snapshot, StepBatch, StepMetrics, StepParts, Stopwatch, Topology, World
 from lt_trainer.evaluation.position_scores import PositionScores
 from lt_trainer.resilience.rank_sync import read_on_all_ranks
 
@@ -49,7 +50,8 @@ class FakeEngine:
         self.poison: Callable[[int, StepBatch], bool] = lambda call, batch: False
         self.poisoned = (math.nan, math.nan)
 
-    def step(self, batch: StepBatch, lr: float) -> tuple[float, float]:
+    def step(self, parts: StepParts, lr: float) -> tuple[float, float]:
+        batch = whole_batch(parts)
         assert batch.input_ids.dtype == np.int32
         self.stopwatch.begin("forward_backward")
         self.lrs.append(lr)

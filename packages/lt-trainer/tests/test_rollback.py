@@ -9,7 +9,7 @@ import pytest
 from lt_ckpt import find_latest_valid
 from lt_data import RowReader, Stream, TokenStore, open_pack
 from lt_test_helpers.runs import events, losses, start
-from lt_trainer.data.training_data import to_step_batch
+from lt_trainer.data.step_parts import StreamStep
 from lt_trainer.training.loop import TrainingError
 
 
@@ -78,7 +78,7 @@ def test_going_back_restores_the_weights(recipe_base, fake_engine, little_data, 
         stream.next()
     stream.skip(4 * 8)
     for step in range(7, 21):
-        loss, _ = clean.step(to_step_batch(stream.next(), 4), engine.lrs[step + 3])
+        loss, _ = clean.step(StreamStep(stream.next(), 4, read_ahead=False), engine.lrs[step + 3])
         assert loss == found[step]
     assert (clean.weights == weights).all()
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lt_data import DataError, Mixture, Phase, RowReader, Stream, TokenStore, open_pack
+from lt_test_helpers.layouts import whole_batch
 from lt_test_helpers.runs import events, losses, start
 from lt_trainer.config.recipe import load
 from lt_trainer.data.batches import StreamBatches
@@ -88,7 +89,7 @@ def test_a_row_that_returns_to_a_document_is_found(rows: list[list[int]]) -> Non
 
 @each_kind
 def test_rows_are_those_of_the_library_whatever_the_ranks(recipe_base, little_data, kind: str) -> None:
-    """Two ranks read the two halves of each step that one rank reads, and the position is the same."""
+    """Two ranks read by micro-steps the halves of each step that one rank reads, and the position is the same."""
     prepare(recipe_base, little_data, kind)
     recipe_base["batch"]["micro_batch_size"] = 2
     recipe = load(base=recipe_base).recipe
@@ -100,11 +101,11 @@ def test_rows_are_those_of_the_library_whatever_the_ranks(recipe_base, little_da
     one, two = batches(0, 1), [batches(rank, 2) for rank in range(2)]
     shapes: dict[int, set[tuple[int, ...]]] = {}
     for step in range(20):
-        whole, halves = one.next_batch(), [rank.next_batch() for rank in two]
+        whole, halves = whole_batch(one.next_batch()), [whole_batch(rank.next_batch()) for rank in two]
         for name in ("input_ids", "labels", "position_ids", "doc_ids"):
             length = getattr(whole, name).shape[-1]
-            parts = [getattr(half, name).reshape(-1, length) for half in halves]
-            assert np.array_equal(getattr(whole, name).reshape(-1, length), np.concatenate(parts))
+            parts = np.concatenate([getattr(half, name) for half in halves], axis=1)
+            assert np.array_equal(getattr(whole, name).reshape(-1, length), parts.reshape(-1, length))
         assert_boundaries(whole)
         shapes.setdefault(whole.input_ids.shape[2], set()).add(whole.cu_seqlens.shape)
         assert {half.valid_tokens for half in halves} == {whole.valid_tokens}

@@ -9,7 +9,7 @@ Shapes: rows are [1, rows, T] in a global batch and [M, B, T] in a rank's part o
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import numpy as np
 from lt_ckpt import Checkpoint, CheckpointMetadata, Shard, begin_save, commit_save, write_rank_files
 from lt_trainer.config.recipe import load, model_config
 from lt_trainer.data.document_boundaries import find_document_starts, micro_batch_cu_seqlens
-from lt_trainer.engine import Engine, StepBatch, StepMetrics, World, engine_spec
+from lt_trainer.engine import Engine, StepBatch, StepMetrics, StepParts, World, engine_spec
 from lt_trainer.evaluation.position_scores import PositionScores
 
 SCHEDULE = {"max_steps": 9, "warmup_steps": 1}
@@ -96,6 +96,29 @@ def step_batch(*, doc_ids: np.ndarray, document_mask: bool = True, **fields: Any
         max_documents=n_rows * (int(starts.sum(axis=1).max()) + 1),
     )
     return StepBatch(doc_ids=doc_ids, cu_seqlens=cu_seqlens, **fields)
+
+
+@dataclass(frozen=True)
+class OneByOne:
+    """Step whose parts are single micro-batches; a part is made when it is asked for, and only in order."""
+
+    batch: StepBatch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.batch, name)
+
+    def parts(self) -> Iterator[StepBatch]:
+        names = ("input_ids", "labels", "position_ids", "doc_ids", "cu_seqlens")
+        for index in range(self.batch.n_micro_batches):
+            yield replace(self.batch, **{name: getattr(self.batch, name)[index : index + 1] for name in names})
+
+
+def whole_batch(step: StepParts) -> StepBatch:
+    """Return all micro-batches of a step in one batch."""
+    parts = list(step.parts())
+    names = ("input_ids", "labels", "position_ids", "doc_ids", "cu_seqlens")
+    arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
+    return StepBatch(**arrays, valid_tokens=step.valid_tokens)
 
 
 def rank_batch(batch: StepBatch, engine: Engine, micro_batch_size: int) -> StepBatch:
@@ -186,7 +209,7 @@ def train_steps(
     states = [copy_slices(shards())]
     for step, batch in enumerate(batches):
         metrics += engine.fetch_metrics(
-            [engine.step(rank_batch(batch, engine, micro_batch_size), learning_rate_at(step))]
+            [engine.step(OneByOne(rank_batch(batch, engine, micro_batch_size)), learning_rate_at(step))]
         )
         if step in (0, len(batches) - 1):
             states.append(copy_slices(shards()))

@@ -33,7 +33,7 @@ from lt_model.scoring import LabelScores
 from lt_trainer.checkpointing.pretrained import PretrainedWeights
 from lt_trainer.config.sections import Recipe
 from lt_trainer.control import Control
-from lt_trainer.engine import Device, ExpertLoad, Snapshot, StepBatch, StepMetrics, World
+from lt_trainer.engine import Device, ExpertLoad, Snapshot, StepBatch, StepMetrics, StepParts, World
 from lt_trainer.evaluation.position_scores import PositionScores
 from lt_trainer.torch import GlooControl, PendingStep, allocate_host_memory, local_tensor, translate_dist_errors
 from lt_trainer_gpu import flight_recorder
@@ -43,7 +43,7 @@ from lt_trainer_gpu.context_parallel_rows import rank_positions
 from lt_trainer_gpu.devices import accumulation_dtype, init_process_group
 from lt_trainer_gpu.gradients import clip_coefficient, reduce_loss_and_norm
 from lt_trainer_gpu.mesh_layout import MeshLayout
-from lt_trainer_gpu.micro_batches import DeviceMicroBatch, ModelRunner, PassRunner, micro_batches
+from lt_trainer_gpu.micro_batches import MicroBatches, ModelRunner, PassRunner, StepMicroBatches, micro_batches
 from lt_trainer_gpu.parallelize import open_stages
 from lt_trainer_gpu.peak_flops import peak_flops
 from lt_trainer_gpu.pipeline import PipelineRunner, TiedGradient
@@ -104,7 +104,7 @@ class GpuEngine:
             math.nan if mode == "memory_budget" else recomputed_flops_per_token(config, recipe.data.seq_len, mode)
         )
 
-    def step(self, batch: StepBatch, lr: float) -> PendingStep:
+    def step(self, batch: StepParts, lr: float) -> PendingStep:
         """Run one optimizer step: forward/backward of all micro-batches, clip, update; does not sync.
 
         Raises:
@@ -115,17 +115,17 @@ class GpuEngine:
                 self.stopwatch.begin("forward_backward")
                 for stage in self._stages:
                     stage.train()
-                micros = self._micro_batches(batch)
+                micros = StepMicroBatches(batch, self._micro_batches)
                 share = 1 / batch.valid_tokens if batch.valid_tokens else math.inf
                 if self._graphs is not None:
-                    return self._graphs.run(micros, share, lr, self._compute)
+                    return self._graphs.run(list(micros), share, lr, self._compute)
                 return self._compute(micros, torch.full_like(self._no_loss, share), lr)
         except torch.OutOfMemoryError:
             if self._profiler is not None:
                 self._profiler.on_out_of_memory()
             raise
 
-    def _compute(self, micros: Sequence[DeviceMicroBatch], share: Tensor, lr: Tensor | float) -> PendingStep:
+    def _compute(self, micros: MicroBatches, share: Tensor, lr: Tensor | float) -> PendingStep:
         """Compute a step; `share` is one over its valid tokens. With CUDA graphs this is what a graph repeats."""
         weights, options = self._state.weights, self._optimizer_options
         weights.is_accumulating = len(micros) > 1

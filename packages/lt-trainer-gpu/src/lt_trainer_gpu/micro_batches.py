@@ -5,7 +5,7 @@ Shapes: M micro-batches, B rows, T positions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lt_model.documents import DocumentBoundaries
-from lt_trainer.engine import StepBatch
+from lt_trainer.engine import StepBatch, StepParts
 from lt_trainer.torch import to_device
 from lt_trainer_gpu.context_parallel_rows import rank_positions, split_boundaries
 from lt_trainer_gpu.model import DecoderStage
@@ -46,10 +46,10 @@ def micro_batches(
     has_ids: bool = True,
     has_labels: bool = True,
 ) -> list[DeviceMicroBatch]:
-    """Return this rank's positions of a step's micro-batches on the device; does not synchronize.
+    """Return this rank's positions of micro-batches on the device; does not synchronize.
 
     Args:
-        batch: arrays [M, B, T].
+        batch: a part of a step, arrays [M, B, T].
         device: the rank's device.
         fixed_boundaries: keep the empty documents that pad the boundaries to one length, as compiled blocks need.
         cp: context-parallel ranks, of which each has its positions of every row.
@@ -73,10 +73,37 @@ def micro_batches(
     return found
 
 
+class StepMicroBatches:
+    """Micro-batches of a step on the device, each part copied there when its first one is asked for.
+
+    Args:
+        batch: the step.
+        load: copies a part (`micro_batches`).
+    """
+
+    def __init__(self, batch: StepParts, load: Callable[[StepBatch], list[DeviceMicroBatch]]) -> None:
+        self._batch, self._load = batch, load
+
+    def __len__(self) -> int:
+        return self._batch.n_micro_batches
+
+    def __iter__(self) -> Iterator[DeviceMicroBatch]:
+        for part in self._batch.parts():
+            yield from self._load(part)
+
+
+class MicroBatches(Protocol):
+    """Micro-batches of a step, in order: a list, or `StepMicroBatches`."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[DeviceMicroBatch]: ...
+
+
 class PassRunner(Protocol):
     """Forward and backward passes of a rank's stages over the micro-batches of a step."""
 
-    def forward_backward(self, micros: Sequence[DeviceMicroBatch], *, share: Tensor, z_loss: float) -> list[Tensor]:
+    def forward_backward(self, micros: MicroBatches, *, share: Tensor, z_loss: float) -> list[Tensor]:
         """Accumulate the gradients of the summed loss times `share`, one over the step's valid tokens.
 
         Returns:
@@ -87,7 +114,7 @@ class PassRunner(Protocol):
         """
         ...
 
-    def forward(self, micros: Sequence[DeviceMicroBatch], z_loss: float | None) -> list[Any]:
+    def forward(self, micros: MicroBatches, z_loss: float | None) -> list[Any]:
         """Return the `LossParts` by micro-batch, or with `z_loss` None the `LabelScores`; none without a head.
 
         Call under `torch.no_grad`.
@@ -101,7 +128,7 @@ class ModelRunner:
     def __init__(self, model: DecoderStage) -> None:
         self._model = model
 
-    def forward_backward(self, micros: Sequence[DeviceMicroBatch], *, share: Tensor, z_loss: float) -> list[Tensor]:
+    def forward_backward(self, micros: MicroBatches, *, share: Tensor, z_loss: float) -> list[Tensor]:
         """Accumulate the gradients, as `PassRunner` says."""
         losses = []
         for index, (ids, positions, labels, boundaries) in enumerate(micros):
@@ -115,6 +142,6 @@ class ModelRunner:
             losses.append(parts.cross_entropy)
         return losses
 
-    def forward(self, micros: Sequence[DeviceMicroBatch], z_loss: float | None) -> list[Any]:
+    def forward(self, micros: MicroBatches, z_loss: float | None) -> list[Any]:
         """Return the losses or the scores, as `PassRunner` says."""
         return [self._model(ids, positions, bounds, labels, z_loss) for ids, positions, labels, bounds in micros]

@@ -4,7 +4,7 @@ The runner follows `pipeline_schedule`: a forward pass receives its input from t
 on; a backward pass receives the gradient of the output from the next stage and sends that of the input back. Receives
 are posted one pass ahead, so that messages travel while the device computes; sends are never waited for, except at the
 end of a step. Both sides know the shape of each message from their own copy of the batch, so rows of any length and any
-number of micro-batches work in each step.
+number of micro-batches work in each step. A micro-batch is made for its first pass and let go after its last.
 
 Each directed edge between two ranks has its own communicator: with one for both directions, two ranks that both send
 first would wait for each other (see `pipeline_schedule`).
@@ -29,9 +29,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lt_model.loss import LossParts
+from lt_trainer.data.micro_batch_window import MicroBatchWindow
 from lt_trainer_gpu.computation import Computation
 from lt_trainer_gpu.mesh_layout import MeshLayout
-from lt_trainer_gpu.micro_batches import DeviceMicroBatch
+from lt_trainer_gpu.micro_batches import DeviceMicroBatch, MicroBatches
 from lt_trainer_gpu.model import DecoderStage
 from lt_trainer_gpu.pipeline_schedule import StagePass, forward_passes, training_passes
 
@@ -118,8 +119,9 @@ class PipelineRunner:
         self._device, self._dtype = computation.device, computation.dtype
         self._edges = PipelineEdges(mesh_layout, stages_per_rank=len(stages), timeout_s=timeout_s)
 
-    def forward_backward(self, micros: Sequence[DeviceMicroBatch], *, share: Tensor, z_loss: float) -> list[Tensor]:
+    def forward_backward(self, micros: MicroBatches, *, share: Tensor, z_loss: float) -> list[Tensor]:
         """Accumulate the gradients, as `PassRunner` says."""
+        window = MicroBatchWindow(micros)
         passes = training_passes(
             pp=self._layout.pp,
             pp_rank=self._layout.pp_rank,
@@ -129,14 +131,14 @@ class PipelineRunner:
         n_left = [len(micros)] * len(self._stages)
         in_flight: dict[tuple[int, int], tuple[Tensor | None, Tensor | LossParts]] = {}
         losses = []
-        for one, received in self._with_messages(passes, micros):
+        for one, received in self._with_messages(passes, window):
             key = (one.chunk, one.micro_batch)
-            balance, labels = self._stages[one.chunk].balance, micros[one.micro_batch].labels
+            balance, labels = self._stages[one.chunk].balance, window[one.micro_batch].labels
             if balance is not None and labels is not None:  # of a backward pass too, which may compute it again
                 balance.begin_pass(labels, len(micros))
             if one.is_forward:
                 inputs = None if received is None else received.requires_grad_()
-                outputs = self._forward(one, inputs, micros, z_loss)
+                outputs = self._forward(one, inputs, window, z_loss)
                 if isinstance(outputs, LossParts):
                     losses.append(outputs.cross_entropy)
                 else:
@@ -155,24 +157,29 @@ class PipelineRunner:
             if inputs is not None:
                 assert inputs.grad is not None
                 self._send(inputs.grad, one)
+            if one.chunk == 0:  # the last of its passes
+                window.release(one.micro_batch)
         self._edges.finish_sends()
         return losses
 
-    def forward(self, micros: Sequence[DeviceMicroBatch], z_loss: float | None) -> list[Any]:
+    def forward(self, micros: MicroBatches, z_loss: float | None) -> list[Any]:
         """Return the losses or the scores, as `PassRunner` says."""
+        window = MicroBatchWindow(micros)
         results = []
         passes = forward_passes(pp=self._layout.pp, stages_per_rank=len(self._stages), n_micro_batches=len(micros))
-        for one, received in self._with_messages(list(passes), micros):
-            outputs = self._forward(one, received, micros, z_loss)
+        for one, received in self._with_messages(list(passes), window):
+            outputs = self._forward(one, received, window, z_loss)
             if isinstance(outputs, Tensor):
                 self._send(outputs, one)
             else:
                 results.append(outputs)
+            if one.chunk == len(self._stages) - 1:
+                window.release(one.micro_batch)
         self._edges.finish_sends()
         return results
 
     def _with_messages(
-        self, passes: Sequence[StagePass], micros: Sequence[DeviceMicroBatch]
+        self, passes: Sequence[StagePass], micros: MicroBatchWindow[DeviceMicroBatch]
     ) -> Iterator[tuple[StagePass, Tensor | None]]:
         """Yield each pass with the tensor that it receives, or None; receives are posted one pass ahead."""
         waits: dict[int, Callable[[], Tensor] | None] = {}
@@ -183,7 +190,7 @@ class PipelineRunner:
             wait = waits.pop(index)
             yield one, None if wait is None else wait()
 
-    def _post_receive(self, one: StagePass, micros: Sequence[DeviceMicroBatch]) -> Callable[[], Tensor] | None:
+    def _post_receive(self, one: StagePass, micros: MicroBatchWindow[DeviceMicroBatch]) -> Callable[[], Tensor] | None:
         stage = self._stage_index(one)
         if stage == (0 if one.is_forward else self._n_stages - 1):
             return None
@@ -194,7 +201,7 @@ class PipelineRunner:
         return self._edges.receive(buffer, stage - 1 if one.is_forward else stage + 1)
 
     def _forward(
-        self, one: StagePass, received: Tensor | None, micros: Sequence[DeviceMicroBatch], z_loss: float | None
+        self, one: StagePass, received: Tensor | None, micros: MicroBatchWindow[DeviceMicroBatch], z_loss: float | None
     ) -> Any:
         ids, positions, labels, boundaries = micros[one.micro_batch]
         inputs = ids if received is None else received

@@ -28,7 +28,7 @@ from lt_model import ModelConfig, param_specs
 from lt_trainer.checkpointing.pretrained import PretrainedWeights
 from lt_trainer.config.recipe import engine_options
 from lt_trainer.config.sections import Recipe
-from lt_trainer.engine import Snapshot, StepBatch, StepMetrics
+from lt_trainer.engine import Snapshot, StepBatch, StepMetrics, StepParts
 from lt_trainer.evaluation.position_scores import PositionScores
 from lt_trainer.optimizers import optimizer_spec
 from lt_trainer.optimizers.driver import check_optimizer
@@ -76,7 +76,7 @@ class NeuronEngine:
         self._fill([MASTER_WEIGHTS], lambda shards: init_parameters(shards[MASTER_WEIGHTS], config, recipe.run.seed))
         self._sync(step_count=0)
 
-    def step(self, batch: StepBatch, lr: float) -> PendingStep:
+    def step(self, batch: StepParts, lr: float) -> PendingStep:
         """Run one training step; return without waiting for the device.
 
         Raises:

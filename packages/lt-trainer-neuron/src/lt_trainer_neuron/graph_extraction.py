@@ -22,7 +22,7 @@ from dataclasses import replace
 from lt_trainer.config.hyperparameters import read_hyperparameters
 from lt_trainer.config.recipe import ResolvedRecipe
 from lt_trainer.data.batches import open_batches
-from lt_trainer.engine import StepBatch, World
+from lt_trainer.engine import StepBatch, StepParts, World
 from lt_trainer.training.benchmark import resolve_bench_recipe
 from lt_trainer.training.run import read_inputs
 
@@ -51,11 +51,12 @@ def extract_graphs(resolved: ResolvedRecipe, *, steps: int, validate: bool, eval
     return steps + validate + evaluate
 
 
-def _first_micro_batch(batch: StepBatch) -> StepBatch:
+def _first_micro_batch(step: StepParts) -> StepBatch:
     """Return a batch of one micro-batch, [1, B, T], as in validation and evaluation.
 
     The number of micro-batches is part of the shapes of that graph.
     """
+    batch = next(step.parts())
     arrays = {name: getattr(batch, name)[:1] for name in ("input_ids", "labels", "position_ids", "doc_ids")}
     return replace(batch, **arrays)
 

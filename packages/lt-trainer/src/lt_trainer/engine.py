@@ -2,7 +2,7 @@
 
 An `EngineSpec` is found through the entry-point group `lt.engines` and is cheap to import: it has the engine's options
 and checks recipes. `open` returns the `Engine`, which owns devices, model and optimizer. The loop passes numpy arrays
-in (`StepBatch`) and gets floats out (`fetch_metrics`), so a fake engine of thirty lines can test it.
+in (`StepParts`) and gets floats out (`fetch_metrics`), so a fake engine of thirty lines can test it.
 
 Shapes: M micro-batches per step, B rows per micro-batch, T positions per row.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -74,9 +74,32 @@ class World:
         return World(rank=rank, size=size, local_rank=local_rank, local_size=local_size)
 
 
+class StepParts(Protocol):
+    """This rank's part of one optimizer step: M micro-batches, which come in parts so that few are held at once."""
+
+    @property
+    def valid_tokens(self) -> int:
+        """Positions with a label in the *global* batch; the loss is the sum over all ranks divided by it."""
+        ...
+
+    @property
+    def n_micro_batches(self) -> int:
+        """M."""
+        ...
+
+    def parts(self) -> Iterator[StepBatch]:
+        """Yield the micro-batches in order, each part when it is asked for; may be called again."""
+        ...
+
+    @property
+    def document_length(self) -> float:
+        """Length of a position's document, averaged over the positions of the parts made so far."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepBatch:
-    """This rank's part of one optimizer step: int32 arrays of fixed shape [M, B, T].
+    """Micro-batches as int32 arrays of fixed shape [M, B, T]: a whole step of one part, or a part of a step.
 
     Labels are already shifted, -100 where there is none; `doc_ids` are the reference for document boundaries.
     """
@@ -93,6 +116,26 @@ class StepBatch:
     """
     valid_tokens: int
     """Positions with a label in the *global* batch; the loss is the sum over all ranks divided by it."""
+
+    @property
+    def n_micro_batches(self) -> int:
+        """M."""
+        return self.input_ids.shape[0]
+
+    def parts(self) -> Iterator[StepBatch]:
+        """Yield these micro-batches, as one part."""
+        yield self
+
+    @property
+    def document_length(self) -> float:
+        """Length of a position's document, averaged over the positions."""
+        return self.squared_document_lengths / self.input_ids.size
+
+    @property
+    def squared_document_lengths(self) -> int:
+        """Sum of the squares of the documents' lengths: that of the length over all positions."""
+        bounds = self.cu_seqlens.astype("int64")
+        return int(((bounds[:, 1:] - bounds[:, :-1]) ** 2).sum())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,7 +252,7 @@ class Engine(Protocol):
     recomputed_flops_per_token: float
     """FLOPs per token of `lt_model.flops_per_token` that are recomputed; nan if unknown."""
 
-    def step(self, batch: StepBatch, lr: float) -> Any:
+    def step(self, batch: StepParts, lr: float) -> Any:
         """Run all micro-batches and the optimizer step; return a handle without waiting for the device.
 
         The loop does not call it for a batch without labels (`valid_tokens` 0), whose loss would not be finite.

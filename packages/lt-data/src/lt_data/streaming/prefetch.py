@@ -24,7 +24,8 @@ class Prefetcher(Generic[T]):
 
     Args:
         stream: its batches are taken by the thread; do not use it while the prefetcher is open.
-        transform: called in the thread on each batch, such as a conversion or a copy into pinned memory.
+        transform: called in the thread on each batch, such as a conversion or a copy into pinned memory. It reads the
+            rows that it asks for (`StreamBatch.tokens` or `read`).
         depth: batches to prefetch, at least 1.
 
     Attributes:
@@ -48,7 +49,7 @@ class Prefetcher(Generic[T]):
         )
 
     def _make(self) -> tuple[T, StreamState]:
-        batch = self.stream.next()
+        batch = self.stream.take()
         return self._transform(batch), batch.state
 
     def next(self) -> T:

@@ -36,6 +36,11 @@ class RowSource(Protocol):
         """Positions of one epoch, or of one epoch with weights proportional to the sizes."""
         ...
 
+    @property
+    def seq_len(self) -> int:
+        """Tokens in a row."""
+        ...
+
     def fingerprint_at(self, position: int) -> Mapping[str, str]:
         """Return the fingerprint of the sequence up to a position: what its rows and their order depend on."""
         ...
@@ -105,18 +110,27 @@ class StreamBatch:
         ((4, 64), 4, 0)
 
     Attributes:
-        tokens: this rank's rows in the store's dtype, [global_batch_size / dp_size, seq_len], by micro-batch.
+        reader: where its rows are read from.
         valid_tokens: positions with a label in the *global* batch; 0: there is nothing to train on.
-        row_ids: indices of this rank's rows in the pack or mixture (int64).
+        row_ids: indices of this rank's rows in the pack or mixture, by micro-batch (int64).
         step: index of the batch, from 0.
         state: state of the stream after this batch.
     """
 
-    tokens: TokenRows
+    reader: RowSource
     valid_tokens: int
     row_ids: np.ndarray
     step: int
     state: StreamState
+
+    def read(self, rows: slice) -> TokenRows:
+        """Read some of this rank's rows, in the store's dtype."""
+        return self.reader.read_token_rows(self.row_ids[rows])
+
+    @cached_property
+    def tokens(self) -> TokenRows:
+        """All of this rank's rows in the store's dtype [n, seq_len]; `next` has read them."""
+        return self.read(slice(None))
 
     @cached_property
     def rows(self) -> Rows:
@@ -221,20 +235,29 @@ class Stream:
         return self.next()
 
     def next(self) -> StreamBatch:
-        """Return the next batch of this rank."""
+        """Return the next batch of this rank, whose rows have been read."""
+        batch = self._next_batch()
+        assert batch.tokens is not None  # read before the state moves on
+        self.state = batch.state
+        return batch
+
+    def take(self) -> StreamBatch:
+        """Return the next batch of this rank, whose rows are read when they are asked for."""
+        batch = self._next_batch()
+        self.state = batch.state
+        return batch
+
+    def _next_batch(self) -> StreamBatch:
         state = self.state
         rows = self.global_rows(state, self.batch_size_at(state.step))
         own = rows[self.ranks_of_rows(rows.size) == self.dp_rank]
-        after = self.state_after(1)
-        batch = StreamBatch(
-            tokens=self.reader.read_token_rows(own),
+        return StreamBatch(
+            reader=self.reader,
             valid_tokens=self.reader.count_labels(rows),
             row_ids=own,
             step=state.step,
-            state=after,
+            state=self.state_after(1),
         )
-        self.state = after
-        return batch
 
     def skip(self, n_rows: int) -> None:
         """Skip the next rows of the global sequence, the same on all ranks, and record it in the state."""

@@ -34,7 +34,7 @@ from lt_model.costs import attention_flops_per_token
 from lt_trainer.config.recipe import engine_options
 from lt_trainer.config.sections import Recipe
 from lt_trainer.control import Control
-from lt_trainer.engine import Device, StepBatch, Stopwatch, World
+from lt_trainer.engine import Device, StepBatch, StepParts, Stopwatch, World
 from lt_trainer.errors import RecipeError
 from lt_trainer.torch import GlooControl, translate_dist_errors, weight_decay_names
 from lt_trainer_neuron.grid import Grid, build_nxd_options
@@ -221,15 +221,16 @@ class NxdBackend:
         """Copy the master weights, gathered and cast, into the layers' weights."""
         self._train_step.sync_model_params()
 
-    def forward_backward(self, batch: StepBatch) -> Tensor:
+    def forward_backward(self, batch: StepParts) -> Tensor:
         """Run forward and backward of all micro-batches; accumulate gradients of (sum of the loss) / valid_tokens.
 
         Returns:
             Summed cross-entropy in nats of this rank's rows, divided by batch.valid_tokens: a scalar on the device.
             Equal on all tensor-parallel ranks; 0 on every stage but the last.
         """
+        micro_batches = load_micro_batches(batch, self.tensor_device)
         return self._train_step.forward_backward(
-            self._schedule, load_micro_batches(batch, self.tensor_device), batch.valid_tokens
+            self._schedule, micro_batches, batch.n_micro_batches, batch.valid_tokens
         )
 
     def optimizer_step(self, loss: Tensor, lr: float) -> tuple[Tensor, Tensor]:
@@ -245,14 +246,14 @@ class NxdBackend:
 
     def validate(self, batch: StepBatch) -> Tensor:
         """Return the summed loss in nats, without gradients or z-loss; 0 on every stage but the last."""
-        return self._schedule.validate(load_micro_batches(batch, self.tensor_device))
+        return self._schedule.validate(list(load_micro_batches(batch, self.tensor_device)))
 
     def score(self, batch: StepBatch) -> Tensor | None:
         """Return log-probability and greedy flag (1 or 0) of each label, [2, M, B * T]; None but on the last stage.
 
         0 where there is no label.
         """
-        return self._schedule.score(load_micro_batches(batch, self.tensor_device))
+        return self._schedule.score(list(load_micro_batches(batch, self.tensor_device)))
 
     def close(self) -> None:
         """Destroy the process groups."""

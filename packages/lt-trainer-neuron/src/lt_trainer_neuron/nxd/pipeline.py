@@ -18,11 +18,12 @@ parallelism, of this rank's positions).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from lt_trainer.data.micro_batch_window import MicroBatchWindow
 from lt_trainer_neuron.grid import Grid
 from lt_trainer_neuron.nxd.collectives import Direction, PipelineP2P
 from lt_trainer_neuron.nxd.device import TensorDevice
@@ -48,12 +49,17 @@ class PipelineSchedule:
         self._stage_and_count, self._is_last_stage, self._dtype = (grid.pp_rank, grid.pp), grid.is_last_stage, dtype
 
     def forward_backward(
-        self, micro_batches: Sequence[Tensor], valid_tokens: Tensor, on_micro_batch_end: Callable[[Tensor], None]
+        self,
+        micro_batches: Iterable[Tensor],
+        n_micro_batches: int,
+        valid_tokens: Tensor,
+        on_micro_batch_end: Callable[[Tensor], None],
     ) -> None:
         """Run forward and backward of all micro-batches with the 1F1B schedule.
 
         Args:
-            micro_batches: micro-batches on the device.
+            micro_batches: micro-batches on the device, each made for its first action and let go after its last.
+            n_micro_batches: number of them.
             valid_tokens: divisor of the loss.
             on_micro_batch_end: called after each backward pass with the summed cross-entropy, zero on stages without
                 loss; accumulates it and ends the graph, unless the step is one graph.
@@ -62,13 +68,14 @@ class PipelineSchedule:
         outputs: dict[int, Tensor] = {}
         gradients: dict[int, Tensor] = {}
         cross_entropy: dict[int, Tensor] = {}
+        window = MicroBatchWindow(micro_batches)
         self._mark_step()  # operations recorded before must not join these graphs
-        for kind, index in one_forward_one_backward(*self._stage_and_count, len(micro_batches)):
-            micro = micro_batches[index]
+        for kind, index in one_forward_one_backward(*self._stage_and_count, n_micro_batches):
             match kind:
                 case "recv_forward":
-                    inputs[index] = self._recv(micro, "forward").requires_grad_()
+                    inputs[index] = self._recv(window[index], "forward").requires_grad_()
                 case "forward":
+                    micro = window[index]
                     outputs[index] = self._stage.forward(inputs.get(index), micro)
                     if self._is_last_stage:
                         parts = self._stage.loss(outputs[index], micro, training=True)
@@ -78,8 +85,10 @@ class PipelineSchedule:
                 case "send_forward":
                     self._send(outputs[index], "forward")
                 case "recv_backward":
-                    gradients[index] = self._recv(micro, "backward")
+                    gradients[index] = self._recv(window[index], "backward")
                 case "backward":
+                    micro = window[index]
+                    window.release(index)
                     outputs.pop(index).backward(gradients.pop(index, None))
                     on_micro_batch_end(
                         cross_entropy.pop(index) if self._is_last_stage else self._stage.zero_loss(micro)

@@ -7,23 +7,27 @@ Cost: that of the model.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from lt_model.loss import LossParts
 from lt_model.scoring import vocab_parallel_label_scores
-from lt_trainer.engine import StepBatch
+from lt_trainer.engine import StepParts
 from lt_trainer_neuron.nxd.collectives import Collectives
 from lt_trainer_neuron.nxd.decoder import NxdPipelineStage
 from lt_trainer_neuron.nxd.device import TensorDevice
 from lt_trainer_neuron.nxd.loss import vocab_parallel_loss
 
 
-def load_micro_batches(batch: StepBatch, device: TensorDevice) -> list[Tensor]:
-    """Return a step's micro-batches, int32 [4, B, T] each, copied to the device without waiting."""
-    parts = (batch.input_ids, batch.position_ids, batch.labels, batch.doc_ids)
-    return [device.to_device(np.stack([part[index] for part in parts])) for index in range(batch.input_ids.shape[0])]
+def load_micro_batches(batch: StepParts, device: TensorDevice) -> Iterator[Tensor]:
+    """Yield a step's micro-batches, int32 [4, B, T] each, copied to the device without waiting when asked for."""
+    for part in batch.parts():
+        arrays = (part.input_ids, part.position_ids, part.labels, part.doc_ids)
+        for index in range(part.n_micro_batches):
+            yield device.to_device(np.stack([array[index] for array in arrays]))
 
 
 class StageWithLoss:

@@ -25,7 +25,7 @@ gradients, master weights and slots as in `DtypePolicy`, the last two sharded by
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -169,13 +169,14 @@ class TrainStep:
             weight.parameter.copy_(whole[: weight.parameter.shape[0]])
 
     def forward_backward(
-        self, schedule: PipelineSchedule, micro_batches: Sequence[Tensor], valid_tokens: int
+        self, schedule: PipelineSchedule, micro_batches: Iterable[Tensor], n_micro_batches: int, valid_tokens: int
     ) -> Tensor:
         """Run forward and backward of every micro-batch.
 
         Args:
             schedule: schedule that runs them.
-            micro_batches: micro-batches on the device; their copies may be in flight.
+            micro_batches: micro-batches on the device, made as they are asked for; their copies may be in flight.
+            n_micro_batches: number of them.
             valid_tokens: number of valid tokens of the global batch.
 
         Returns:
@@ -194,7 +195,7 @@ class TrainStep:
             if not self._single_graph:
                 self._device.mark_step()
 
-        schedule.forward_backward(micro_batches, valid, on_micro_batch_end)
+        schedule.forward_backward(micro_batches, n_micro_batches, valid, on_micro_batch_end)
         return self._loss / valid
 
     @torch.no_grad()

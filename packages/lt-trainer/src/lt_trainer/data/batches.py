@@ -12,11 +12,18 @@ from lt_data import Stream
 from lt_data.streaming.prefetch import Prefetcher
 from lt_data.streaming.stream import StreamState
 from lt_trainer.config.sections import Recipe
+from lt_trainer.constants import GIB
 from lt_trainer.control import Control
 from lt_trainer.data.custom_loader import LoaderBatches
 from lt_trainer.data.generations import resume_state
-from lt_trainer.data.training_data import TrainingData, open_stream, to_step_batch
-from lt_trainer.engine import StepBatch, Topology
+from lt_trainer.data.step_parts import PARTS_IN_PASSING, StreamStep, rows_per_part
+from lt_trainer.data.training_data import TrainingData, open_stream
+from lt_trainer.engine import Topology
+
+STREAM_POSITION_BYTES = 20
+"""Four int32 arrays, and the id in the store's dtype."""
+LOADER_POSITION_BYTES = 32
+"""The loader's items as four int32 arrays, and these joined."""
 
 
 class StreamBatches:
@@ -27,9 +34,9 @@ class StreamBatches:
     ) -> None:
         self._open = partial(open_stream, recipe, data, topology)
         self._depth, size = recipe.data.prefetch, recipe.batch.micro_batch_size
-        self._to_step_batch = partial(to_step_batch, micro_batch_size=size)
+        self._to_step = partial(StreamStep, micro_batch_size=size, read_ahead=self._depth > 0)
         self._stream: Stream = self._open(state)
-        self._prefetcher: Prefetcher[StepBatch] | None = None
+        self._prefetcher: Prefetcher[StreamStep] | None = None
 
     @property
     def state(self) -> StreamState:
@@ -40,12 +47,12 @@ class StreamBatches:
         """Return the position; a stream has no other state."""
         return self.state
 
-    def next_batch(self) -> StepBatch:
+    def next_batch(self) -> StreamStep:
         """Return this rank's rows of the next step."""
         if not self._depth:
-            return self._to_step_batch(self._stream.next())
+            return self._to_step(self._stream.take())
         if self._prefetcher is None:  # started with the first batch, so that a failed start leaves no thread
-            self._prefetcher = Prefetcher(self._stream, self._to_step_batch, depth=self._depth)
+            self._prefetcher = Prefetcher(self._stream, self._to_step, depth=self._depth)
         return self._prefetcher.next()
 
     def rollback(self, state: StreamState) -> None:
@@ -62,6 +69,26 @@ class StreamBatches:
 
 
 Batches = StreamBatches | LoaderBatches
+
+
+def describe_held_rows(recipe: Recipe, dp_size: int, *, n_steps: int = 1) -> str:
+    """Return how many rows a rank has in a step and how much memory its rows take at most.
+
+    Args:
+        recipe: Recipe.
+        dp_size: Number of data-parallel ranks.
+        n_steps: Steps that are held before the first of them is trained.
+    """
+    seq_len, n_rows = recipe.data.seq_len, recipe.batch.global_batch_size // dp_size
+    if recipe.data.source_kind == "loader":
+        n_held, position_bytes, how = n_steps * n_rows, LOADER_POSITION_BYTES, "held together, as of any data.loader"
+    else:
+        part_rows = rows_per_part(recipe.batch.micro_batch_size, seq_len)
+        n_further = PARTS_IN_PASSING if n_rows > part_rows else 0
+        n_held = (n_steps + recipe.data.prefetch + n_further) * min(n_rows, part_rows)
+        position_bytes, how = STREAM_POSITION_BYTES, "made as they are needed"
+    gib = n_held * seq_len * position_bytes / GIB
+    return f"{n_rows:,} rows of {seq_len:,} positions a step and rank, {how}: up to {gib:.3g} GiB of host memory"
 
 
 def open_batches(

@@ -16,7 +16,7 @@ import numpy as np
 from lt_data import Mixture, Phase, RowReader, Stream, Tokenizer, TokenStore, open_pack
 from lt_data.store.generations import locate_generation, names_generation
 from lt_data.streaming.rows import Rows
-from lt_data.streaming.stream import StreamBatch, StreamState
+from lt_data.streaming.stream import StreamState
 from lt_trainer.config.data_section import DataOptions
 from lt_trainer.config.sections import Recipe
 from lt_trainer.data.document_boundaries import micro_batch_cu_seqlens
@@ -257,13 +257,6 @@ def to_micro_batches(
     n_tokens = micro_batch_size * seq_len
     bounds = micro_batch_cu_seqlens(starts, n_micro=n_micro, n_tokens=n_tokens, max_documents=max_documents)
     return StepBatch(**arrays, cu_seqlens=bounds, valid_tokens=valid_tokens)
-
-
-def to_step_batch(batch: StreamBatch, micro_batch_size: int) -> StepBatch:
-    """Return this rank's rows of one step as a step batch."""
-    starts, bound = batch.tokens.segments()[0], batch.tokens.max_segments_per_row
-    size, labels = micro_batch_size, batch.valid_tokens
-    return to_micro_batches(batch.rows, starts, bound, micro_batch_size=size, valid_tokens=labels)
 
 
 def validation_rows(n_rows: int, topology: Topology, micro_batch_size: int) -> Iterator[np.ndarray]:

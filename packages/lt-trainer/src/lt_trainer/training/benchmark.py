@@ -19,11 +19,12 @@ from dataclasses import asdict, replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+from lt_data.display.terminal import echo_error
 from lt_model import PRESETS, flops_per_token, n_parameters
 from lt_trainer.config.data_section import DataOptions
 from lt_trainer.config.recipe import ResolvedRecipe, complete, load, to_dict
 from lt_trainer.config.sections import EvaluationOptions, Recipe
-from lt_trainer.data.batches import open_batches
+from lt_trainer.data.batches import describe_held_rows, open_batches
 from lt_trainer.engine import Engine, World
 from lt_trainer.errors import RecipeError
 from lt_trainer.planning.layout import layout_from_recipe
@@ -102,6 +103,8 @@ def run_benchmark(resolved: ResolvedRecipe, *, steps: int, warmup: int) -> dict[
     lr = recipe.optimizer.lr / 100  # small, as in a warmup, so that the weights stay bounded
     opened = time.perf_counter()
     with closing(inputs.open_engine(recipe, world)) as engine:
+        if world.rank == 0:
+            echo_error(describe_held_rows(recipe, engine.topology.dp_size, n_steps=steps))
         with closing(open_batches(recipe, inputs.data, engine.topology, engine.control)) as batches:
             began = time.perf_counter()
             (first,) = engine.fetch_metrics([engine.step(batches.next_batch(), lr)])

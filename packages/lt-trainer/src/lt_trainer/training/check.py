@@ -24,7 +24,8 @@ from lt_trainer.config.lr_schedule import learning_rate
 from lt_trainer.config.recipe import ResolvedRecipe, complete
 from lt_trainer.config.sections import Recipe
 from lt_trainer.constants import GIB
-from lt_trainer.engine import StepBatch, StepMetrics, World
+from lt_trainer.data.batches import describe_held_rows
+from lt_trainer.engine import StepMetrics, StepParts, World
 from lt_trainer.errors import TrainerError
 from lt_trainer.resilience.rank_sync import run_on_rank0
 from lt_trainer.resilience.stop_signals import StopSignals, install_handlers, restore_handlers
@@ -77,11 +78,12 @@ def check_run(resolved: ResolvedRecipe, world: World) -> None:
 def _check_steps(run: Run) -> None:
     recipe, engine, say = run.recipe, run.engine, run.log.log_message
 
-    def step(batch: StepBatch, number: int) -> StepMetrics:
+    def step(batch: StepParts, number: int) -> StepMetrics:
         rate = learning_rate(number, recipe.schedule, recipe.optimizer.lr)
         (metrics,) = engine.fetch_metrics([engine.step(batch, rate)])
         return metrics
 
+    say(f"check: {describe_held_rows(recipe, engine.topology.dp_size)}")
     batch = _next_batch_with_labels(run)
     first = run.batches.state.step - 1
     began = time.monotonic()
@@ -102,13 +104,14 @@ def _check_steps(run: Run) -> None:
             f"{grace_s:g}, and the time between your scheduler's signal and SIGKILL"
         )
     following = _next_batch_with_labels(run)
-    expected = step(following, first + 1)
-    _check_finite(recipe, first + 2, expected)
+    second = run.batches.state.step - 1
+    expected = step(following, second)
+    _check_finite(recipe, second + 1, expected)
     saved = run.checkpoints.find_latest()
     if saved is None:
         raise CheckError(f"{run.checkpoints.root}: the file system does not keep written data")
     engine.restore(saved)
-    restored = step(following, first + 1)
+    restored = step(following, second)
     if not math.isclose(restored.loss, expected.loss, rel_tol=1e-3):
         raise CheckError(f"the step after a restore has loss {restored.loss}, without it {expected.loss}")
     say(f"check: restored; the next step has loss {restored.loss!r}, without it {expected.loss!r}")
@@ -125,7 +128,7 @@ def _check_finite(recipe: Recipe, number: int, metrics: StepMetrics) -> None:
         )
 
 
-def _next_batch_with_labels(run: Run) -> StepBatch:
+def _next_batch_with_labels(run: Run) -> StepParts:
     """Return the next batch that a run would train on."""
     for _ in range(MAX_STEPS_WITHOUT_LABELS):
         batch = run.batches.next_batch()

@@ -21,8 +21,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from lt_trainer.checkpointing.mirror import StopRequested
 from lt_trainer.checkpointing.resume import restore_or_start, rollback
 from lt_trainer.config.lr_schedule import learning_rate
@@ -154,15 +152,14 @@ class TrainingLoop:
             pending = self._engine.step(batch, lr)
             self._had_labels = True
         stopwatch.begin("rest")
-        document_lengths = np.diff(batch.cu_seqlens.astype(np.int64))
         return StepRecord(
             step=number,
             loss=None,
             grad_norm=None,
             learning_rate=lr,
             valid_tokens=batch.valid_tokens,
-            rows=batch.input_ids.size // self._recipe.data.seq_len * self._engine.topology.dp_size,
-            document_length=float(np.square(document_lengths).sum() / document_lengths.sum()),
+            rows=batch.n_micro_batches * self._recipe.batch.micro_batch_size * self._engine.topology.dp_size,
+            document_length=batch.document_length,
         ), pending
 
     def _sync_stop(self) -> int:
