@@ -291,6 +291,15 @@ def test_bad_lines(tmp_path, line, reason, message, packed):
     assert reader.source_files().bytes == path.stat().st_size
 
 
+def test_a_bad_line_of_a_file_without_a_checksum_is_told_at_once(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b"{\n" + GOOD * 300_000)
+    reader = DocumentReader([path])
+    with pytest.raises(DataError, match=r"x\.jsonl:1: not a JSON value"):
+        next(iter(reader))
+    assert reader.read_bytes <= 2**20 < path.stat().st_size
+
+
 @pytest.mark.parametrize("name", ["x.jsonl", "x.parquet"])
 def test_a_field_inside_of_a_field_points_to_a_map(tmp_path, name):
     row = {"content": {"text": "a"}}
