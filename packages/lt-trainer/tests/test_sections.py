@@ -89,6 +89,7 @@ WORDS = [
     ("optimizer.betas=0.9,0.95", "did you mean optimizer.beta1 and optimizer.beta2?"),
     ("train.bf16=true", "did you mean engine.gpu.dtype?"),
     ("num_train_epochs=3", 'did you mean schedule.max_steps = "3 epochs"?'),
+    ("data.every=10", "unknown field; there are data.store, data.synthetic"),
     ("metrics.interval=5", "did you mean metrics.log_interval?"),
     ("optimiser.lr=5", "optimiser.lr = 5 (--set): unknown field; did you mean optimizer.lr?"),
     ("batch.gradient_accumulation_steps=4", "it follows: batch.global_batch_size / (batch.micro_batch_size x data-"),

@@ -40,7 +40,7 @@ USUAL_NAMES: Mapping[str, str] = {
     "warmup_ratio": "schedule.warmup_steps",
     "tensor_parallel_size": "parallel.tp",
     "pipeline_parallel_size": "parallel.pp",
-    "every": "checkpoint.interval",
+    "checkpoint.every": "checkpoint.interval",
     "save_steps": "checkpoint.interval",
     "save_interval": "checkpoint.interval",
     "save_total_limit": "checkpoint.keep_last",
