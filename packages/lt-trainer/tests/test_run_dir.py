@@ -36,6 +36,7 @@ def test_a_new_run_directory_and_what_a_later_start_changes_in_it(tmp_path: Path
         with RunDir.open(out, resolved=given) as run_dir:
             run_dir.append_event("start", step=0)
             assert run_dir.changes == changes
+            run_dir.record_recipe()
         names = ".lt-run .lt-run.lock checkpoints environment.json events.jsonl logs recipe.json recipe.toml"
         assert sorted(item.name for item in out.iterdir()) == names.split()
         assert load(out / "recipe.toml").recipe == given.recipe
@@ -129,10 +130,12 @@ def test_a_full_disk_leaves_whole_descriptions(tmp_path: Path, monkeypatch: pyte
         patch.setattr(os, "fsync", fsync)
         patch.setattr(os, "replace", replace)
         if fails_at < 6:
-            with pytest.raises(RunDirError, match=r"No space left on device; free space on its disk$"):
-                RunDir.open(tmp_path, resolved=resolved("run.seed=1"))
+            full = pytest.raises(RunDirError, match=r"No space left on device; free space on its disk$")
+            with full, RunDir.open(tmp_path, resolved=resolved("run.seed=1")) as run_dir:
+                run_dir.record_recipe()
         else:
-            RunDir.open(tmp_path, resolved=resolved("run.seed=1")).close()
+            with RunDir.open(tmp_path, resolved=resolved("run.seed=1")) as run_dir:
+                run_dir.record_recipe()
     assert order == (["sync", "rename", "sync"] * 3)[: len(order)], "synced before they get their name"
     assert order.count("sync") == fails_at
     assert not [item for item in tmp_path.iterdir() if item.name.endswith(".tmp")]

@@ -210,8 +210,11 @@ def test_goes_on_when_max_steps_grows_and_says_what_changed(recipe_base, fake_en
 )
 def test_what_a_run_cannot_go_on_with_is_refused(recipe_base, fake_engine, overrides, error, words) -> None:
     assert start(recipe_base, stop_after_step=3) == 75
+    folder = Path(recipe_base["run"]["dir"])
+    recorded = {name: (folder / name).read_text() for name in ("recipe.json", "recipe.toml")}
     with pytest.raises(error, match=words):
         start(recipe_base, *(text.format(**recipe_base["data"]) for text in overrides))
+    assert {name: (folder / name).read_text() for name in recorded} == recorded
 
 
 @pytest.mark.parametrize(
@@ -241,6 +244,8 @@ def test_the_tokenizer_may_be_a_path(recipe_base, fake_engine, little_data, tmp_
     other.save(tmp_path / "other")
     with pytest.raises(RecipeError, match=rf"{tokenizer.sha256}\), not with that of this path .*{other.sha256}"):
         start(recipe_base, f"data.tokenizer={tmp_path / 'other'}")
+    with pytest.raises(RecipeError, match=r'data.tokenizer = ".*" \(--set\): no tokenizer at .*tokenizer.json'):
+        start(recipe_base, f"data.tokenizer={tmp_path}")
 
 
 def test_the_records_of_a_run_name_the_tokenizer_of_its_store(recipe_base, fake_engine, little_data) -> None:

@@ -158,7 +158,8 @@ def _check_tokenizer(recipe: Recipe, store: TokenStore) -> None:
         return
     found = ""
     if os.path.exists(name):
-        loaded = Tokenizer.load(name)
+        with as_recipe_error(name, "data.tokenizer"):
+            loaded = Tokenizer.load(name)
         if loaded.sha256 == tokenizer.sha256:
             return
         found = f", not with that of this path (sha256 {loaded.sha256})"

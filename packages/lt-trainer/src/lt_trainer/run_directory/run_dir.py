@@ -16,9 +16,10 @@
     flight/             last collectives of ranks that hung, by start of the run
     checkpoints/  logs/
 
-Opening an existing run directory continues the run: metrics and events are appended, the three description files are
-rewritten atomically, and `changes` has the changes of the recipe. Nothing is ever deleted here. The lock is `flock`,
-which the system releases when its holder exits.
+Opening an existing run directory continues the run: metrics and events are appended, environment.json is rewritten
+atomically, and `changes` has the changes of the recipe. The recipe is replaced when the run has resumed with it
+(`record_recipe`), so that a start that was refused leaves that of the steps before. Nothing is ever deleted here. The
+lock is `flock`, which the system releases when its holder exits.
 """
 
 import errno
@@ -53,6 +54,7 @@ class RunDir:
         self.path, self.checkpoints, self.metrics = path, path / "checkpoints", path / "metrics.jsonl"
         self.changes: dict[str, tuple[Any, Any]] = {}
         """Recipe fields that changed since the last start: (before, now) by dotted name."""
+        self._resolved: ResolvedRecipe | None = None
         self._resources = ExitStack()
 
     @staticmethod
@@ -61,7 +63,7 @@ class RunDir:
 
         Args:
             out: Folder; created with its parents if missing.
-            resolved: Recipe to write; None for none.
+            resolved: Recipe to write: at once if the run has none yet, otherwise by `record_recipe`; None for none.
 
         Raises:
             RunDirError: not a run directory, in use by another process, of a later version, or not writable.
@@ -86,12 +88,11 @@ class RunDir:
         self.checkpoints.mkdir(exist_ok=True)
         (path / "logs").mkdir(exist_ok=True)
         write_atomic(path / "environment.json", _json(describe_environment()))
-        if resolved is not None:
-            values = to_dict(resolved.recipe)
-            self.changes = _recipe_changes(path / "recipe.json", values)
-            record = {"recipe": values, "origins": dict(resolved.origins), "unchecked": list(resolved.unchecked)}
-            write_atomic(path / "recipe.json", _json(record))
-            write_atomic(path / "recipe.toml", to_toml(resolved.recipe, resolved.origins))
+        self._resolved = resolved
+        if resolved is not None and (path / "recipe.json").exists():
+            self.changes = _recipe_changes(path / "recipe.json", to_dict(resolved.recipe))
+        else:
+            self.record_recipe()
 
     @staticmethod
     def check(out: Path) -> None:
@@ -105,6 +106,17 @@ class RunDir:
                 with open(out / LOCK_FILE, "rb") as file:
                     _lock(out, file.fileno(), fcntl.LOCK_SH)  # several may look at once, on NFS without writing
                 _recipe_changes(out / "recipe.json", {})
+
+    def record_recipe(self) -> None:
+        """Write the recipe with which the directory was opened, in place of that of the last start."""
+        resolved = self._resolved
+        if resolved is None:
+            return
+        values = to_dict(resolved.recipe)
+        record = {"recipe": values, "origins": dict(resolved.origins), "unchecked": list(resolved.unchecked)}
+        with _translate_os_errors(self.path):
+            write_atomic(self.path / "recipe.json", _json(record))
+            write_atomic(self.path / "recipe.toml", to_toml(resolved.recipe, resolved.origins))
 
     def write_mirror_name(self, name: str) -> None:
         """Write the run's name in its mirror."""

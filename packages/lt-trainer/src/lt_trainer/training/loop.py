@@ -62,6 +62,8 @@ def train(run: Run, *, stop_after_step: int = 0) -> int:
         run.engine.stopwatch.begin("checkpoint")
         with run.log.pause("restoring"):
             restore_or_start(run)
+        if run.run_dir is not None:
+            run.run_dir.record_recipe()
         run.engine.stopwatch.begin("rest")
         run.mirror.start()
         loop = TrainingLoop(run)

@@ -110,6 +110,8 @@ class Run:
     """Mirror in S3; no-op without checkpoint.mirror_url. An error that ends the run waits for uploads."""
     checkpoints: Checkpoints
     """An error that ends the run waits for the save in flight."""
+    run_dir: RunDir | None
+    """None on ranks other than 0."""
     opened_batches: Batches | None = None
     """Opened by `checkpointing.resume`."""
 
@@ -199,6 +201,7 @@ def open_run(
             log,
             mirror,
             checkpoints,
+            run_dir,
         )
         stack.callback(run.close_batches)
         try:
