@@ -92,5 +92,5 @@ def test_a_value_trains_or_is_refused_before_the_first_step(
         assert all(0 < loss < 10 for loss in losses)
         return
     assert engine is None, f"refused after the engine was opened: {refused}"
-    assert re.search(rf"engine\.gpu\.{name} = '?{value}'?[ ,:]", str(refused), re.IGNORECASE), str(refused)
+    assert re.search(rf"engine\.gpu\.{name} = \"?{value}\"?[ ,:]", str(refused), re.IGNORECASE), str(refused)
     assert refused.exit_code == 64

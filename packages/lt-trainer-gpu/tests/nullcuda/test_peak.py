@@ -88,8 +88,13 @@ EP_LAYOUTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "ep-recompute": ((EP, FULL), {"vocab_size": 1024, "ranks": 4}),
     "ep-skewed-sp": ((EP, TP, SP), LITTLE | {"ranks": 2, "expert_skew": 2}),
 }
+HEAD_LAYOUTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "cp4-recompute": ((CP4, FULL), {"vocab_size": 1024, "rows": 1, "ranks": 4, "seq_len": 16384}),
+}
+"""Where the peak is attention's: of families whose queries are wider than the stream, or than values."""
 FAMILY_CASES = [(family, layout) for family in FAMILY_FIELDS for layout in FAMILY_LAYOUTS]
 FAMILY_CASES += [("olmoe", layout) for layout in EP_LAYOUTS]
+FAMILY_CASES += [(family, "cp4-recompute") for family in ("qwen3", "gemma3_text", "deepseek_v3")]
 LISTED = [
     *(("mistral", "recompute-selectively"), ("qwen2", "recompute"), ("qwen3", "tp-sp"), ("olmo2", "tp-recompute")),
     *(("gemma3_text", "one"), ("gemma2", "fsdp"), ("gpt_neox", "recompute"), ("granite", "cp")),
@@ -109,7 +114,7 @@ def test_each_family_and_each_layout_has_a_listed_case() -> None:
     [pytest.param(*pair, marks=() if pair in LISTED else pytest.mark.slow) for pair in FAMILY_CASES],
 )
 def test_a_family_holds_what_the_plan_says(run_job: Callable[[Job], Any], family: str, layout: str) -> None:
-    overrides, fields = (FAMILY_LAYOUTS | EP_LAYOUTS)[layout]
+    overrides, fields = (FAMILY_LAYOUTS | EP_LAYOUTS | HEAD_LAYOUTS)[layout]
     asked = job(*overrides, family=family, **fields)
     check_peak(asked, run_job(asked)[0])
 
