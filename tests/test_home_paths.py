@@ -5,6 +5,7 @@ A new option or field of text is either a path, or its name stands here among th
 
 import importlib
 import inspect
+import json
 import pkgutil
 import typing
 from collections.abc import Iterator
@@ -21,7 +22,9 @@ from lt_launch.hosts import SshOptions
 from lt_launch.job import ContainerImage
 from lt_launch.profile import Profile, read_values
 from lt_launch.run_file import RunOverrides, read_run_file
+from lt_model import PRESETS, config_to_hf
 from lt_model.home_folder import expand_home
+from lt_trainer.config.recipe import load as load_recipe
 from lt_trainer.config.section import Section
 from lt_trainer.errors import RecipeError
 
@@ -150,3 +153,16 @@ def test_a_home_folder_in_a_container_is_refused() -> None:
     for values in ({"workdir": "~/w"}, {"mounts": ("~/a:~/b",)}):
         with pytest.raises(RecipeError, match="is a folder in the container, whose home folder is not known here"):
             ContainerImage(image="i", **values)
+
+
+@pytest.mark.parametrize("name", ["~/model", "~/model/config.json"])
+def test_the_architecture_of_a_recipe_is_read_from_the_home_folder(tmp_path: Path, monkeypatch, name: str) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model").mkdir()
+    values = config_to_hf(PRESETS["tiny-2m"])
+    (tmp_path / "model" / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    resolved = load_recipe(base={"data": {"store": "s", "seq_len": 64}}, overrides=[f"model.config={name}"])
+    assert resolved.recipe.model.hidden_size == PRESETS["tiny-2m"].hidden_size
+    assert resolved.origins["model.hidden_size"] == f"config {tmp_path}/{name.removeprefix('~/')}"
+    with pytest.raises(RecipeError, match=f"{tmp_path}/none: no such"):
+        load_recipe(base={"data": {"store": "s", "seq_len": 64}}, overrides=["model.init_from=~/none"])

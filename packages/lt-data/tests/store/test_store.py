@@ -214,6 +214,12 @@ def test_a_manifest_that_is_none(store, content, message):
         TokenStore(store.folder)
 
 
+def test_a_file_of_text_is_not_a_store(tmp_path):
+    (tmp_path / "corpus.jsonl").write_text('{"text": "a"}\n')
+    with pytest.raises(DataError, match=r"corpus\.jsonl is not a token store .*: lt data prepare .*corpus\.jsonl"):
+        TokenStore(tmp_path / "corpus.jsonl")
+
+
 def test_opening_reads_no_index(store, monkeypatch):
     pack(store, seq_len=64)
     monkeypatch.setattr(token_store, "map_file", None)

@@ -492,7 +492,7 @@ def read_manifest(path: Path) -> StoreManifest:
     path = manifest_file(path)
     if not path.exists() and (path.parent / UNIT_FOLDER).is_dir():
         raise DataError(f"{path.parent}: not all of its units are prepared; run the same lt data prepare again")
-    if path.parent.is_dir() and not path.exists():
+    if path.parent.exists() and not path.exists():
         remedy = f"to make one of its text: lt data prepare {path.parent} --tokenizer TOKENIZER --out STORE"
         raise DataError(f"{path.parent} is not a token store (it has no {path.name}); {remedy}")
     with translate_os_errors("read the token store's", path):

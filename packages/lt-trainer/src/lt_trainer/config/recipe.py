@@ -186,7 +186,8 @@ def _resolve(given: Mapping[str, Given], *, reads_data: bool = True) -> Resolved
 def _architecture(given: Mapping[str, Given]) -> dict[str, Given]:
     """Return the model fields that no source gave: those of the run's checkpoint, or of the model that it names."""
     own = inside(given, "model")
-    field, address, config_file = _model_address({name: str(value) for name, (value, _) in own.items()})
+    addresses = {name: value for name, value in own.items() if name in ("config", "init_from", "init_config")}
+    field, address, config_file = _model_address(build(ModelOptions, addresses, "model"))
     missing = {name for name in leaves(ModelOptions) if name not in _NOT_ARCHITECTURE} - own.keys()
     if not address or all(name.startswith(_OF_OTHER_FAMILIES) for name in missing):
         return {}  # written out
@@ -220,11 +221,11 @@ def _check_n_layers(config: ModelConfig, n_layers: Given | None, field: str, add
             override(config, n_layers=int(n_layers.value))
 
 
-def _model_address(model: Mapping[str, str]) -> tuple[str, str, str]:
+def _model_address(model: ModelOptions) -> tuple[str, str, str]:
     """Return the field that names another model's architecture, its value, and the config.json if it is a file."""
-    if address := model.get("init_from", ""):
-        return "init_from", address, model.get("init_config", "")
-    address = model.get("config", "")
+    if model.init_from:
+        return "init_from", model.init_from, model.init_config
+    address = model.config
     file = Path(address, "config.json") if Path(address).is_dir() else Path(address)
     return "config", address, "" if address.startswith(HUB_PREFIX) else str(file)
 
@@ -293,7 +294,7 @@ def complete(resolved: ResolvedRecipe) -> ResolvedRecipe:
 
     model, pending, origins = resolved.recipe.model, resolved.pending, resolved.origins
     if pending:
-        field, address, file = _model_address(model.model_dump(include={"init_from", "init_config", "config"}))
+        field, address, file = _model_address(model)
         config, pinned = _from_pretrained(field, address, file)
         filled = {
             f"model.{name}": Given(value, f"{field} {address}") for name, value in architecture_values(config).items()
