@@ -332,6 +332,7 @@ def test_two_columns_of_one_name_are_refused(tmp_path, name):
         (b"PK\3\4" + GOOD, "a zip archive, which is not read; unpack it"),
         (b"\x04\x22\x4d\x18" + GOOD, "compressed with lz4, which is not read; unpack it"),
     ],
+    ids=["gzip", "zstandard", "bzip2", "xz", "parquet", "tar", "zip", "lz4"],
 )
 @pytest.mark.parametrize("name", ["x", "x.jsonl", "x.json.gz"])
 def test_what_is_compressed_and_not_named_so_is_said(tmp_path, content, message, name):

@@ -123,7 +123,7 @@ def test_variables_of_the_profile_travel_and_those_by_name_are_refused() -> None
     assert request["Environment"] == {"A": "profile", "B": "job"}
     assert request["RetryStrategy"] == {"MaximumRetryAttempts": 2}
     assert rendered.notes == ("setup of the profile is not run in containers; put it into the image",)
-    with pytest.raises(RecipeError, match=r"job.pass_env = \['HF_TOKEN'\]: SageMaker passes no variables"):
+    with pytest.raises(RecipeError, match=r'job.pass_env = \["HF_TOKEN"\]: SageMaker passes no variables'):
         SageMakerTarget().render(Pipeline.from_job(make_job(pass_env=("HF_TOKEN",))), profile)
 
 
