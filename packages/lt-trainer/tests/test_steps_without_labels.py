@@ -80,6 +80,10 @@ def test_none_at_all_is_refused(base, fake_engine, little_data, tmp_path, capsys
     sys.modules["own_rows"].without = range(1, 20)
     with pytest.raises(TrainingError, match="no step up to 6 had a label, so the weights are the initial ones"):
         start(base)
+    with pytest.raises(TrainingError, match="no step up to 6 had a label"):
+        start(base, "checkpoint.interval=2", "data.loader_resume=replay", "run.dir={dir}-2".format(**base["run"]))
+    with pytest.raises(TrainingError, match="no step up to 6 had a label"):  # resumed after step 4
+        start(base, "checkpoint.interval=2", "data.loader_resume=replay", "run.dir={dir}-2".format(**base["run"]))
     with pytest.raises(CheckError, match="steps 1 to 20 have no labels"):
         check(load(base=base, overrides=["run.engine=fake", f"run.dir={tmp_path / 'other'}"]), environ={})
     sys.modules["own_rows"].without = (1, 2, 4)

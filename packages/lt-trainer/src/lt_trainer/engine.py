@@ -203,6 +203,7 @@ class Snapshot:
 
     shards: Iterable[Shard]
     scalars: Mapping[str, int | float | str | bool]
+    """With `optimizer_step`, the steps that the optimizer has taken."""
     file_layout: RankFileWriter | None = None
     """Writer of another program's file format, for shards in its layout; None for our own format."""
     layout_metadata: Mapping[str, Any] = field(default_factory=dict)

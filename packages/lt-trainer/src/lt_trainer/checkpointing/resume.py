@@ -75,6 +75,7 @@ def restore_or_start(run: Run) -> None:
         )
     checkpoint = _restore(run, newest, open_data)
     run.checkpoints.hf_files = dict(checkpoint.hf_files())
+    run.has_trained = int(checkpoint.manifest.scalars["optimizer_step"]) > 0
     log.log_event("resume", step=checkpoint.step, path=str(checkpoint.path))
     log.log_message(f"resuming after step {checkpoint.step} from {checkpoint.path}")
     for field, path in run.recipe.data.store_paths().items():

@@ -91,7 +91,7 @@ class TrainingLoop:
         self._batches = run.batches
         self._pending: list[tuple[StepRecord, Any]] = []
         """Steps whose metrics have not been fetched, with the engine's handle; None of a step without labels."""
-        self._had_labels = self.step > 0
+        self._had_labels = run.has_trained
         self._n_skipped = 0
         """Skipped steps, reset once none was skipped between two checkpoints."""
         self._no_skips_since_save = True

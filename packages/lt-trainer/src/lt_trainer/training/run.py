@@ -112,6 +112,8 @@ class Run:
     """An error that ends the run waits for the save in flight."""
     run_dir: RunDir | None
     """None on ranks other than 0."""
+    has_trained: bool = False
+    """Whether the optimizer has taken a step before the restored checkpoint."""
     opened_batches: Batches | None = None
     """Opened by `checkpointing.resume`."""
 
