@@ -102,6 +102,8 @@ WORDS = [
     ("schedule.max_steps=10k", '"10k" (--set): must be a number of steps such as 10000, or text such as "3 epochs"'),
     ('schedule.max_steps="three epochs"', 'steps such as 10000, or text such as "3 epochs"'),
     ("schedule.warmup_steps=1e", 'must be a number of steps, or a share of the run such as "5%"'),
+    ("engine=5", "engine = 5 (--set): not a value but a section"),
+    ("run.seed=1e30", "run.seed = 1e+30 (--set): must be a smaller integer"),
     ("optimizer.lr=-1", "optimizer.lr = -1 (--set): must be greater than 0"),
     ("data.shuffle=yep", 'data.shuffle = "yep" (--set): must be true or false'),
     ("engine.gpu.compile=yes", 'engine.gpu.compile = "yes" (--set): must be "auto", true or false'),
@@ -142,6 +144,7 @@ def test_a_number_of_a_set_is_read_as_in_toml(name: str) -> None:
 
 def test_sections_made_in_python_are_checked_and_named() -> None:
     assert message_of(ModelOptions, n_layers=0) == "model.n_layers = 0: must be at least 1"
+    assert message_of(ModelOptions, n_layers=None) == "model.n_layers = null: must be a valid integer"
     assert message_of(RampOptions, steps=5).startswith("batch.ramp.steps = 5: has no effect with start = 0")
 
 

@@ -24,12 +24,14 @@ def toml_value(text: str) -> Any:
 
 
 def format_value(value: Any) -> str:
-    """Format one TOML value; what TOML has no form for is quoted as text.
+    """Format one TOML value; None, which TOML has no form for, is null.
 
     Example:
         >>> format_value(("a", 1e-05, True))
         '["a", 1e-05, true]'
     """
+    if value is None:
+        return "null"
     if isinstance(value, Text):
         value = toml_value(value)
     if isinstance(value, bool):

@@ -46,6 +46,7 @@ _WORDS = {
     "greater than or equal to": "at least",
     "less than or equal to": "at most",
     "a valid tuple": "a list",
+    "Unable to parse input string as an integer, exceeded maximum size": "must be a smaller integer",
     "a valid boolean, unable to interpret input": "true or false",
 }
 """Pydantic's words and ours."""
