@@ -10,6 +10,7 @@ key). Cost: O(1) memory, about 0.2 microseconds per element in numpy. Not crypto
 """
 
 import hashlib
+import itertools
 
 import numpy as np
 
@@ -64,7 +65,7 @@ def shuffle_positions(positions: np.ndarray, n_rows: int, key: str | None) -> np
     """
     epochs, rest = np.divmod(positions, n_rows)
     if key is not None:
-        for epoch in np.unique(epochs).tolist():
-            chosen = epochs == epoch
-            rest[chosen] = permute(rest[chosen], n_rows, f"{key}/{epoch}".encode())
+        starts = np.flatnonzero(np.diff(epochs, prepend=-1)).tolist()
+        for start, end in itertools.pairwise([*starts, epochs.size]):
+            rest[start:end] = permute(rest[start:end], n_rows, f"{key}/{epochs[start]}".encode())
     return rest
