@@ -2,7 +2,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lt_ckpt import CheckpointError, Shard
@@ -39,6 +39,7 @@ def test_algebra_agrees_with_counting_elements(case):
 
 
 @given(boxes)
+@example((2, [((0, 2), (4, 2)), ((0, 0), (1, 2)), ((1, 0), (3, 2)), ((1, 2), (0, 2))]))  # once each, of several boxes
 def test_covers_means_each_element_exactly_once(case):
     rank, found = case
     shape = (4,) * rank
