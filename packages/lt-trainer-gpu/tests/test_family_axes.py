@@ -28,7 +28,8 @@ from lt_trainer.engine import World
 from lt_trainer.errors import RecipeError
 from lt_trainer_gpu import checks
 from lt_trainer_gpu import engine as engine_module
-from lt_trainer_gpu.fp8 import TensorwiseLinear, apply_fp8, fp8_products
+from lt_trainer_gpu.checks import fp8_products
+from lt_trainer_gpu.fp8 import TensorwiseLinear, apply_fp8
 
 EP = "parallel.ep=2"
 STEPS, ROWS, SEQ_LEN, VOCAB, SLOTS = 2, 8, 32, 61, ("momentum", "exp_avg")

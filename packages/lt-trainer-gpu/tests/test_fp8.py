@@ -195,6 +195,10 @@ def test_latents_in_float8_are_refused_on_tensor_parallel_ranks(recipe, scaling:
     shape = json.dumps(LATENT | {"router_score": "sigmoid", "selection_bias": True})
     sets += [f"model.shape={shape}", f"engine.gpu.fp8={scaling}", "engine.gpu.dtype=float32"]
     SPEC.check(recipe(*sets), World())
+    for width, size in (("kv_rank", 24), ("q_rank", 24), ("rope_width", 24), ("nope_width", 18)):
+        narrow = json.dumps(json.loads(shape) | {width: size})
+        with pytest.raises(RecipeError, match=r"multiples of 16 features, and model\.layers\.1\.self_attn\..* has"):
+            SPEC.check(recipe(*sets, f"model.shape={narrow}"), World())
     made, world = recipe(*sets, "parallel.tp=2"), World(size=2, local_size=2)
     with pytest.raises(RecipeError, match=f'fp8 = "{scaling}", parallel.tp = 2: .* latent attention') as caught:
         SPEC.check(made, world)

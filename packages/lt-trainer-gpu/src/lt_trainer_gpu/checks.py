@@ -11,13 +11,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lt_model import param_specs
 from lt_model.attention_features import ATTENTION_LACKS
 from lt_trainer.config.recipe import check_features, model_config
 from lt_trainer.errors import RecipeError
 from lt_trainer_gpu.options import GpuOptions, gpu_options
 
 if TYPE_CHECKING:
-    from lt_model import ModelConfig
+    from lt_model import ModelConfig, ParamSpec
     from lt_trainer.config.sections import Recipe
     from lt_trainer.engine import World
 
@@ -253,6 +254,12 @@ def _graph_rules(recipe: Recipe, options: GpuOptions, world: World) -> Iterator[
     yield Rule(is_read, f"{field} engine.gpu.attention data.document_mask", problem, remedy)
 
 
+def fp8_products(config: ModelConfig, skipped_blocks: int) -> list[ParamSpec]:
+    """Return the weights whose products are in float8: the matrices of all blocks but so many at either end."""
+    inner = range(skipped_blocks, config.n_layers - skipped_blocks)
+    return [spec for spec in param_specs(config) if spec.type == "matrix" and spec.layer in inner]
+
+
 def _fp8_rules(recipe: Recipe, options: GpuOptions) -> Iterator[Rule]:
     model, tp, cp = recipe.model, recipe.parallel.tp, recipe.parallel.cp
     yield Rule(
@@ -268,9 +275,18 @@ def _fp8_rules(recipe: Recipe, options: GpuOptions) -> Iterator[Rule]:
         "tensor-parallel ranks would not add up the gradients of latent attention's products that are in float8",
         "set engine.gpu.fp8 to off, or parallel.tp to 1",
     )
+    if config.kv_rank:
+        for spec in fp8_products(config, options.fp8_skipped_blocks):
+            yield Rule(
+                any(size % FP8_MULTIPLE for size in spec.shape),
+                "engine.gpu.fp8",
+                f"float8 products need multiples of {FP8_MULTIPLE} features, and {spec.name} has {list(spec.shape)}",
+                "set engine.gpu.fp8 to off, or take a model with other sizes",
+            )
+    kv_width = 0 if config.kv_rank else model.n_kv_heads * config.head_width
     sizes = [
         ("model.hidden_size parallel.tp", model.hidden_size // tp, "features"),
-        ("model.n_kv_heads parallel.tp", model.n_kv_heads * config.head_width // tp, "features"),
+        ("model.n_kv_heads parallel.tp", kv_width // tp, "features"),
         ("model.intermediate_size parallel.tp", model.intermediate_size // tp, "features"),
         ("data.seq_len parallel.cp", recipe.data.seq_len // cp, "tokens"),
     ]

@@ -37,9 +37,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lt_model import ModelConfig, ParamSpec, flops_per_token, param_specs
+from lt_model import ModelConfig, flops_per_token
 from lt_model.decoder import Decoder
-from lt_trainer_gpu.checks import parse_torch_version
+from lt_trainer_gpu.checks import fp8_products, parse_torch_version
 from lt_trainer_gpu.module_class import exchange_class
 from lt_trainer_gpu.tensor_parallel import RowParallelLinear, row_parallel_bias
 
@@ -160,12 +160,6 @@ ROW_PARALLEL_CLASSES: dict[str, type[TensorwiseLinear]] = {
     "tensorwise": TensorwiseRowParallelLinear,
     "rowwise": RowwiseRowParallelLinear,
 }
-
-
-def fp8_products(config: ModelConfig, skipped_blocks: int) -> list[ParamSpec]:
-    """Return the weights whose products are in float8: the matrices of all blocks but so many at either end."""
-    inner = range(skipped_blocks, config.n_layers - skipped_blocks)
-    return [spec for spec in param_specs(config) if spec.type == "matrix" and spec.layer in inner]
 
 
 def fp8_flops_share(config: ModelConfig, seq_len: int, scaling: Scaling, skipped_blocks: int) -> float:
