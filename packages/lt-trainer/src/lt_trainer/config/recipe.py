@@ -323,7 +323,8 @@ def _engines(given: Mapping[str, Given]) -> dict[str, Any]:
     from lt_trainer.engine import engine_names, engine_spec
 
     if "engine" in given and given["engine"].value != {}:
-        raise RecipeError("not a value but a section", values={"engine": given["engine"].value}, remedy="set its fields")
+        values = {"engine": given["engine"].value}
+        raise RecipeError("not a value but a section", values=values, remedy="set its fields")
     installed, selected = engine_names(), given.get("run.engine", Given(default_of(RunOptions, "engine"), "")).value
     tables: dict[str, dict[str, Given]] = {str(selected): {}}
     for name, value in inside(given, "engine").items():
