@@ -1,5 +1,6 @@
 """Faults to plant in a rank before it starts: `lt_test_helpers.start_run(prepare=...)` calls one with the rank."""
 
+import copy
 import datetime
 import errno
 import os
@@ -20,8 +21,10 @@ def infinite_loss_on_rank_1(rank: int) -> None:
 
     def poisoned(self: GpuEngine, batch, lr: float):
         calls[0] += 1
-        bad = calls[0] in BAD_STEPS and rank == self.topology.world_size - 1
-        return step(self, replace(batch, valid_tokens=0) if bad else batch, lr)
+        if calls[0] in BAD_STEPS and rank == self.topology.world_size - 1:
+            batch = copy.copy(batch)
+            batch._batch = replace(batch._batch, valid_tokens=0)
+        return step(self, batch, lr)
 
     GpuEngine.step = poisoned
 
@@ -30,7 +33,7 @@ def data_loader_hangs_on_rank_1(rank: int) -> None:
     """Rank 1 never gets its fifth batch."""
     from lt_data import Stream
 
-    following, calls = Stream.next, [0]
+    following, calls = Stream.take, [0]
 
     def stuck_reader(self: Stream):
         calls[0] += 1
@@ -38,7 +41,7 @@ def data_loader_hangs_on_rank_1(rank: int) -> None:
             time.sleep(1)
         return following(self)
 
-    Stream.next = stuck_reader
+    Stream.take = stuck_reader
 
 
 def data_loader_keeps_pythons_lock_on_rank_1(rank: int) -> None:
@@ -48,7 +51,7 @@ def data_loader_keeps_pythons_lock_on_rank_1(rank: int) -> None:
     from lt_data import Stream
     from lt_trainer.resilience import watchdog
 
-    following, calls = Stream.next, [0]
+    following, calls = Stream.take, [0]
     watchdog.ALARM_MARGIN_S = 30.0 if rank == 0 else 2.0
 
     def stuck_reader(self: Stream):
@@ -57,14 +60,14 @@ def data_loader_keeps_pythons_lock_on_rank_1(rank: int) -> None:
             ctypes.PyDLL(None).sleep(600)
         return following(self)
 
-    Stream.next = stuck_reader
+    Stream.take = stuck_reader
 
 
 def disk_error_on_rank_1(rank: int) -> None:
     """The disk of rank 1 cannot read the fifth batch."""
     from lt_data import DataError, Stream
 
-    following, calls = Stream.next, [0]
+    following, calls = Stream.take, [0]
 
     def failing(self: Stream):
         calls[0] += 1
@@ -72,7 +75,7 @@ def disk_error_on_rank_1(rank: int) -> None:
             raise DataError(f"shards/00000.bin: {os.strerror(errno.EIO)}; check the disk")
         return following(self)
 
-    Stream.next = failing
+    Stream.take = failing
 
 
 def wall_clock_jumps(rank: int) -> None:

@@ -61,7 +61,7 @@ def rank_1_fails_while_a_save_is_in_flight(rank: int) -> None:
     from lt_data import DataError, Stream
 
     slow_disk(rank)
-    following, calls = Stream.next, [0]
+    following, calls = Stream.take, [0]
 
     def failing(self: Stream) -> Any:
         calls[0] += 1
@@ -69,7 +69,7 @@ def rank_1_fails_while_a_save_is_in_flight(rank: int) -> None:
             raise DataError("shards/00000.bin: Input/output error; check the disk")
         return following(self)
 
-    Stream.next = failing
+    Stream.take = failing
 
 
 def start_ranks(prepared: Path, cwd: Path, *sets: str, fault: str = "", ranks: int = 2) -> RankProcesses:

@@ -50,7 +50,7 @@ TEXT_FIELDS_OF = {("KubernetesOptions", "image"), ("SageMakerOptions", "image")}
 
 @pytest.fixture(autouse=True)
 def home(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("HOME", "/users/me")
 
 
 def commands() -> Iterator[tuple[list[str], Any]]:
@@ -91,7 +91,7 @@ def test_options_of_commands(words: list[str], command: Any, monkeypatch: pytest
     taken: dict[str, Any] = {}
     monkeypatch.setattr(command, "callback", lambda **values: taken.update(values))
     command.main(line, standalone_mode=False)
-    for names, expected in ((paths, "/home/me/x"), (texts, "~/x")):
+    for names, expected in ((paths, "/users/me/x"), (texts, "~/x")):
         for name in names:
             values = taken[name] if isinstance(taken[name], list | tuple) else [taken[name]]
             assert [str(value) for value in values] == [expected], f"{' '.join(words)}: {name}"
@@ -123,7 +123,7 @@ def test_fields_of_files() -> None:
             hint = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
             is_list = typing.get_origin(field.annotation) is tuple
             value = TypeAdapter(hint).validate_python(["~/x"] if is_list else "~/x")
-            assert value == (("/home/me/x",) if is_list else "/home/me/x"), f"{section.__name__}.{name}"
+            assert value == (("/users/me/x",) if is_list else "/users/me/x"), f"{section.__name__}.{name}"
             checked += 1
     assert checked > 15
 
@@ -141,7 +141,7 @@ def test_files_that_name_other_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("expand", [expand_home, expand_home_of_data])
 def test_a_home_folder_that_is_unknown_is_refused(expand: Any) -> None:
-    assert expand("~") == "/home/me"
+    assert expand("~") == "/users/me"
     assert expand("a/~/b") == "a/~/b"
     with pytest.raises(
         ValueError, match=r"~nobody-here/x: there is no home folder ~nobody-here; write ./~nobody-here/x"

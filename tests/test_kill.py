@@ -278,26 +278,26 @@ def test_a_hundred_kills(trials, reference, capfd: pytest.CaptureFixture[str]) -
 
 def wait_after_step_9(rank: int) -> None:
     """Before the command, in each rank: no rows after step 9, so that a run is killed where it was meant to be."""
-    original = Stream.next
+    original = Stream.take
 
     def waiting(self: Stream) -> Any:
         while self.state.step == 9:
             time.sleep(1)
         return original(self)
 
-    Stream.next = waiting  # pyright: ignore[reportAttributeAccessIssue]
+    Stream.take = waiting  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def record_rows(rank: int) -> None:
     """Before the command, in each rank: note which rows its stream gives."""
-    rows, original = open(f"rows-{rank}", "w", buffering=1, encoding="ascii"), Stream.next  # noqa: SIM115
+    rows, original = open(f"rows-{rank}", "w", buffering=1, encoding="ascii"), Stream.take  # noqa: SIM115
 
     def noting(self: Stream) -> Any:
         batch = original(self)
         rows.write(json.dumps([batch.step, batch.row_ids.tolist()]) + "\n")
         return batch
 
-    Stream.next = noting  # pyright: ignore[reportAttributeAccessIssue]
+    Stream.take = noting  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 4)])
@@ -322,8 +322,8 @@ def test_goes_on_with_other_ranks(prepared: Path, reference, tmp_path: Path, bef
     read = [
         dict(json.loads(line) for line in (tmp_path / f"rows-{rank}").read_text().splitlines()) for rank in range(after)
     ]
-    for step in range(saved.step, STEPS):
-        whole = np.concatenate([rank[step] for rank in read])
+    for step in range(saved.step, STEPS):  # each rank has two rows of each micro-step
+        whole = np.stack([np.reshape(rank[step], (-1, 2)) for rank in read], axis=1).flatten()
         assert whole.tolist() == order[step * BATCH : (step + 1) * BATCH].tolist(), f"rows of step {step + 1}"
     for rank in read:  # beyond the last step rows are only made ahead
         assert sorted(step for step in rank if step < STEPS) == list(range(saved.step, STEPS))

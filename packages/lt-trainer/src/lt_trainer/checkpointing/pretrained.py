@@ -233,9 +233,10 @@ def _check_tokenizer(options: ModelOptions, model_files: Mapping[str, bytes], da
     differing = sorted(i for i in ours if ours[i] != theirs.get(i, ours[i] if options.resize_vocab else None))
     if differing:
         i = differing[0]
+        theirs_i = format_value(theirs[i]) if i in theirs else "no token"
         raise RecipeError(
             f"the data was prepared with another tokenizer than the model's: {len(differing)} ids differ, first {i}, "
-            f"{format_value(ours[i])} in the data and {format_value(theirs.get(i))} in the model",
+            f"{format_value(ours[i])} in the data and {theirs_i} in the model",
             values={"model.init_from": options.init_from},
             remedy="prepare the data with the model's tokenizer (lt data prepare --tokenizer), or, if intended, set "
             "model.allow_tokenizer_mismatch (or model.resize_vocab for added tokens)",
