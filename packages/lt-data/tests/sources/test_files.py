@@ -43,6 +43,11 @@ def zstd(content: bytes, **options: Any) -> bytes:
     return frame.compress(content) + frame.flush()
 
 
+def with_dictionary(content: bytes) -> bytes:
+    dictionary = zstandard.train_dictionary(512, [f"{i} lazy dogs".encode() * 9 for i in range(99)])
+    return zstandard.ZstdCompressor(dict_data=dictionary).compress(content)
+
+
 def parquet(columns: dict[str, Any], **options: Any) -> bytes:
     out = io.BytesIO()
     pq.write_table(pa.table(columns), out, **options)
@@ -272,6 +277,7 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, name, 
         (b"{}", "no field 'text'", r"no field 'text' \(the record has no fields\); name the field"),
         (b'{"text": null}', "null", "field 'text' is null"),
         (b'{"text": 3}', "not a string", "field 'text' holds int, not a string"),
+        (b'{"text": {"en": "a"}}', "not a string", "field 'text' holds fields of its own, not a string; .*--map"),
         (b'{"text": "' + b"x" * 990 + b'"}', "too large", "line of more than 1000 bytes; .*--max-document-bytes"),
     ],
 )
@@ -416,6 +422,7 @@ def test_an_arrow_stream_cut_at_the_border_of_two_batches(tmp_path):
     [
         ("x.jsonl.gz", gzip.compress(GOOD) + b"garbage", r"damaged file \(gzip\)"),
         ("x.jsonl.zst", zstd(GOOD) + b"garbage", r"damaged file \(zstandard\)"),
+        ("x.jsonl.zst", with_dictionary(GOOD), "damaged file .*it needs a dictionary, .* not read; unpack it"),
         ("x.json", b'[{"text": "a"}', "not a JSON value"),
         ("x.json", b"[\xff]", "not UTF-8"),
         ("x.txt", "caf\xe9".encode("latin-1"), "not UTF-8 at byte 3 .*iconv"),
@@ -423,7 +430,7 @@ def test_an_arrow_stream_cut_at_the_border_of_two_batches(tmp_path):
         ("x.json", b'[{"text": "' + b"x" * 1000, "JSON array, which is parsed as a whole, of more than 1000 bytes"),
         ("x.parquet", parquet({"text": ["x" * 1001]}), "text of more than 1000 bytes"),
     ],
-    ids=range(8),
+    ids=range(9),
 )
 def test_bad_files(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)

@@ -248,8 +248,10 @@ def read_hostfile(path: Path) -> dict[str, int]:
     """
     try:
         lines = path.read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as exc:
-        raise LaunchError(f"hostfile {str(path)!r}: cannot be read ({exc}); give the path of a hostfile") from exc
+    except OSError as exc:
+        raise LaunchError(f"cannot read the hostfile {path}: {exc.strerror}; give the path of a hostfile") from exc
+    except UnicodeDecodeError as exc:
+        raise LaunchError(f"the hostfile {path} is not text in UTF-8; give the path of a hostfile") from exc
     hosts: dict[str, int] = {}
     seen: set[str] = set()
     for number, line in enumerate(lines, start=1):

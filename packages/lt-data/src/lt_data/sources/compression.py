@@ -24,6 +24,7 @@ _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _ZSTD_FLAGS = 4  # index of that byte
 _ZSTD_HAS_CHECKSUM = 0b100
 _GZIP_WITH_HEADER = 31  # zlib's wbits
+_REMEDY = "download or compress it again"
 _XZ_UNCHECKED = 0  # lzma.CHECK_NONE
 
 _MAGICS = {"gzip": b"\x1f\x8b", "zstandard": _ZSTD_MAGIC, "bzip2": b"BZh", "xz": b"\xfd7zXZ\0"}
@@ -100,14 +101,14 @@ class DecompressedFile(io.RawIOBase):
         self._input = header
         if not header:
             if self._is_first:
-                raise self._damage("the file is empty")
+                raise self._damage(f"the file is empty; {_REMEDY}")
             return False
         has_magic = header.startswith(_MAGICS[self._compression])
         if self._compression == "zstandard":  # which has other frames too, without content
             has_checksum = len(header) <= _ZSTD_FLAGS or header[_ZSTD_FLAGS] & _ZSTD_HAS_CHECKSUM
             self.has_unchecked |= has_magic and not has_checksum
         elif self._is_first and not has_magic:
-            raise self._damage(f"it does not begin as one of {self._compression}")
+            raise self._damage(f"it does not begin as one of {self._compression}; {_REMEDY}")
         self._is_first = False
         self._frame = self._make_frame()
         return True
@@ -120,13 +121,15 @@ class DecompressedFile(io.RawIOBase):
         if not is_limited or frame.needs_input:
             content = self._input or self._stream.read(_READ_BYTES)
             if not content:
-                raise self._damage("it is truncated")
+                raise self._damage(f"it is truncated; {_REMEDY}")
         try:
             output = frame.decompress(content, _CONTENT_BYTES) if is_limited else frame.decompress(content)
         except self._error as exc:
             if "Allocation error" in str(exc):
                 raise DataError(f"zstandard needs more memory than there is ({exc}); use fewer workers") from exc
-            raise self._damage(str(exc)) from exc
+            if "Dictionary mismatch" in str(exc):  # or the header, which says so, is damaged
+                raise self._damage("it needs a dictionary, and files of that kind are not read; unpack it") from exc
+            raise self._damage(f"{exc}; {_REMEDY}") from exc
         self._output = memoryview(output)
         self._input = b""
         if frame.eof:
@@ -135,7 +138,7 @@ class DecompressedFile(io.RawIOBase):
             self.has_unchecked |= self._compression == "xz" and frame.check == _XZ_UNCHECKED
 
     def _damage(self, problem: str) -> DamagedFileError:
-        return DamagedFileError(f"damaged file ({self._compression}): {problem}; download or compress it again")
+        return DamagedFileError(f"damaged file ({self._compression}): {problem}")
 
 
 def _load_library(compression: str) -> tuple[Callable[[], Any], type[Exception]]:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 ATTENTION_MASK = "attention_mask"
 TOKEN_FIELDS = ("input_ids", "tokens")  # usual names of ids
+_BY_MAP = "a function takes the text out, given by record_map (--map MODULE:FUNCTION)"
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,9 @@ def extract_value(record: Any, options: SourceOptions) -> "tuple[str | np.ndarra
     if options.tokens_field:
         return _parse_ids(name, value, record.get(ATTENTION_MASK), options.max_document_bytes)
     if not isinstance(value, str):
+        if isinstance(value, dict | list):
+            kind = "fields of its own" if isinstance(value, dict) else "a list"
+            return BadRecord("not a string", f"field {name!r} holds {kind}, not a string; {_BY_MAP}"), 0
         return BadRecord("not a string", f"field {name!r} holds {type(value).__name__}, not a string"), 0
     return check_text(value, options.max_document_bytes), 0
 
@@ -115,7 +119,7 @@ def _missing_field(name: str, options: SourceOptions, record: Mapping[str, Any])
     hint = f"; for the ids in {ids!r} give tokens_field={ids!r} (--tokens-field {ids})" if ids else ""
     outer = name.partition(".")[0]
     if outer != name and isinstance(record.get(outer), dict | list):
-        hint = f"; it lies inside of {outer!r}: a function takes it out, given by record_map (--map MODULE:FUNCTION)"
+        hint = f"; it lies inside of {outer!r}: {_BY_MAP}"
     names = ", ".join(map(repr, record))
     fields = f"found fields {names}" if names else "the record has no fields"
     message = f"no field {name!r} ({fields}); name the field with {option} ({flag}){hint}"
