@@ -77,7 +77,7 @@ def test_rows_by_source_are_ordered_by_expert() -> None:
             ("parallel.ep=2",),
             r"parallel\.ep = 2: expert parallelism needs torch 2\.11 or newer, not 2",
         ),
-        ("cuda", "2.15.0", ("parallel.tp=2",), r"a rank has 12 of expert_size, .*, or use parallel\.ep"),
+        ("cuda", "2.15.0", ("parallel.tp=2",), r"a rank has 12 of expert_size = 24, .*, or use parallel\.ep"),
         ("cuda", "2.11.0", ("parallel.tp=2", "parallel.sequence_parallel=true", "parallel.ep=2"), ""),
     ],
 )

@@ -4,6 +4,7 @@ Each start has processes of its own, as under torchrun. The run in one go and th
 same losses and the same weights, bit for bit.
 """
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,10 @@ def ran(folder: str, sets: tuple[str, ...], stop_after_step: int, bad_calls: tup
     def step_counted(self: GpuEngine, batch: Any, lr: float) -> Any:
         nonlocal calls
         calls += 1
-        return step(self, replace(batch, valid_tokens=0) if calls in bad_calls else batch, lr)
+        if calls in bad_calls:
+            batch = copy.copy(batch)
+            batch._batch = replace(batch._batch, valid_tokens=0)
+        return step(self, batch, lr)
 
     GpuEngine.step = step_counted  # type: ignore[method-assign] - in a process of its own
     resolved = load(base=base, overrides=["model.n_layers=2", *sets])

@@ -125,7 +125,7 @@ def test_pretrained_weights_are_looked_for_where_the_scripts_say(name: str, tmp_
             {"USE_MIX_PRECISION": "1", "USE_GPU_COMPATIBLE_PRECISION": "1"},
             "both set engine.neuron.precision; remove one of them",
         ),
-        ({"USE_MIX_PRECISION": "yes"}, "USE_MIX_PRECISION = 'yes': must be 0 or 1; write 1 or 0"),
+        ({"USE_MIX_PRECISION": "yes"}, 'USE_MIX_PRECISION = "yes": must be 0 or 1; write 1 or 0'),
         ({"loading_step": "7000"}, "a run resumes from its latest checkpoint or not at all"),
         ({"ACC_STEPS": "4"}, "unknown hyperparameter"),
     ],

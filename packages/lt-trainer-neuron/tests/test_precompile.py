@@ -110,7 +110,7 @@ def test_a_run_warns_refuses_or_passes(tmp_path: Path) -> None:
     assert path == write_key(folder, compile_key(made, MODEL, environ))
     assert check_compiled(strict, MODEL, environ) == ""
     other = recipe(*sets, "engine.neuron.compile_key=error", "engine.neuron.zero1=false")
-    with pytest.raises(NotCompiledError, match="zero1: precompiled with True, now False"):
+    with pytest.raises(NotCompiledError, match="zero1: precompiled with true, now false"):
         check_compiled(other, MODEL, environ)
     for damaged in ("not json", '{"format": 2, "key": {}}'):
         path.write_text(damaged)
@@ -170,7 +170,7 @@ def test_the_same_recipe_is_traced_under_the_tool_and_its_key_noted(run_file: Pa
     environ = neuron_env(resolved.recipe, {})
     assert check_compiled(resolved.recipe, MODEL, environ) == ""
     changed = load(run_file, overrides=["engine.neuron.compile_key=error"])
-    with pytest.raises(NotCompiledError, match="document_mask: precompiled with False, now True"):
+    with pytest.raises(NotCompiledError, match="document_mask: precompiled with false, now true"):
         check_compiled(changed.recipe, MODEL, environ)
 
 
@@ -215,7 +215,7 @@ def test_env_prints_each_value_with_its_reason(run_file: Path, monkeypatch: pyte
     monkeypatch.setenv("MALLOC_ARENA_MAX", "7")
     shown = CliRunner().invoke(env_app, [str(run_file)])
     assert shown.exit_code == 0, shown.exception
-    assert "MALLOC_ARENA_MAX=7  (yours; the recipe says '64')" in shown.output
+    assert 'MALLOC_ARENA_MAX=7  (yours; the recipe says "64")' in shown.output
     assert "FI_PROVIDER=efa\n    2 nodes communicate over EFA" in shown.output
     lines = CliRunner().invoke(env_app, [str(run_file), "--export"]).output.splitlines()
     assert "export MALLOC_ARENA_MAX=7" in lines
