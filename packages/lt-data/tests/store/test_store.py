@@ -63,6 +63,16 @@ def test_places_are_those_of_the_kept_documents(counting_store, documents, shard
     assert tokens_at(store, start).tolist() == flat[start].tolist()
 
 
+def test_masks_after_a_shard_is_gone_leave_the_other_masks_alone(counting_store):
+    """Shards move up, so a number is that of another shard's mask; both have one document, in different places."""
+    store = counting_store([1, 1, 1, 4, 5, 6, 7, 8, 9], 3)
+    once = keep_documents(store, np.array([0, 0, 0, 0, 1, 0, 1, 1, 0], bool))
+    before = {path: path.read_bytes() for path in (store.folder / "keep").iterdir()}
+    twice = keep_documents(once, np.array([1, 1, 0], bool))
+    assert twice.lengths.tolist() == [5, 7]
+    assert {path: path.read_bytes() for path in before} == before
+
+
 def test_places_in_a_shard_of_several_blocks_of_documents(counting_store):
     """Blocks of 512 documents, of which one keeps none."""
     rng = np.random.default_rng(0)

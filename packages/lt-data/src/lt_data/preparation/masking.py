@@ -27,13 +27,16 @@ def mask_documents(store: TokenStore, keep: np.ndarray, folder: Path) -> tuple[S
     """
     with translate_os_errors("create", folder / MASK_FOLDER):
         make_folder_synced(folder / MASK_FOLDER)
+    # A mask that the folder has is never replaced: since shards can be gone, its number may be another shard's now.
+    files = (Path(shard.mask.file) for shard in store.manifest.shards if shard.mask)
+    first_file = 1 + max((int(file.stem) for file in files if file.parent == Path(MASK_FOLDER)), default=-1)
     parts: list[StorePart] = []
     number = 0
     for part in store.manifest.parts:
         shards = [
             masked
-            for place, shard in enumerate(part.shards, start=number)
-            if (masked := _mask_shard(store, place, shard, keep, folder)) is not None
+            for place in range(number, number + len(part.shards))
+            if (masked := _mask_shard(store, place, keep, folder, first_file + place)) is not None
         ]
         number += len(part.shards)
         parts.append(replace(part, shards=tuple(shards)))
@@ -42,8 +45,9 @@ def mask_documents(store: TokenStore, keep: np.ndarray, folder: Path) -> tuple[S
     return tuple(parts)
 
 
-def _mask_shard(store: TokenStore, number: int, shard: ShardFile, keep: np.ndarray, folder: Path) -> ShardFile | None:
+def _mask_shard(store: TokenStore, number: int, keep: np.ndarray, folder: Path, file_number: int) -> ShardFile | None:
     """Return a shard with the mask of its documents; None if none of them is kept."""
+    shard = store.manifest.shards[number]
     first, last = store.document_boundaries[number : number + 2].tolist()
     mine = keep[first:last]
     if not mine.any() or mine.all():
@@ -51,4 +55,4 @@ def _mask_shard(store: TokenStore, number: int, shard: ShardFile, keep: np.ndarr
     before = store.kept_documents(number)
     mask = np.ones(shard.documents, bool) if before is None else np.array(before)
     mask[mask] = mine
-    return replace(shard, mask=write_mask(folder, number, mask, store.shard_lengths(number)))
+    return replace(shard, mask=write_mask(folder, file_number, mask, store.shard_lengths(number)))
